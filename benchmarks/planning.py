@@ -24,17 +24,17 @@ from shardwise.model.catalogue import get_model
 
 _LARGE = ("plan", "llama3.1-405b", "--cluster", "128x8xh100", "--batch", "2048", "--sequence", "8192")
 _COMMANDS = {
-    "plan llama3.1-405b on 1024 H100": (_LARGE, 5.0),
+    "plan llama3.1-405b on 1024 H100": (_LARGE, 2.0),
     "the same, with all that engines do not run yet": ((*_LARGE, "--any-engine"), None),
     "plan deepseek-v3 on 256 H100": (
         ("plan", "deepseek-v3", "--cluster", "32x8xh100", "--batch", "1024", "--sequence", "4096"), None,
     ),
     "fit llama3.1-405b on 1024 H100": (
         ("fit", "llama3.1-405b", "--cluster", "128x8xh100", "--batch", "2048", "--sequence", "8192", "--plan",
-         "dp=8,tp=8,pp=16,microbatches=256,zero=1,precision=bf16,recompute=full,sp=true"), 0.5,
+         "dp=8,tp=8,pp=16,microbatches=256,zero=1,precision=bf16,recompute=full,sp=true"), 0.3,
     ),
     "fit llama3-8b on 8 H100": (
-        ("fit", "llama3-8b", "--cluster", "8xh100", "--plan", "dp=4,tp=2,zero=1,microbatches=4,precision=bf16"), 0.5,
+        ("fit", "llama3-8b", "--cluster", "8xh100", "--plan", "dp=4,tp=2,zero=1,microbatches=4,precision=bf16"), 0.3,
     ),
 }  # fmt: skip
 _FIRST = "fit llama3-8b on 8 H100"

@@ -75,7 +75,7 @@ def parse(
                 raise WrongCallError(error.problem, remedy=meant or error.remedy)
         return parser.parse_args(words)
     except WrongCallError as error:
-        remedy = error.remedy or remedy_for(error.problem, words) or examples(module)[0]
+        remedy = error.remedy or remedy_for(error.problem, words) or _nearest_example(examples(module), words)
         raise WrongCallError(error.problem, remedy=remedy) from None
 
 
@@ -105,13 +105,25 @@ def _in_our_words(message: str) -> WrongCallError:
     return WrongCallError(message)
 
 
+# Options whose value is another program's words, which may begin as options do.
+_QUOTING = ("--from",)
+
+
 def _with_values(words: list[str], known: list[str]) -> list[str]:
     """The words, with what was typed in quotes and is another program's options (`--from '--bf16 --tp 2'`) as the value
-    of the option before it: no option of ours has a blank."""
+    of the option before it: no option of ours has a blank. After `--from` one word is enough, if we have no such."""
     joined: list[str] = []
     for word in words:
-        if word.startswith("--") and " " in word and joined and joined[-1] in known:
-            joined[-1] = f"{joined[-1]}={word}"
+        before = joined[-1] if joined else ""
+        is_theirs = " " in word or (before in _QUOTING and word.partition("=")[0] not in known)
+        if word.startswith("--") and word != "--" and is_theirs and before in known:
+            joined[-1] = f"{before}={word}"
         else:
             joined.append(word)
     return joined
+
+
+def _nearest_example(lines: list[str], words: list[str]) -> str:
+    """The example with most of the options that were typed; of equals the first."""
+    typed = {word.partition("=")[0] for word in words if word.startswith("--")}
+    return max(lines, key=lambda line: len(typed.intersection(line.split())))

@@ -4,11 +4,13 @@ import dataclasses
 import json
 import shlex
 import tomllib
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from shardwise.cli import main
+from shardwise.command_line import CommandModule, make_parser, parse
+from shardwise.planner import fit_command
 from shardwise.planner.plan import Plan
 from shardwise.planner.programs import vllm
 from shardwise.planner.programs.choose import PROGRAMS, recognise
@@ -119,6 +121,20 @@ def test_arguments_need_no_word_before_them(capsys: pytest.CaptureFixture[str]) 
     assert main([*words, "--tensor-model-parallel-size 2 --global-batch-size 32 --bf16", "--json"]) == 1
     read = json.loads(capsys.readouterr().out)
     assert read["plan"] == "dp=4,tp=2,microbatches=8,precision=bf16"
+
+
+@pytest.mark.parametrize("said", ["--bf16", "--use-distributed-optimizer", "pretrain_gpt.py"])
+def test_one_argument_is_enough(said: str) -> None:
+    assert recognise(said).name == "megatron"
+    parser = make_parser("fit", cast(CommandModule, fit_command))
+    words = ["llama3-8b", "--cluster", "8xh100", "--from", said, "--batch", "32"]
+    read = parse(parser, words, cast(CommandModule, fit_command))
+    assert (read.source, read.batch) == (said, 32)
+
+
+def test_an_example_has_the_options_that_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "llama3-8b", "--lora", "16"]) == 2
+    assert "--lora 16" in capsys.readouterr().err
 
 
 def test_plan_for_and_fit_from_agree(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:

@@ -196,8 +196,9 @@ def _states(layouts: Layouts, counts: Counts, software: Software) -> dict[str, F
         weights = weights + np.where((layouts.zero == 3)[:, None], frozen, 0.0)
     gradients = counts.trained.spread(layouts, 2) * software.gradient_bytes
     if software.shards_parameters:
-        # Gradients of a stage that stays gathered are added up whole, as they are computed.
-        whole = (counts.trained.dense + counts.trained.expert) * software.width
+        # Gradients of a stage that stays gathered are added up whole, as they are reduced (FSDP2's own source: they are
+        # cast with the first microbatch).
+        whole = (counts.trained.dense + counts.trained.expert) * software.reduce_bytes
         gradients = gradients + np.where(((layouts.pp > 1) & (layouts.zero == 3))[:, None], whole, 0.0)
     return {
         "weights": weights * software.width,

@@ -8,13 +8,16 @@ from shardwise.cost.layouts import Layouts
 from shardwise.cost.places import layer_kinds
 from shardwise.cost.stage import Pieces, Pricer, Work, add
 from shardwise.cost.step import as_stage, hop_seconds
-from shardwise.schedule.catalogue import make_schedule
+from shardwise.schedule.catalogue import CATALOGUE, make_schedule
 from shardwise.schedule.makespan import makespan
 from shardwise.schedule.prices import StageTimes
 from shardwise.schedule.schedule import Schedule
 
 # A long step repeats itself: a warm-up of so many times the ranks is played, and once more with one round added.
 _ROUNDS = 3
+# What is not played shows the most that ranks hold sooner, where microbatches follow each other one by one.
+_UNPLAYED_ROUNDS = 2
+_ONE_BY_ONE = ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 # More forwards than these take longer to play than a person waits.
 _MOST_FORWARDS = 8000
 
@@ -64,17 +67,28 @@ def end_weights(pieces: Pieces, num_layers: int, counts: Sequence[int]) -> tuple
     return float(pieces.begin.total[0]) / layer, float(pieces.end.total[0]) / layer
 
 
-@lru_cache(maxsize=32)
 def short_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int | None, *, more: int = 0) -> Schedule:
     """The schedule of a step, or of one that is shorter and goes as long through its steady state."""
-    short = _ROUNDS * num_ranks + num_microbatches % num_ranks + more * num_ranks
-    return make_schedule(name, num_ranks, min(num_microbatches, short), chunks)
+    is_played = _is_played(num_ranks, num_microbatches, chunks or CATALOGUE[name].chunks)
+    rounds = _ROUNDS if is_played or name not in _ONE_BY_ONE else _UNPLAYED_ROUNDS
+    short = (rounds + more) * num_ranks + num_microbatches % num_ranks
+    return _schedule(name, num_ranks, min(num_microbatches, short), chunks)
+
+
+def _is_played(num_ranks: int, num_microbatches: int, chunks: int) -> bool:
+    """Whether a schedule is short enough to be played."""
+    return num_ranks * chunks * min(num_microbatches, (_ROUNDS + 2) * num_ranks) <= _MOST_FORWARDS
+
+
+@lru_cache(maxsize=32)
+def _schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int | None) -> Schedule:
+    return make_schedule(name, num_ranks, num_microbatches, chunks)
 
 
 def play(pricer: Pricer, layouts: Layouts, name: str, chunks: int | None, stage_layers: Sequence[int]) -> Played | None:
     """Play the only layout of `layouts`. None where that would take too long."""
     num_ranks, num_microbatches = int(layouts.pp[0]), int(layouts.num_microbatches[0])
-    if len(stage_layers) * min(num_microbatches, (_ROUNDS + 2) * num_ranks) > _MOST_FORWARDS:
+    if not _is_played(num_ranks, num_microbatches, len(stage_layers) // num_ranks):
         return None
     works = _stage_works(pricer, pricer.pieces(layouts), stage_layers)
     times = [_times(work) for work in works]

@@ -13,9 +13,13 @@ from shardwise.cost.stage import Pricer, Stages, Work
 
 def exchange(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, pace: Work) -> Floats:
     """Seconds of a step that replicas spend on each other and that nothing hides."""
-    return np.where(
-        layouts.zero >= 3, _sharded(pricer, layouts, counts, stages, pace), _replicated(pricer, layouts, counts, pace)
-    )
+    is_sharded = layouts.zero >= 3
+    if is_sharded.all():
+        return _sharded(pricer, layouts, counts, stages, pace)
+    replicated = _replicated(pricer, layouts, counts, pace)
+    if not is_sharded.any():
+        return replicated
+    return np.where(is_sharded, _sharded(pricer, layouts, counts, stages, pace), replicated)
 
 
 class _Replicas(NamedTuple):

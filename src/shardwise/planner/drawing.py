@@ -5,15 +5,18 @@ And what a search found, as a person reads it and as data.
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from shardwise.answer import Canvas
 from shardwise.cost.host import link_rate
 from shardwise.model.share import Share
 from shardwise.planner.account import Account, RankBytes
-from shardwise.planner.search.findings import Findings
 from shardwise.planner.search.reasons import PART_WORDS
-from shardwise.planner.search.tally import Tally
 from shardwise.units import format_bytes, format_percent, format_seconds
+
+if TYPE_CHECKING:  # `fit` draws accounts, and need not load the search for it.
+    from shardwise.planner.search.findings import Findings
+    from shardwise.planner.search.tally import Tally
 
 #: Parts of a rank's memory, put together as a person thinks of them: name, its parts, a mark, a colour.
 GROUPS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
@@ -242,7 +245,7 @@ def account_data(account: Account) -> dict[str, object]:
     }
 
 
-def draw_findings(found: Findings, canvas: Canvas) -> None:
+def draw_findings(found: "Findings", canvas: Canvas) -> None:
     """The best plan with everything about it, and what was not chosen."""
     for part in (draw_head, draw_seconds, draw_memory, draw_reasons):
         part(found.best, canvas)
@@ -259,7 +262,7 @@ def draw_findings(found: Findings, canvas: Canvas) -> None:
         canvas.print(canvas.paint(line, "dim"))
 
 
-def tally_lines(tally: Tally) -> list[str]:
+def tally_lines(tally: "Tally") -> list[str]:
     """How many candidates fell to what, as sentences."""
     lines = [f"{tally.considered:,} candidates, {tally.priced:,} priced, {tally.fitting:,} of them fit."]
     fallen = [f"{count:,} {_REFUSED[reason]}" for reason, count in tally.refused.most_common()]
@@ -276,7 +279,7 @@ def tally_lines(tally: Tally) -> list[str]:
     return lines
 
 
-def tally_data(tally: Tally) -> dict[str, object]:
+def tally_data(tally: "Tally") -> dict[str, object]:
     """The same for `--json`."""
     return {
         "considered": tally.considered,

@@ -15,6 +15,7 @@ from shardwise.working import working_at
 if TYPE_CHECKING:
     from shardwise.planner.account import Account
     from shardwise.planner.changes import Change
+    from shardwise.planner.placement.seats import Seats
 
 DESCRIPTION = """Account for a plan: what takes how much on every rank, how much is left, and how long a step is, with
 the interval in which nine of ten such steps lie. When it does not fit: the three changes that make it fit and cost
@@ -24,6 +25,7 @@ least time, and the exit status is 1.
 EXAMPLE = """
 shardwise fit llama3-8b --cluster 8xh100 --plan dp=4,tp=2,zero=1,microbatches=4,precision=bf16 --sequence 8192
 shardwise fit llama3-8b --cluster 8xh100 --plan pp=8,microbatches=16,schedule=zb-v,precision=bf16 --batch 32
+shardwise fit llama3-8b --cluster 1xrtx4090 --plan recompute=full,microbatches=8 --batch 8 --sequence 2048 --lora 16
 """
 
 _USUAL_SEQUENCE = 4096
@@ -54,13 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    # These load numpy, which --help does not need.
+    # These load numpy, which --help does not need; and further below what not every answer does.
     from shardwise.planner.account import account
-    from shardwise.planner.changes import cheapest_changes
     from shardwise.planner.composition import composes, nearest_plan
     from shardwise.planner.drawing import account_data
-    from shardwise.planner.placement.drawing import draw_seats, seats_data
-    from shardwise.planner.placement.seats import seats_for
     from shardwise.planner.question import make_question
 
     if (arguments.plan is None) == (arguments.source is None):
@@ -83,11 +82,13 @@ def run(arguments: argparse.Namespace) -> Answer:
         plan = replace(plan, precision=question.precisions[0])  # As on GPUs everybody trains; the plan printed says so.
     working_at("the account of every rank")
     found = account(question, plan)
-    if not found.fits:
-        working_at("what would make it fit")
-    changes = () if found.fits else cheapest_changes(found)
+    changes = () if found.fits else _changes(found)
     runs = composes(plan)
-    seats = seats_for(question, plan) if arguments.placement else None
+    seats: Seats | None = None
+    if arguments.placement:
+        from shardwise.planner.placement.seats import seats_for
+
+        seats = seats_for(question, plan)
     data = {
         "model": question.model.name,
         "cluster": str(question.cluster),
@@ -98,18 +99,33 @@ def run(arguments: argparse.Namespace) -> Answer:
         "changes": [
             {"change": change.words, "slower": change.slower, **account_data(change.account)} for change in changes
         ],
-        **({} if seats is None else {"placement": seats_data(seats)}),
+        **({} if seats is None else _seats_data(seats)),
     }
 
     def render(canvas: Canvas) -> None:
         _draw(found, changes, canvas)
         if seats is not None:
+            from shardwise.planner.placement.drawing import draw_seats
+
             canvas.print()
             draw_seats(seats, canvas)
         if not runs:
             canvas.print(f"\nThe engines do not run this plan yet. The nearest that they do: {nearest_plan(plan)}")
 
     return Answer(data=data, render=render, status=0 if found.fits else 1)
+
+
+def _changes(found: "Account") -> "tuple[Change, ...]":
+    from shardwise.planner.changes import cheapest_changes
+
+    working_at("what would make it fit")
+    return cheapest_changes(found)
+
+
+def _seats_data(seats: "Seats") -> dict[str, object]:
+    from shardwise.planner.placement.drawing import seats_data
+
+    return {"placement": seats_data(seats)}
 
 
 def _says_precision(given: str) -> bool:

@@ -19,7 +19,7 @@ from shardwise.model.describe import Sizes, describe
 from shardwise.model.model import Model
 from shardwise.model.operations import Matmul
 from shardwise.model.prediction import with_prediction
-from shardwise.planner.runs import Run, SkippedError
+from shardwise.planner.runs import Run, SkippedError, pool_of
 
 # Megatron-LM pads GPT-2's vocabulary of 50257 to 51200 for 8 tensor parallel ranks; rows that name none mean this.
 _USUAL_VOCABULARY = 51200
@@ -93,6 +93,7 @@ _FSDP2 = Software(
     every_second=True,
     shards_parameters=True,
     fused_accumulation=False,
+    gathered_once=True,
 )
 _AUTOMODEL = replace(_FSDP2, attention="flash3", fused_loss=True, every_second=False)
 
@@ -140,6 +141,10 @@ def software_of(run: Run) -> Software:
         asynchronous = "async_tp=True" in run.text("detail")
         cast = 10 if "rowwise" in run.text("notes") else 6
         found = replace(found, fused=compiled, fused_norms=compiled, overlap_tp=asynchronous, cast_bytes=cast)
+        # Since spring 2025 the loss is compiled too. No row says its release: what ran on younger devices is taken to
+        # be younger.
+        later = pool_of(run).device.architecture not in ("ampere", "hopper")
+        found = replace(found, fused_loss=compiled and later)
     if "mp=PURE" in run.text("data_parallel"):
         found = replace(found, reduce_bytes=2)
     if "DeepSpeed" in source or "bigscience" in source.lower():

@@ -10,7 +10,7 @@ from shardwise.planner.account import Account, account
 from shardwise.planner.plan import Plan
 from shardwise.planner.programs.accelerate import ACCELERATE
 from shardwise.planner.programs.deepspeed import DEEPSPEED
-from shardwise.planner.programs.megatron import MEGATRON
+from shardwise.planner.programs.megatron import MEGATRON, TELLING
 from shardwise.planner.programs.program import Job, Machine, Program
 from shardwise.planner.programs.torchtitan import TORCHTITAN
 from shardwise.planner.question import Question, usual_software
@@ -49,9 +49,7 @@ def recognise(text: str) -> Program:
         return TORCHTITAN
     if re.search(r"^distributed_type:", text, re.MULTILINE):
         return ACCELERATE
-    if re.search(
-        r"--(tensor-model-parallel-size|pipeline-model-parallel-size|micro-batch-size|global-batch-size)", text
-    ):
+    if re.search(rf"pretrain_\w+\.py|--({'|'.join(TELLING)})(?![\w-])", text):
         return MEGATRON
     raise ShardwiseError(
         f"what {text.strip()[:60]!r} is for is not seen: no argument of Megatron-LM, no [parallelism] of torchtitan, "

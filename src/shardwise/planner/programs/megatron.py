@@ -129,6 +129,14 @@ def _switches(plan: Plan) -> list[str]:
     return found
 
 
+#: Arguments of which one is enough to tell that a command line is Megatron-LM's.
+TELLING = (
+    "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size", "expert-model-parallel-size",
+    "micro-batch-size", "global-batch-size", "seq-length", "sequence-parallel", "use-distributed-optimizer",
+    "use-megatron-fsdp", "recompute-granularity", "optimizer-cpu-offload", "bf16", "fp16", "fp8-format",
+)  # fmt: skip
+
+
 def read(text: str, machine: Machine) -> Job:
     """The plan of a command line, which may have arguments of any other kind."""
     said = _arguments(text)

@@ -7,7 +7,7 @@ microbatches they hold.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,41 +46,73 @@ class Cells(NamedTuple):
 
 def bound_schedules(
     question: Question, software: Software, layouts: Layouts, schedules: Schedules, zeros: list[tuple[int, int]],
-    movable: Floats, tell: Callable[[StepBytes, np.ndarray], None],
+    movable: Floats, wanted: Callable[[Floats], np.ndarray], tell: Callable[[StepBytes, np.ndarray], None],
 ) -> Cells:  # fmt: skip
     """What may fit of each layout under each schedule and ZeRO stage.
 
-    `movable`: by recomputation, the most that may be on the host. `tell` is told of layouts how many schedules there is
-    no memory for.
+    `movable`: by recomputation, the most that may be on the host. `wanted` says by the least seconds of layouts which
+    to go on with. `tell` is told of layouts how many schedules there is no memory for.
     """
     allowed = schedules.allowed(layouts, max(question.model.num_layers, 1))
+    seconds, pools = _seconds(question, software, layouts, schedules)
+    chosen_layouts = np.flatnonzero(wanted(np.where(allowed, seconds, np.inf).min(axis=1)))
+    layouts, allowed, seconds = layouts.take(chosen_layouts), allowed[chosen_layouts], seconds[chosen_layouts]
+    beside = _beside(question, software, layouts, [_some(pool, chosen_layouts) for pool in pools])
     numbers = _numbers(layouts, schedules)
     one = replace(layouts, num_microbatches=np.ones_like(layouts.num_microbatches))
     account = holder(question, software, one)
     of_each = account(one).parts["activations"]
-    seconds, beside = _seconds(question, software, layouts, schedules)
     waits = beside.waits(LEAST_OFFLOAD * of_each.max(axis=1))[:, None]
     on_host = movable[layouts.recompute][:, :, None].transpose(1, 0, 2)
-    more = of_each[:, :, None] * (numbers - 1.0)
+    all_of_each = of_each[:, :, None] * numbers
+    leaving = on_host[2][:, :, None] * all_of_each
     twice = _COPIES[schedules.code] > 1
     found = []
     for index, (under, has_replicas) in enumerate(each_zero(one, zeros)):
         held = account(under)
-        stays = held.by_place[:, :, None] + more
-        is_here = (stays.max(axis=1) <= question.room) | twice
-        states, leaving = _movable(held, on_host), on_host[2][:, :, None] * (of_each[:, :, None] + more)
-        without = stays - states[:, :, None]
-        must_leave = without.max(axis=1) > question.room
-        could = (without - leaving).max(axis=1) <= question.room
+        fixed, lost_share = _without_activations(held, of_each, software, under)
+        stays = fixed + (1.0 + lost_share)[:, None, None] * all_of_each
+        # Half of the microbatches go through each copy of the ends; of the layers no fewer than through one copy.
+        is_here = np.where(twice, _most(fixed + 0.5 * all_of_each), _most(stays)) <= question.room
+        states, weights = _movable(held, on_host)
+        without_states = stays - states
+        may_stay = _most(without_states) <= question.room
+        may_leave = _most(without_states - leaving) <= question.room
+        could = (_most(without_states - weights - leaving) <= question.room) & ~twice
         every = allowed & has_replicas[:, None]
         lost = (every & ~is_here & ~could).sum(axis=1)
         if lost.any():
             tell(held, lost)
+        # What leaves at least: states alone, else activations or weights.
+        of_weights = beside.waits_for_weights(under, held)[:, None]
+        waiting = np.where(may_stay, 0.0, np.where(may_leave, np.minimum(waits, of_weights), of_weights))
         least = seconds + beside.exchange(under)[:, None]
-        least = np.where(is_here, least, least + np.where(must_leave, waits, 0.0))
+        least = np.where(is_here, least, least + waiting)
         rows, chosen = np.nonzero(every & (is_here | could))
-        found.append(Cells(rows, chosen, np.full_like(rows, index), least[rows, chosen], ~is_here[rows, chosen]))
+        cell_seconds, is_tight = least[rows, chosen], ~is_here[rows, chosen]
+        found.append(Cells(chosen_layouts[rows], chosen, np.full_like(rows, index), cell_seconds, is_tight))
     return Cells(*(np.concatenate(each) for each in zip(*found, strict=True)))
+
+
+def _without_activations(held: StepBytes, of_each: Floats, software: Software, under: Layouts) -> tuple[Floats, Floats]:
+    """What is held beside the activations of microbatches and what an allocator loses with them: layouts x places x 1;
+    and how much it loses of these."""
+    loses = ~((under.zero == 3) & software.shards_parameters) & ("fragments" in held.parts)
+    lost_share = CONSTANTS.fragments * loses
+    return (held.by_place - (1.0 + lost_share)[:, None] * of_each)[:, :, None], lost_share
+
+
+def _most(held: Floats) -> Floats:
+    """The most of any place: layouts x places x schedules. Faster than a maximum along the places, which are three."""
+    return np.asarray(np.maximum(np.maximum(held[:, 0], held[:, 1]), held[:, 2]))
+
+
+def _some(values: Any, rows: Ints) -> Any:
+    """The same rows of all arrays in a tuple of tuples and arrays."""
+    if isinstance(values, tuple):
+        some = [_some(each, rows) for each in values]
+        return type(values)(*some) if hasattr(values, "_fields") else tuple(some)
+    return values[rows] if isinstance(values, np.ndarray) and values.ndim else values
 
 
 def _numbers(layouts: Layouts, schedules: Schedules) -> Floats:
@@ -94,14 +126,13 @@ def _numbers(layouts: Layouts, schedules: Schedules) -> Floats:
     return np.stack(columns, axis=2)
 
 
-def _movable(held: StepBytes, on_host: Floats) -> Floats:
-    """Bytes of states and weights on each place that may be on the host."""
+def _movable(held: StepBytes, on_host: Floats) -> tuple[Floats, Floats]:
+    """Bytes on each place that may be on the host: of states alone, and with weights of all that belongs to these."""
     optimizer, weights, _ = on_host
     parts = held.parts
-    moved = weights * (parts["weights"] + parts["masters"] + parts["gradients"])
-    # Fragments are a share of some of these.
-    lost = weights * parts.get("fragments", np.zeros(()))
-    return np.asarray(np.maximum(optimizer, weights) * parts["optimizer"] + moved + lost)
+    more = np.maximum(weights - optimizer, 0.0) * parts["optimizer"]
+    moved = weights * (parts["weights"] + parts["masters"] + parts["gradients"]) + more
+    return (optimizer * parts["optimizer"])[:, :, None], moved[:, :, None]
 
 
 def holder(question: Question, software: Software, layouts: Layouts) -> Callable[[Layouts], StepBytes]:
@@ -131,6 +162,13 @@ class _Beside(NamedTuple):
         each = [least_exposed(pricer, pace, saved) for pricer, _, pace in self.pools]
         return np.asarray(self.layouts.num_microbatches * np.minimum.reduce(each))
 
+    def waits_for_weights(self, under: Layouts, held: StepBytes) -> Floats:
+        """The same if weights are on the host and come for both passes of every microbatch."""
+        whole = 4.0 * (self.counts.trained.dense + self.counts.trained.expert)
+        at_home = np.where((under.zero == 3)[:, None], held.parts["masters"], whole).max(axis=1)
+        each = [least_exposed(pricer, pace, at_home) for pricer, _, pace in self.pools]
+        return np.asarray(self.layouts.num_microbatches * np.minimum.reduce(each))
+
     def exchange(self, under: Layouts) -> Floats:
         """Seconds of replicas and of the optimizer, under one ZeRO stage."""
         under = replace(under, num_microbatches=self.layouts.num_microbatches)
@@ -141,8 +179,13 @@ class _Beside(NamedTuple):
         return np.asarray(np.minimum.reduce(each))
 
 
-def _seconds(question: Question, software: Software, layouts: Layouts, schedules: Schedules) -> tuple[Floats, _Beside]:
-    """Seconds of a step without what replicas, the optimizer and the host add; and what these do."""
+_Priced = tuple[Pricer, Stages, Work]
+
+
+def _seconds(
+    question: Question, software: Software, layouts: Layouts, schedules: Schedules
+) -> tuple[Floats, list[_Priced]]:
+    """Seconds of a step without what replicas, the optimizer and the host add; and what each pool makes of a stage."""
     found, pools = np.zeros((len(layouts), len(schedules.code))), []
     for pool in question.cluster.pools:
         pricer = Pricer(
@@ -158,6 +201,9 @@ def _seconds(question: Question, software: Software, layouts: Layouts, schedules
             )  # fmt: skip
             found[:, index] = np.maximum(found[:, index], played.seconds)
         pools.append((pricer, stages, slowest_stage(*works, layouts)))
+    return found + CONSTANTS.step_seconds, pools
+
+
+def _beside(question: Question, software: Software, layouts: Layouts, pools: list[_Priced]) -> _Beside:
     places = typical_places(question.model, layouts, pools[0][1].dealt)
-    counts = count_blocks(question.model, layouts, places, cuts_experts=software.cuts_experts)
-    return found + CONSTANTS.step_seconds, _Beside(layouts, pools, counts)
+    return _Beside(layouts, pools, count_blocks(question.model, layouts, places, cuts_experts=software.cuts_experts))

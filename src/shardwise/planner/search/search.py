@@ -44,11 +44,14 @@ from shardwise.working import working_at
 
 # Axes of a block that is expanded together, candidates that are finished together, and how much slower than the best
 # something may be and still be looked at, for the comparison.
-_BLOCK = 384
-_BATCH = 32_768
+_BLOCK = 2048
+_BATCH = 65_536
 _SLACK = 0.03
 # How many of each kind are kept whatever the bounds say.
 _OF_EACH_KIND = 1
+# And layouts of each kind, with one sample in a microbatch and with more, whose schedules are looked at in any case: of
+# the fastest none may fit.
+_LAYOUTS_OF_EACH_KIND = 16
 # What moves to the host with weights, at most.
 _WITH_WEIGHTS = ("weights", "masters", "gradients")
 
@@ -108,7 +111,7 @@ class _InPrecision:
         if len(axes) == 0:
             return
         axes, bound = self._bounded(axes, weight)
-        self.search.best = min(self.search.best, self._usual(axes))
+        self.search.best = min(self.search.best, self._usual(axes, bound))
         order = np.argsort(bound, kind="stable")
         # Once there is something to compare with, kinds need no second chance.
         each = 0 if self.search.found else _OF_EACH_KIND
@@ -131,13 +134,13 @@ class _InPrecision:
         )
         return axes, bound
 
-    def _usual(self, axes: Layouts) -> float:
+    def _usual(self, axes: Layouts, bound: Floats) -> float:
         """Seconds of the best of the usual plans, for bounds to begin with: one sample a microbatch, states shared out
-        or not, nothing on the host that need not be."""
-        is_usual = (axes.microbatch == 1) & (axes.order == 0) & (axes.context == 0)
+        or not, nothing on the host that need not be. Only of what may be faster than what was found before."""
+        is_usual = (axes.microbatch == 1) & (axes.order == 0) & (axes.context == 0) & (bound <= self.search.best)
         is_usual &= axes.sequence_parallel == (axes.tp > 1)
         inside = copy(self)
-        inside.search = Search(self.question)
+        inside.search = Search(self.question, best=self.search.best)
         inside.zeros = [(stage, group) for stage, group in self.zeros if stage < 2] or self.zeros
         inside.offloads = self.offloads[:1]
         inside._expand(axes.take(np.flatnonzero(is_usual)))
@@ -149,20 +152,32 @@ class _InPrecision:
             return
         layouts = with_recomputations(axes, self.recomputations)
         tally, weight = self.search.tally, len(self.offloads)
+        kinds = _axes_kind(layouts) * 4 + layouts.recompute
+        per_layout = weight * len(self.schedules.code) * len(self.zeros)
+
+        def wanted(least: Floats) -> np.ndarray:
+            apart = kinds * 2 + (layouts.microbatch == 1)
+            few = _first_of_each(apart, np.argsort(least, kind="stable"), _LAYOUTS_OF_EACH_KIND)
+            chosen: np.ndarray = (least <= self.search.limit) | few
+            tally.slower += int((~chosen).sum()) * per_layout
+            return chosen
+
         cells = bound_schedules(
-            self.question, self.software, layouts, self.schedules, self.zeros, self.movable,
+            self.question, self.software, layouts, self.schedules, self.zeros, self.movable, wanted,
             lambda held, counts: tally.add_memory(held, counts > 0, weight * counts),
         )  # fmt: skip
         order = np.argsort(cells.seconds, kind="stable")
-        kinds = (_axes_kind(layouts) * 4 + layouts.recompute)[cells.layout] * 2 + cells.is_tight
-        always = _first_of_each(kinds, order, _OF_EACH_KIND)
-        near = order[: np.searchsorted(cells.seconds[order], self.search.limit, side="right")]
+        always = _first_of_each(kinds[cells.layout] * 2 + cells.is_tight, order, _OF_EACH_KIND)
+        num_near = int(np.searchsorted(cells.seconds[order], self.search.limit, side="right"))
+        near, rest = order[:num_near], order[num_near:]
+        kept = rest[always[rest]]
         for start, stop in _growing(len(near), _BATCH):
             block = near[start:stop]
-            self._finish(layouts, cells.take(block[(cells.seconds[block] <= self.search.limit) | always[block]]))
-        rest = order[len(near) :]
-        self._finish(layouts, cells.take(rest[always[rest]]))
-        tally.slower += (len(rest) - int(always[rest].sum())) * weight
+            block = block[(cells.seconds[block] <= self.search.limit) | always[block]]
+            self._finish(layouts, cells.take(block if stop < len(near) else np.concatenate([block, kept])))
+        if not len(near):
+            self._finish(layouts, cells.take(kept))
+        tally.slower += (len(rest) - len(kept)) * weight
 
     def _finish(self, layouts: Layouts, cells: Cells) -> None:
         """Price some candidates in full: what fits as it is, and with what on the host the others do."""

@@ -87,16 +87,16 @@ def _in_order(ranks: list[Slots]) -> list[tuple[int, int, int, int]]:
 
 def _last_need(ranks: list[Slots], rank: int, part: int, microbatch: int) -> int:
     """The last slot that must be over before: that of the neighbour, of the part before, of the microbatch before."""
-    slots, needs = ranks[rank], [-1]
-    if part in (_DOWN, _UP_GRADIENT) and rank > 0:
-        needs.append(ranks[rank - 1][part][microbatch])
-    if part in (_UP, _DOWN_GRADIENT) and rank < len(ranks) - 1:
-        needs.append(ranks[rank + 1][part][microbatch])
-    if part in (_UP, _UP_GRADIENT, _DOWN_GRADIENT):
-        needs.append(slots[part - 1][microbatch])
-    if microbatch > 0:
-        needs.append(slots[part][microbatch - 1])
-    return max(needs)
+    slots = ranks[rank]
+    need = slots[part][microbatch - 1] if microbatch else -1
+    if part != _WEIGHTS:
+        # Down with the first part, up with the second, and so on.
+        neighbour = rank + 1 if part & 1 else rank - 1
+        if 0 <= neighbour < len(ranks):
+            need = max(need, ranks[neighbour][part][microbatch])
+        if part:
+            need = max(need, slots[part - 1][microbatch])
+    return need
 
 
 def _squeeze(ranks: list[Slots]) -> list[Slots]:
@@ -117,10 +117,7 @@ def _squeeze(ranks: list[Slots]) -> list[Slots]:
             need = _last_need(ranks, rank, part, microbatch)
             if part == _WEIGHTS:
                 need = max(need, gradients[rank][microbatch])
-            for place in range(need + 1, slot):
-                if memories[rank].move(slot, place, limit):
-                    ranks[rank][part][microbatch] = place
-                    break
+            ranks[rank][part][microbatch] = memories[rank].move_forward(slot, need + 1, limit)
         if part in (_UP_GRADIENT, _DOWN_GRADIENT):
             insort(gradients[rank], ranks[rank][part][microbatch])
         emptying = emptying or (not filling and part == _DOWN and microbatch == last)
@@ -141,21 +138,40 @@ class _SlotMemory:
     def peak(self) -> int:
         return max(held for held, _ in self._states)
 
-    def move(self, slot: int, place: int, limit: int) -> bool:
-        """Move what is in a slot to an earlier place, if that is free and the rank then holds no more than `limit`."""
-        if place in self._part_at:
-            return False
-        part_at = {place: self._part_at[slot], slot: None}
-        state, states = self._states[place], []
-        for each in range(place, len(self._states) - 1):
-            state = self._next(state, part_at.get(each, self._part_at.get(each)))
+    def move_forward(self, slot: int, earliest: int, limit: int) -> int:
+        """Move what is in a slot to the first free one from `earliest` on, so that the rank holds no more than `limit`.
+
+        Returns where it is then: perhaps where it was.
+        """
+        part_at = self._part_at
+        begin = earliest if self._implied else self._first_possible(slot, earliest, limit)
+        for place in range(begin, slot):
+            if place not in part_at and self._move(slot, place, limit):
+                return place
+        return slot
+
+    def _first_possible(self, slot: int, earliest: int, limit: int) -> int:
+        """The first slot from which on there is room for what is moved, where weight gradients have slots."""
+        if self._part_at[slot] not in (_DOWN, _UP):
+            return earliest
+        states, place = self._states, slot
+        while place > earliest and states[place][0] < limit:
+            place -= 1
+        return place
+
+    def _move(self, slot: int, place: int, limit: int) -> bool:
+        known, old, following = self._part_at, self._states, self._next
+        moved = {place: known[slot], slot: None}
+        state, states = old[place], []
+        for each in range(place, len(old) - 1):
+            state = following(state, moved[each] if each in moved else known.get(each))
             if state[0] > limit:
                 return False
-            states.append(state)
-            if each >= slot and state == self._states[each + 1]:
+            if each >= slot and state == old[each + 1]:
                 break
-        self._states[place + 1 : place + 1 + len(states)] = states
-        self._part_at[place] = self._part_at.pop(slot)
+            states.append(state)
+        old[place + 1 : place + 1 + len(states)] = states
+        known[place] = known.pop(slot)
         return True
 
     def _next(self, state: tuple[int, int], part: int | None) -> tuple[int, int]:

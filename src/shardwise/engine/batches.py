@@ -1,5 +1,7 @@
 """This process's part of a batch: its rows (dp), cut into microbatches, and its tokens of these (cp)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -28,6 +30,8 @@ class Cutter:
         self._num_replicas = 1 if is_local else plan.dp
         #: The first row of this process in the batch that was cut last, as all replicas together have it.
         self.first_row = 0
+        #: Whose rows are cut, counted from this process's own replica on: a step can be repeated by another.
+        self.shift = 0
 
     def cut(self, batch: Batch, device: torch.device | None = None) -> list[Batch]:
         """The microbatches of this process; on a device, if one is given."""
@@ -38,9 +42,13 @@ class Cutter:
             check_openable(batch)
             seen = self.rule.look(batch)
             mine, seen = self._rows(batch, seen)
-        self.first_row = self._mesh.coordinates["dp"] * seen.length
+        self.first_row = self._replica * seen.length
         mine = mine if device is None else batch_on(mine, device)
         return cut_batch(mine, self._plan.microbatches, pad=self._pad, seen=seen)
+
+    @property
+    def _replica(self) -> int:
+        return (self._mesh.coordinates["dp"] + self.shift) % self._plan.dp
 
     def _rows(self, batch: Batch, seen: Seen) -> tuple[Batch, Seen]:
         """The rows of this process's replica."""
@@ -51,7 +59,7 @@ class Cutter:
                 f"a batch of {length} cannot be shared out evenly over dp={count} replicas",
                 remedy=f"a batch of {' or '.join(str(each) for each in (below, below + count) if each)}",
             )
-        mine = self._mesh.coordinates["dp"] if count > 1 else 0
+        mine = self._replica if count > 1 else 0
         size = length // count
         return take_rows(batch, seen, mine * size, (mine + 1) * size), seen._replace(length=size)
 
@@ -70,6 +78,16 @@ class Batches:
         self.same.take(batch, what)
         found, context = self._cutter.cut(batch, self._device), self._context
         return found if context is None else [context.cut(each, predicts=predicts) for each in found]
+
+    @contextmanager
+    def of_replica(self, shift: int) -> Iterator[None]:
+        """Within it this process takes the part of the replica so many after its own. All ranks do so alike."""
+        assert shift == 0 or not self._cutter.is_local, "only who is given all rows has those of others"
+        self._cutter.shift = shift
+        try:
+            yield
+        finally:
+            self._cutter.shift = 0
 
     @property
     def rule(self) -> RowRule:

@@ -40,7 +40,7 @@ def _at_work(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concat
 
     @wraps(method)
     def run(self: "Engine", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self._shown.open(), self.wires.told_to_all(refusals=False):
+        with self.shown.open(), self.wires.told_to_all(refusals=False):
             return method(self, *args, **kwargs)
 
     return run
@@ -59,9 +59,9 @@ class Engine:
         self.execution, self.states, self.sharded, self.wires = execution, states, parts.sharded, parts.wires
         #: The ranks of the pipeline that this process runs; how experts lie on ranks, where they are shared out.
         self.ranks, self.experts = parts.wires.ranks, parts.sharded.experts
-        self._steps, self._parts = Steps(parts, execution, states), parts
-        self._shown = make_shown(parts, states.parameters, states.buffers, states.data)
-        self._shown.guard()
+        self.steps, self._parts = Steps(parts, execution, states), parts
+        self.shown = make_shown(parts, states.parameters, states.buffers, states.data)
+        self.shown.guard()
         #: The data parallel replica that this process is a part of, and how many there are.
         self.replica, self.num_replicas = parts.wires.mesh.coordinates["dp"], parts.plan.dp
         self.loads = Loads(self.module, self.experts, self.wires.sum, num_alike=self.plan.tp)
@@ -73,16 +73,16 @@ class Engine:
 
     def explain(self) -> str:
         """What became of the module (its stages, how layers are cut), of batches and of the loss."""
-        return "\n".join([explain(self._parts), *self.execution.batches.explain(), *self._steps.graphs.explain()])
+        return "\n".join([explain(self._parts), *self.execution.batches.explain(), *self.steps.graphs.explain()])
 
     @property
     def num_steps(self) -> int:
         """How many steps have been begun: masks of dropout depend on it. One that goes on with a training sets it."""
-        return self._steps.num_begun
+        return self.steps.num_begun
 
     @num_steps.setter
     def num_steps(self, number: int) -> None:
-        self._steps.num_begun = number
+        self.steps.num_begun = number
 
     @property
     def gradient_norm(self) -> float | None:
@@ -100,7 +100,7 @@ class Engine:
     @property
     def metrics(self) -> dict[str, float]:
         """Those of the last step or evaluation, over the whole batch, on every rank: means by name."""
-        return self._steps.metrics.means
+        return self.steps.metrics.means
 
     @_at_work
     def train_step(
@@ -113,7 +113,7 @@ class Engine:
         `metrics(output, batch)` is given every microbatch's output, and `engine.metrics` has the batch's. `data_wait`
         are seconds that the caller has just stood still for the batch: a recorded step begins with them. `streams`,
         which the caller has started, adds to the record what the rank's GPU did, and is stopped."""
-        return self._steps.train(batch, metrics=metrics, trace=trace, data_wait=data_wait, streams=streams).mean
+        return self.steps.train(batch, metrics=metrics, trace=trace, data_wait=data_wait, streams=streams).mean
 
     @_at_work
     def launch_step(self, batch: Batch) -> LaunchedStep:
@@ -121,7 +121,7 @@ class Engine:
 
         Where one process has all state on its GPU, and fused optimizers that have some, nobody waits for the GPU here,
         and from a step on that was not finite all are left out until `go_on`. Elsewhere the step is over on return."""
-        return self._steps.launch(batch)
+        return self.steps.launch(batch)
 
     def go_on(self) -> None:
         """Update again, after a launched step that was not finite."""
@@ -133,14 +133,14 @@ class Engine:
     def evaluate(self, batch: Batch, *, metrics: Metrics | None = None) -> float:
         """Return the loss of a batch in evaluation mode; nothing changes. Of `metrics` see `train_step`."""
         self.flush()
-        return self._steps.evaluate(batch, metrics).mean
+        return self.steps.evaluate(batch, metrics).mean
 
     @_at_work
     @torch.no_grad()
     def predict(self, batch: Batch) -> Any:
         """Return what the module returns for a batch in evaluation mode, whole, on every rank; nothing changes."""
         self.flush()
-        return self._steps.predict(batch)
+        return self.steps.predict(batch)
 
     @_at_work
     def gradients(self) -> dict[str, Tensor]:
@@ -231,11 +231,11 @@ class Engine:
     def close(self) -> None:
         """Let go of what the engine keeps beside the module; and of its wires, if it has made them."""
         self.flush()
-        self._steps.graphs.close()
+        self.steps.graphs.close()
         self._parts.detach()
-        with self._shown.open():
+        with self.shown.open():
             self.states.close()
-        self._shown.close()
+        self.shown.close()
         self.execution.close()
         if self._owns_wires:
             self.wires.close()

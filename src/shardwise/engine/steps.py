@@ -39,9 +39,11 @@ class Steps:
     def train(
         self, batch: Batch, update: Callable[[Tally], None] | None = None,
         *, metrics: Metrics | None = None, trace: bool = False, data_wait: float = 0.0,
-        streams: StreamCollector | None = None,
+        streams: StreamCollector | None = None, is_plain: bool = False,
     ) -> Tally:  # fmt: skip
-        """One step, ended by an update that waits for the device or by another one; with `trace` recorded. Its loss."""
+        """One step, ended by an update that waits for the device or by another one; with `trace` recorded. Its loss.
+
+        `is_plain`: not by a graph that was captured."""
         begin, execution, states = perf_counter(), self._execution, self._states
         recording = execution.recorder.start() if trace else None
         record = None if recording is None else recording.note
@@ -56,7 +58,7 @@ class Steps:
             with execution.recorder.listening(recording, signature):
                 with states.written.shared(), self.metrics.of(execution.trainer, metrics):
                     compute = partial(self._run, execution.trainer, signature=signature, record=record)
-                    is_plain = record is not None or metrics is not None
+                    is_plain = is_plain or record is not None or metrics is not None
                     tally = compute(microbatches) if is_plain else self.graphs.run(microbatches, compute)
                 start = perf_counter()
                 if states.stream is None:

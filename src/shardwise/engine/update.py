@@ -11,6 +11,7 @@ before that step.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,9 @@ class Update:
         self._data, self._wires, self._clip, self._divides_on = data, wires, clip, divides_on
         self.gradient_norm: float | None = None
         self.was_finite = True
+        #: Asked before weights change, with the loss and the norm: whether the step is held back. All ranks agree.
+        self.holds: Callable[[float, float | None], bool] | None = None
+        self.was_held = False
 
     def take(self, tally: Tally) -> None:
         """Step with the gradients that were summed last."""
@@ -50,6 +54,9 @@ class Update:
             self.gradient_norm = float(square) ** 0.5 * scale
             self.was_finite = self.was_finite and math.isfinite(self.gradient_norm)
             scale *= min(1.0, self._clip / (self.gradient_norm + 1e-6))
+        self.was_held = self.holds is not None and self.holds(tally.mean, self.gradient_norm)
+        if self.was_held:
+            return
         if self.was_finite and self._divides_on is not None and scale != 1.0:
             divisor, never = (
                 torch.full((), 1 / scale, device=self._divides_on),

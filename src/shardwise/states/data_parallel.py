@@ -156,6 +156,11 @@ class DataParallel:
             for bucket in self._trained:
                 bucket.hands_over = hands_over(bucket)
 
+    def look_at_gradients(self, look: Callable[[Tensor], None] | None) -> None:
+        """From the next step on, give it what this rank alone has added up before that is summed with others'."""
+        for bucket in self._trained:
+            bucket.trained.look = look
+
     def whole_gradient(self, name: str) -> Tensor | None:
         """The gradient of a parameter in the last step, as it was given to the optimizer. Replicas call this alike."""
         if self._in_backward is not None and not self._in_backward.keeps_gradients:

@@ -18,7 +18,7 @@ from shardwise.working import step_aside
 
 if TYPE_CHECKING:
     from shardwise.ranks.gpus import Gpus
-    from shardwise.training.job import Job
+    from shardwise.training.job import Job, Watching
     from shardwise.training.outcome import Result
 
 DESCRIPTION = f"""Train a model. A recipe says what: {", ".join(RECIPES)}, or a TOML file of the same keys. Without one,
@@ -40,6 +40,9 @@ _OPTIONS_OF_OTHERS = {
 #: Exit statuses of a run that a signal stopped, as shells have them. After SIGUSR1 it has done what it was asked for.
 _STATUS = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 
+#: Of a run that has stopped so that it goes on without a host: EX_TEMPFAIL.
+STATUS_OF_LEFT_OUT = 75
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=f"{', '.join(RECIPES)}, or a TOML file (bytes)")
@@ -55,6 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the recipe")
     parser.add_argument("--folder", metavar="FOLDER", help="where it all goes; a run that is there goes on")
+    parser.add_argument(
+        "--verify-steps", type=int, default=0, metavar="N",
+        help="every N steps one is repeated on another rank, and weights of replicas are compared (never)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--leave-out-slow", action="store_true", help="end when a rank stays slow, so that launch goes on without it"
+    )
+    parser.add_argument("--metrics-port", type=int, metavar="P", help="tell Prometheus at this port of the first rank")
+    parser.add_argument("--metrics-host", default="127.0.0.1", metavar="H", help="the address of it (127.0.0.1)")
+    parser.add_argument("--metrics-file", metavar="F", help="the same in a .prom file, for node_exporter")
     parser.add_argument("--show", action="store_true", help="show recipe and plan, and train nothing")
 
 
@@ -78,6 +91,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     recipe, num_devices = asked.recipe, asked.num_devices
     if arguments.show:
         return _shown(recipe, asked.plan)
+    from shardwise.training.exporter import check_exporter
     from shardwise.training.folder import check_same, new_folder
 
     if arguments.folder is None and environment.find_world_size() is not None:
@@ -88,8 +102,11 @@ def run(arguments: argparse.Namespace) -> Answer:
     folder = Path(arguments.folder) if arguments.folder else new_folder(recipe)
     check_same(folder, recipe)
     gpus: Gpus = "shared" if arguments.share_gpus else "own"
+    watching = watching_of(arguments)
+    if environment.find_world_size() is None:
+        check_exporter(watching)
     step_aside()  # The first rank draws a bar of its own.
-    result = train(asked.job(folder), num_devices, gpus=gpus)
+    result = train(replace(asked.job(folder), watching=watching), num_devices, gpus=gpus)
     return Answer(data={}, render=lambda _: None) if result is None else _answer(result)
 
 
@@ -113,6 +130,21 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
             raise ShardwiseError(f"--set {word} has no value", remedy=f"--set {key}=1")
         changes[key.strip()] = value.strip()
     return recipe.changed(changes)
+
+
+def watching_of(arguments: argparse.Namespace) -> "Watching":
+    """How the run is looked at."""
+    from shardwise.training.job import Watching
+
+    if arguments.verify_steps < 0:
+        raise ShardwiseError(f"--verify-steps {arguments.verify_steps}: 0 is never", remedy="--verify-steps 100")
+    return Watching(
+        verify_every=arguments.verify_steps,
+        leaves_out_slow=arguments.leave_out_slow,
+        host=arguments.metrics_host,
+        port=arguments.metrics_port,
+        file=None if arguments.metrics_file is None else Path(arguments.metrics_file),
+    )
 
 
 class Asked(NamedTuple):
@@ -258,4 +290,5 @@ def _answer(result: "Result") -> Answer:
         if result.stopped_by:
             canvas.print(f"it goes on with: shardwise train --folder {result.run}")
 
-    return Answer(data=asdict(result), render=render, status=_STATUS.get(result.stopped_by or "", 0))
+    status = STATUS_OF_LEFT_OUT if result.leave_out else _STATUS.get(result.stopped_by or "", 0)
+    return Answer(data=asdict(result), render=render, status=status)

@@ -9,6 +9,22 @@ from shardwise.training.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Watching:
+    """How a run is looked at while it goes on.
+
+    `verify_every` so many steps one is repeated and weights are compared (0: never). With `leaves_out_slow` a run ends
+    when a rank is slow, for a launcher that can do without its host. `port` of `host`, or `file`: where metrics are for
+    Prometheus.
+    """
+
+    verify_every: int = 0
+    leaves_out_slow: bool = False
+    host: str = "127.0.0.1"
+    port: int | None = None
+    file: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What every rank of a run is told. The precision is the plan's.
 
@@ -26,6 +42,7 @@ class Job:
     is_chosen: bool = False
     said: str | None = None
     seats: tuple[int, ...] | None = None
+    watching: Watching = Watching()
 
 
 def check_rows(job: Job) -> None:

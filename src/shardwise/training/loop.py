@@ -10,6 +10,7 @@ Steps that are told of are recorded, and read at once; so is every step before a
 import math
 from collections import deque
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -18,12 +19,12 @@ import numpy as np
 from shardwise.engine.update import LaunchedStep, StepNumbers
 from shardwise.trace.events import Trace
 from shardwise.training.data.rows import Batch, Prefetcher
-from shardwise.training.finite import explain
+from shardwise.training.health import Health
 from shardwise.training.job import Job
 from shardwise.training.looks import StreamLooks
 from shardwise.training.machine import peak_share
 from shardwise.training.metrics import MetricLog
-from shardwise.training.outcome import Outcome, Result, StoppedError
+from shardwise.training.outcome import Outcome, Result
 from shardwise.training.progress import Progress, told_of
 from shardwise.training.saving import Saver
 from shardwise.training.setup import Setup, on_device
@@ -51,7 +52,7 @@ class Loop:
 
     def __init__(self, job: Job, world: World, setup: Setup, stop: StopSignals, progress: Progress) -> None:
         self._job, self._world, self._setup, self._stop, self._progress = job, world, setup, stop, progress
-        self._saver = Saver(job, world, setup, progress)
+        self._saver, self._health = Saver(job, world, setup, progress), Health(job, world, setup, progress)
         self._log = MetricLog(job, world, progress, after=setup.step)
         self._traces: deque[Trace] = deque(maxlen=_LAST_TRACES)
         #: In the first step memory is allocated and blocks are compiled: its trace is kept if there is no other.
@@ -87,12 +88,17 @@ class Loop:
                     stopped_by = name_of(number)
                     self._progress.say(f"{stopped_by} after step {step}: saving")
                     break
+                if self._health.leave_out:
+                    self._read()
+                    stopped_by = self._health.why
+                    self._progress.say(f"{stopped_by}: saving, to go on without {', '.join(self._health.leave_out)}")
+                    break
                 self._look_up(step)
             self._read()
             self._speed.stop(step)
         if stopped_by is None and recipe.data.held_out and self._evaluated != step:
             self._evaluate(step)
-        self._saver.save(step)
+        self._save(step)
         return Outcome(
             result=self._result(step, stopped_by),
             model=setup.model,
@@ -119,12 +125,14 @@ class Loop:
             checkpoint=self._saver.finish(),
             expert_imbalance=self._imbalance,
             stopped_by=stopped_by,
+            leave_out=self._health.leave_out,
         )
 
     def close(self) -> None:
         """Let go of files and of the writer's thread."""
         self._saver.close()
         self._log.close()
+        self._health.close()
 
     def _step(self, step: int, batch: Batch, *, traced: bool, data_wait: float) -> None:
         """Launch one step, and read the one before it; where the host must know more of this one, read it too."""
@@ -133,6 +141,7 @@ class Loop:
         for optimizer in engine.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
+        self._health.before_step(step, batch)
         if traced:
             self._read()
             cost, streams = self._looks.cost_seconds, None
@@ -142,9 +151,14 @@ class Loop:
             self._looks.end(streams)
             self._speed.leave_out(self._looks.cost_seconds - cost)
             launched = LaunchedStep(StepNumbers(loss, engine.gradient_norm, engine.was_finite))
+        elif self._health.verifier.is_on:
+            # Before weights change the host wants to know.
+            self._read()
+            launched = LaunchedStep(StepNumbers(engine.train_step(batch), engine.gradient_norm, engine.was_finite))
         else:
             launched = engine.launch_step(batch)
             self._read()
+        launched = self._health.after_step(step, batch, launched)
         self._under_way = _UnderWay(step, batch, rate, launched)
         # The scale of the next loss, and where experts lie, follow from this step.
         if launched.is_over or not setup.scale.is_fixed or setup.balancer.looks:
@@ -159,7 +173,7 @@ class Loop:
         self._loss = loss
         scale.note(is_finite=was_finite)
         if not was_finite and (scale.is_fixed or scale.factor < _LOWEST_SCALE):
-            self._fail(step, batch, loss, was_deferred=launched.was_deferred)
+            self._health.fail(step, batch, loss, was_deferred=launched.was_deferred)
         self._imbalance, num_moved = self._setup.balancer.after_step(step + 1)
         self._log.add(
             step=step + 1,
@@ -170,20 +184,6 @@ class Loop:
             expert_imbalance=self._imbalance,
             experts_moved=num_moved or None,
             **({} if scale.is_fixed else {"loss_scale": scale.factor, "skipped": not was_finite}),
-        )
-
-    def _fail(self, step: int, batch: Batch, loss: float, *, was_deferred: bool) -> None:
-        """Stop at a step that was not finite, and say where that began."""
-        engine, rate = self._setup.engine, self._job.recipe.optimizer.rate
-        if was_deferred:
-            # It is known a step late, and the weights are as they were before it: it is run again, to be looked at.
-            engine.go_on()
-            engine.num_steps = step
-            loss = engine.train_step(batch)
-        raise StoppedError(
-            explain(engine, batch, loss, step=step + 1, world=self._world),
-            remedy=f"a lower rate (--set optimizer.rate={rate / 3:.1g}); nothing of this step was"
-            " applied, and the last checkpoint is from before it",
         )
 
     def _mfu(self, speed: float) -> float | None:
@@ -204,11 +204,14 @@ class Loop:
             "memory_share": self._world.memory_share(memory),
             "bubble": trace.bubble if trace is not None else 0.0,
             "mfu": self._mfu(speed),
+            "when": datetime.now(UTC).isoformat(timespec="milliseconds"),
         }
         rate = recipe.optimizer.learning_rate_at(step - 1, recipe.steps)
-        told = told_of(loss=self._loss, rate=rate, imbalance=self._imbalance, **measured)
+        shown = {key: each for key, each in measured.items() if key != "when"}
+        told = told_of(loss=self._loss, rate=rate, imbalance=self._imbalance, **shown)
         self._progress.step(step, recipe.steps, told)
         self._log.add(step=step, **measured)
+        self._health.tell(step, trace, measured, self._loss)
 
     def _look_up(self, step: int) -> None:
         """Between two steps: evaluate and save, where it is time to."""
@@ -218,8 +221,12 @@ class Loop:
             self._evaluate(step)
         if recipe.checkpoint.every and step % recipe.checkpoint.every == 0:
             self._read()
-            self._saver.save(step)
+            self._save(step)
         self._speed.go_on()
+
+    def _save(self, step: int) -> None:
+        self._health.before_save(step)
+        self._saver.save(step)
 
     def _evaluate(self, step: int) -> None:
         recipe, rows = self._job.recipe, self._setup.held_out

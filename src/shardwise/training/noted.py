@@ -1,6 +1,7 @@
 """What a run tells of its start and its end: to a person, and to its journal: who computes where, and why it ended."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from shardwise.units import counted, format_bytes
 
 #: Of an error the first line is kept, and of that so much.
 _MOST_LETTERS = 300
+#: Of a hang, of so many ranks it is kept where they stood.
+_MOST_PLACES = 64
 
 
 def announce(job: Job, world: World, setup: Setup, progress: Progress) -> None:
@@ -49,8 +52,20 @@ def _note_start(job: Job, world: World, step: int) -> None:
         note(job.folder, "start", step=step, plan=str(job.plan), places=places, attempt=attempt, restarts=restarts)
 
 
-def note_end(job: Job, world: World, why: str, *, step: int | None = None, is_final: bool = False) -> None:
-    """It has ended, well or not. `is_final`: it would end so again."""
-    if world.is_first:
-        line = why.strip().partition("\n")[0] or "an error without a text"
-        note(job.folder, "end", step=step, why=line[:_MOST_LETTERS], is_final=is_final or None)
+def note_end(
+    job: Job, world: World, why: str, *,
+    step: int | None = None, is_final: bool = False, leave_out: Sequence[str] = (), lost: int | None = None,
+) -> None:  # fmt: skip
+    """It has ended, well or not. `is_final`: it would end so again. `leave_out` are hosts that it should do without.
+
+    The first rank tells; of one that is `lost` the next.
+    """
+    if world.rank != (1 if lost == 0 else 0):
+        return
+    line, *more = why.strip().splitlines() or ["an error without a text"]
+    # Of a hang, where each rank stood: what follows is a traceback.
+    places = [each.strip() for each in more if each.strip().startswith("rank ")]
+    note(
+        job.folder, "end", step=step, why=line[:_MOST_LETTERS], is_final=is_final or None,
+        leave_out=list(leave_out) or None, places=[each[:_MOST_LETTERS] for each in places[:_MOST_PLACES]] or None,
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shardwise.errors import ShardwiseError
@@ -9,7 +10,19 @@ from shardwise.trace.events import Trace
 
 
 class StoppedError(ShardwiseError):
-    """A run cannot go on, for a reason that all ranks know: it is told once, without their tracebacks."""
+    """A run cannot go on, for a reason that all ranks know: it is told once, without their tracebacks.
+
+    `is_final`: from its checkpoint it would end so again. `hosts` are those that it should do without.
+    """
+
+    def __init__(
+        self, problem: str, *, remedy: str | None = None, is_final: bool = True, hosts: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(problem, remedy=remedy)
+        self.is_final, self.hosts = is_final, hosts
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(StoppedError, remedy=self.remedy, is_final=self.is_final, hosts=self.hosts), (self.problem,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +31,7 @@ class Result:
 
     `tokens_per_second` and `mfu` are of the steps after the first, in which memory is allocated and kernels are chosen
     and compiled; there are none where no step was left to do. `memory_bytes` is the most that a rank has held.
+    `leave_out` are hosts that it has stopped for, to go on without them.
     """
 
     run: str
@@ -35,6 +49,7 @@ class Result:
     compiled: bool = False
     expert_imbalance: float | None = None
     stopped_by: str | None = None
+    leave_out: tuple[str, ...] = ()
     sample: str | None = None
     report: str | None = None
 

@@ -93,13 +93,14 @@ def _run(job: Job, world: World, stop: StopSignals, progress: Progress) -> Outco
         loop = Loop(job, world, setup, stop, progress)
         try:
             outcome = loop.run()
-            note_end(job, world, outcome.result.stopped_by or "finished", step=outcome.result.step)
+            ended = outcome.result
+            note_end(job, world, ended.stopped_by or "finished", step=ended.step, leave_out=ended.leave_out)
             return outcome
         except StoppedError as error:
-            note_end(job, world, error.problem, is_final=True)
+            note_end(job, world, error.problem, is_final=error.is_final, leave_out=error.hosts)
             return error
         except Exception as error:
-            note_end(job, world, str(error))
+            note_end(job, world, str(error), lost=getattr(error, "rank", None))
             if not gives_up or setup.engine.num_steps > setup.step + 1 or isinstance(error, ShardwiseError):
                 raise
             # The first line of torch's is which backend has failed.

@@ -15,6 +15,7 @@ one, whose backwards have begun. So what is kept of a step is kept by its number
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,8 @@ class Gradients:
         self._used: dict[int, list[bool]] = {}
         self._under_way: defaultdict[int, list[Ticket]] = defaultdict(list)
         self._missing: set[int] = set()
+        #: Given what this rank alone has added up of a step, or of a backward, before it is summed with others'.
+        self.look: Callable[[Tensor], None] | None = None
         self.expect()
 
     def begin(self) -> None:
@@ -168,6 +171,8 @@ class WholeGradients(Gradients):
         for number, given in enumerate(self._targets(step)):
             self._take(number, given, step)
         flat, shard, copies = self.flat(step), self.replicas.shard, self.replicas.copies
+        if self.look is not None:
+            self.look(flat)
         if self._to_all:
             self._under_way[step] += sum_over(flat, self.replicas, self._exchange, self._channel)
         else:
@@ -244,6 +249,8 @@ class ScatteredGradients(Gradients):
         assert lent is not None, "a bucket has at least one parameter"
         self._arrived.clear()
         self._fill_gaps(lent)
+        if self.look is not None:
+            self.look(lent)
         self._sum(lent, is_first=not self._is_begun)
         self._is_begun = True
 
@@ -320,6 +327,9 @@ class LocalGradients(Gradients):
             for each, count in zip(targets, flags.tolist(), strict=True):
                 if not count:
                     each.grad = None
+        if self.look is not None:
+            for each in self.found:
+                self.look(each)
         if step not in self._used:
             self._used[step] = [each.grad is not None for each in targets]
 

@@ -1,0 +1,140 @@
+"""Ranks that are slow again and again, and by what: from steps that were recorded anyway.
+
+Ranks wait for each other, so all of them have a step of the same length; the slow one is the one that the others wait
+for. What each has done meanwhile tells:
+
+    compute   its own work takes longer than that of ranks which do the same (of its stage, in other pipelines). One
+              that is alone in its stage is held against its own first steps, as others are against theirs
+    data      it waits longer for its batch than the others
+    link      what it is sent takes longer on its way than what ranks of its stage are sent
+
+One step says little: a rank is named when it was slow, by the same cause, in most of the last steps that were looked
+at, and it is slow only if the others lose a tenth of the step by it.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median
+
+from shardwise.trace.events import Trace
+from shardwise.trace.stretches import Part, parts_of_ranks
+from shardwise.units import format_seconds
+
+#: So many of the last looks count, and in so many of them it was slow that is named.
+LOOKS, SLOW_LOOKS = 5, 4
+#: How much longer a rank takes than others like it, and the part of a step that is lost by it.
+_TIMES, _SHARE = 1.5, 0.1
+#: So many looks are what a rank is held against that is like no other.
+_FIRST_LOOKS = 4
+
+
+class Cause(StrEnum):
+    """Why a rank is slow."""
+
+    COMPUTE = "compute"
+    DATA = "data"
+    LINK = "link"
+
+
+_PARTS = {
+    Cause.COMPUTE: (
+        Part.COMPUTE, Part.RECOMPUTATION, Part.OPTIMIZER, Part.COPIES, Part.LAUNCH, Part.HOST,
+    ),
+    Cause.DATA: (Part.DATA,),
+    Cause.LINK: (Part.EXPOSED,),
+}  # fmt: skip
+_SAID = {
+    Cause.COMPUTE: ("computes", "of a step"),
+    Cause.DATA: ("waits", "for its batch"),
+    Cause.LINK: ("waits", "for what is on its way to it"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRank:
+    """A rank that is slow: its seconds of a step by that cause, those of others, and in how many of the last looks."""
+
+    rank: int
+    cause: Cause
+    seconds: float
+    others_seconds: float
+    looks: int
+
+    def __str__(self) -> str:
+        does, what = _SAID[self.cause]
+        return (
+            f"rank {self.rank} is slow ({self.cause}): it {does} {format_seconds(self.seconds)} {what}, others"
+            f" {format_seconds(self.others_seconds)}, in {self.looks} of the last {LOOKS} steps that were looked at"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """One rank in one step, by one cause: its seconds, what they should be, and whether that is slow."""
+
+    seconds: float
+    expected: float
+    is_slow: bool
+
+
+class Slowness:
+    """Looks at recorded steps. `alike` has for each rank what it does: ranks with the same do the same.
+
+    Without `has_links` all ranks are on one host, and what moves between them is its own memory.
+    """
+
+    def __init__(self, alike: Sequence[int], *, has_links: bool) -> None:
+        self._alike = alike
+        self._causes = [cause for cause in Cause if has_links or cause is not Cause.LINK]
+        self._looks: dict[tuple[int, Cause], deque[_Look]] = {
+            (rank, cause): deque(maxlen=LOOKS) for rank in range(len(alike)) for cause in self._causes
+        }
+        self._first: list[list[float]] = [[] for _ in alike]
+
+    def look(self, trace: Trace) -> list[SlowRank]:
+        """Take a step into account; those that are slow now. All ranks have the trace, and find the same."""
+        parts = parts_of_ranks(trace)
+        for cause in self._causes:
+            seconds = [sum(mine[part] for part in _PARTS[cause]) for mine in parts]
+            if cause is Cause.COMPUTE:
+                self._keep_first(seconds)
+            for rank, mine in enumerate(seconds):
+                expected = self._expected(rank, cause, seconds)
+                if expected is None:
+                    continue
+                is_slow = mine > _TIMES * expected and mine - expected > _SHARE * trace.makespan
+                self._looks[rank, cause].append(_Look(mine, expected, is_slow))
+        return [found for key in self._looks if (found := self._find(*key)) is not None]
+
+    def _expected(self, rank: int, cause: Cause, seconds: Sequence[float]) -> float | None:
+        """What the rank's seconds would be if it were as quick as others; None if that is not known."""
+        others = [other for other in range(len(seconds)) if other != rank]
+        if cause is not Cause.DATA:
+            same = [other for other in others if self._alike[other] == self._alike[rank]]
+            if same or cause is Cause.LINK:
+                return median(seconds[other] for other in same) if same else None
+            # Each against its own first steps: what slows the whole machine slows all of them.
+            first = [median(mine) for mine in self._first]
+            if not others or len(self._first[rank]) < _FIRST_LOOKS or not all(first):
+                return None
+            return first[rank] * median(seconds[other] / first[other] for other in others)
+        return median(seconds[other] for other in others) if others else None
+
+    def _keep_first(self, seconds: Sequence[float]) -> None:
+        for first, mine in zip(self._first, seconds, strict=True):
+            if len(first) < _FIRST_LOOKS:
+                first.append(mine)
+
+    def _find(self, rank: int, cause: Cause) -> SlowRank | None:
+        slow = [each for each in self._looks[rank, cause] if each.is_slow]
+        if len(slow) < SLOW_LOOKS:
+            return None
+        return SlowRank(
+            rank=rank,
+            cause=cause,
+            seconds=median(each.seconds for each in slow),
+            others_seconds=median(each.expected for each in slow),
+            looks=len(slow),
+        )

@@ -15,7 +15,8 @@ class Job:
     `compile`: whether blocks are compiled. If that `is_chosen` here, and not by the user, it
     is given up where it fails.
     `said` is what a person is told of what was chosen. `seats` are the devices that ranks sit on, where that is not
-    their own order.
+    their own order. `copies_every` is after how many steps a copy goes to memory: 0 is never, None as often as it costs
+    little.
     """
 
     recipe: Recipe
@@ -26,6 +27,7 @@ class Job:
     is_chosen: bool = False
     said: str | None = None
     seats: tuple[int, ...] | None = None
+    copies_every: int | None = 0
 
 
 def check_rows(job: Job) -> None:

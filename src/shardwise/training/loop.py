@@ -25,7 +25,7 @@ from shardwise.training.machine import peak_share
 from shardwise.training.metrics import MetricLog
 from shardwise.training.outcome import Outcome, Result, StoppedError
 from shardwise.training.progress import Progress, told_of
-from shardwise.training.saving import Saver
+from shardwise.training.safekeeping import Safekeeping
 from shardwise.training.setup import Setup, on_device
 from shardwise.training.speed import Speed
 from shardwise.training.stop import StopSignals, name_of
@@ -51,7 +51,7 @@ class Loop:
 
     def __init__(self, job: Job, world: World, setup: Setup, stop: StopSignals, progress: Progress) -> None:
         self._job, self._world, self._setup, self._stop, self._progress = job, world, setup, stop, progress
-        self._saver = Saver(job, world, setup, progress)
+        self._safe = Safekeeping(job, world, setup, progress)
         self._log = MetricLog(job, world, progress, after=setup.step)
         self._traces: deque[Trace] = deque(maxlen=_LAST_TRACES)
         #: In the first step memory is allocated and blocks are compiled: its trace is kept if there is no other.
@@ -92,7 +92,7 @@ class Loop:
             self._speed.stop(step)
         if stopped_by is None and recipe.data.held_out and self._evaluated != step:
             self._evaluate(step)
-        self._saver.save(step)
+        self._safe.save(step)
         return Outcome(
             result=self._result(step, stopped_by),
             model=setup.model,
@@ -116,14 +116,14 @@ class Loop:
             compiled=job.compile,
             num_parameters=setup.num_parameters,
             plan=str(job.plan),
-            checkpoint=self._saver.finish(),
+            checkpoint=self._safe.finish(step),
             expert_imbalance=self._imbalance,
             stopped_by=stopped_by,
         )
 
-    def close(self) -> None:
-        """Let go of files and of the writer's thread."""
-        self._saver.close()
+    def close(self, *, is_over: bool) -> None:
+        """Let go of files and of writers' threads; where the run is over, of its copies in memory."""
+        self._safe.close(is_over=is_over)
         self._log.close()
 
     def _step(self, step: int, batch: Batch, *, traced: bool, data_wait: float) -> None:
@@ -216,9 +216,9 @@ class Loop:
         if recipe.evaluation.every and step % recipe.evaluation.every == 0 and recipe.data.held_out:
             self._read()
             self._evaluate(step)
-        if recipe.checkpoint.every and step % recipe.checkpoint.every == 0:
+        if self._safe.is_due(step):
             self._read()
-            self._saver.save(step)
+            self._safe.look_up(step)
         self._speed.go_on()
 
     def _evaluate(self, step: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from io import TextIOWrapper
+from pathlib import Path
 from typing import NamedTuple, cast
 
 from shardwise import __version__, environment
@@ -85,6 +86,13 @@ def _obey(words: list[str]) -> int:
         canvas.print(f"shardwise {__version__}")
         return 0
     command = _get_command(words[0])
+    if command.name == "train" and environment.find_master() is not None and not environment.is_from_standby():
+        from shardwise.standby.asker import run_on_standby  # Of ranks alone that are started again.
+
+        folder = words[words.index("--folder") + 1 :] if "--folder" in words else []
+        status = run_on_standby(Path(folder[0]), "shardwise", words) if folder else None
+        if status is not None:
+            return status
     module = cast(CommandModule, import_module(command.module))
     parser = make_parser(command.name, module)
     if not {"-h", "--help"}.isdisjoint(words):

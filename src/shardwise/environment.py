@@ -14,6 +14,12 @@ WIDTH_WITHOUT_TERMINAL = 120
 EMULATE_FP8 = "SHARDWISE_EMULATE_FP8"
 # Which device each rank sits on, for processes that a command has started.
 _SEATS = "SHARDWISE_SEATS"
+#: Where copies of runs are kept, instead of in `/dev/shm`: a folder whose files lie in memory.
+COPIES_ROOT = "SHARDWISE_COPIES"
+# What ranks have agreed to call this attempt.
+_AGREED = "SHARDWISE_AGREED_ATTEMPT"
+# The process that was forked from one on standby: it does not ask for another.
+_STANDBY = "SHARDWISE_STANDBY"
 #: What a launcher's script calls the attempt that it starts.
 ATTEMPT = "SHARDWISE_ATTEMPT"
 
@@ -187,6 +193,31 @@ def node_name() -> str:
 def find_attempt() -> str | None:
     """Which attempt of which job this is, where `shardwise launch` has started it."""
     return os.environ.get(ATTEMPT)
+
+
+def come_from_standby() -> None:
+    """This process was forked from the one on standby. Those that it starts itself were not."""
+    os.environ[_STANDBY] = str(os.getpid())
+
+
+def is_from_standby() -> bool:
+    return os.environ.get(_STANDBY) == str(os.getpid())
+
+
+def memory_root() -> Path:
+    """A folder whose files are in this machine's memory."""
+    return Path(os.environ.get(COPIES_ROOT) or "/dev/shm")
+
+
+def name_attempt(word: str) -> None:
+    """All ranks have agreed on a word for this attempt."""
+    os.environ[_AGREED] = word
+
+
+def attempt_name() -> str:
+    """What ranks of `torchrun` call this attempt among themselves: empty at the first, if they have not agreed on any
+    other word."""
+    return os.environ.get(_AGREED) or (str(num_restarts()) if num_restarts() else "")
 
 
 def num_restarts() -> int:

@@ -22,7 +22,8 @@ def test_ranks_hosts_restarts_and_why(tmp_path: Path, capsys: pytest.CaptureFixt
     note(tmp_path, "attempt", job="7", restart=1, nodes=["node0", "node1"])
     note(tmp_path, "start", step=40, plan="dp=4", places=PLACES)
     note(tmp_path, "attempt", job="7", restart=2, nodes=["node0", "node2"], after="lost node1 (down*)")
-    note(tmp_path, "start", step=60, plan="dp=4", places=PLACES)
+    note(tmp_path, "start", step=60, plan="dp=4", places=PLACES, source="memory")
+    note(tmp_path, "copies", problem="the copy of step 62 did not reach node2: refused")
     note(tmp_path, "end", step=80, why="finished")
     (tmp_path / "checkpoints/step-00000080").mkdir(parents=True)
     (tmp_path / "checkpoints/step-00000100.saving").mkdir()
@@ -30,6 +31,8 @@ def test_ranks_hosts_restarts_and_why(tmp_path: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert said.startswith(f"{tmp_path}: finished\nlast checkpoint: step-00000080, saved ")
     assert "\n  node0: ranks 0 to 1 on cpu\n  node1: ranks 2 to 3 on cpu\nrestarted 2 times:\n" in said
+    assert "\ncopies: the copy of step 62 did not reach node2: refused\n" in said
+    assert " 60 (memory) " in said
     assert main(["status", "--json", str(tmp_path)]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [start["why"] for start in told["starts"]] == ["SIGUSR1", "lost node1 (down*)", "finished"]

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from shardwise.copies.keepers import holders_of, survey
 from shardwise.errors import ShardwiseError
 from shardwise.launch.on_kubernetes import object_state
 from shardwise.launch.slurm_site import find_job
@@ -30,7 +31,8 @@ _WATCHED_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One time that the ranks were started: from which step, and how it ended (None: no end was written)."""
+    """One time that the ranks were started: from which step, of a copy in memory or a checkpoint on disk, and how it
+    ended (None: no end was written)."""
 
     when: str
     step: int
@@ -40,6 +42,7 @@ class Start:
     ended: str | None
     end_step: int | None
     why: str | None
+    source: str | None = None
 
     @property
     def hosts(self) -> dict[str, list[int]]:
@@ -52,7 +55,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """How a run stands. `job` is what its launcher says; `step` is the last that was noted."""
+    """How a run stands. `job` is what its launcher says; `step` is the last that was noted. `copy_step` is that of the
+    newest copy in memory that is whole, and `copies_problem` what the last start had to tell of them."""
 
     folder: str
     state: str
@@ -64,6 +68,10 @@ class RunStatus:
     job_state: str | None
     job_reason: str | None
     starts: tuple[Start, ...]
+    copy_step: int | None = None
+    copy_when: str | None = None
+    copy_nodes: tuple[str, ...] = ()
+    copies_problem: str | None = None
 
 
 def status_of(folder: Path) -> RunStatus:
@@ -78,6 +86,9 @@ def status_of(folder: Path) -> RunStatus:
     on = None if submitted is None else str(submitted.get("on"))
     job_state, reason = _ask(on, job)
     rows = read_metrics(folder)
+    there = survey(folder)
+    copy = next(iter(holders_of(there)), None)
+    dated = {node: when for node, pieces in there.items() for generation, _, when in pieces if generation == copy}
     return RunStatus(
         folder=str(folder),
         state=_state(starts, job_state, is_owned=_is_owned(folder)),
@@ -89,7 +100,18 @@ def status_of(folder: Path) -> RunStatus:
         job_state=job_state,
         job_reason=reason,
         starts=starts,
+        copy_step=None if copy is None else copy.step,
+        copy_when=None if copy is None else _date(max(dated.values())),
+        copy_nodes=tuple(dated),
+        copies_problem=_copies_problem(events),
     )
+
+
+def _copies_problem(events: Sequence[Event]) -> str | None:
+    """What was the matter with copies since ranks were last started."""
+    begun = max((number for number, each in enumerate(events) if each["event"] == "start"), default=0)
+    found = [str(each["problem"]) for each in events[begun:] if each["event"] == "copies" and "problem" in each]
+    return found[-1] if found else None
 
 
 def _starts(events: Sequence[Event]) -> tuple[Start, ...]:
@@ -120,6 +142,7 @@ def _starts(events: Sequence[Event]) -> tuple[Start, ...]:
                 ended=None if end is None else str(end["when"]),
                 end_step=None if end is None else end.get("step"),
                 why=why,
+                source=start.get("source"),
             )
         )
     return tuple(found)
@@ -188,7 +211,11 @@ def _is_alive(process: int) -> bool:
 
 
 def _when(path: Path) -> str:
-    return datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
+    return _date(path.stat().st_mtime)
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def _last_checkpoint(folder: Path) -> Path | None:

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from shardwise.launch.layout import Layout
-from shardwise.launch.torchrun import module_words, torchrun_options
+from shardwise.launch.torchrun import module_words, torchrun_module, torchrun_options
 from shardwise.launch.work import Work, as_comment
 
 _HEAD = """#!/bin/bash
@@ -50,7 +50,7 @@ def local_script(work: Work, layout: Layout, *, python: str, directory: str, por
     start = f'"$python" {module_words(work)}'
     if work.kind == "train":
         options = torchrun_options(layout, address="127.0.0.1", port='"$port"')
-        start = f'"$python" -m torch.distributed.run --node-rank 0 {options} {module_words(work)}'
+        start = f'"$python" {torchrun_module(work)} --node-rank 0 {options} {module_words(work)}'
     return _script(work, "this machine", [start], ["localhost"], "local", python, directory, port, restarts)
 
 
@@ -69,7 +69,7 @@ def hosts_script(
         given = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         inner = (
             f"cd {shlex.quote(directory)} && exec env {given} NODE_NAME={shlex.quote(host)} {shlex.quote(python)}"
-            f" -m torch.distributed.run --node-rank {number} {options} {module_words(work)}"
+            f" {torchrun_module(work)} --node-rank {number} {options} {module_words(work)}"
         )
         # With a terminal of its own, what runs there hears when the connection is gone.
         starts.append(f"{ssh} -tt {shlex.quote(host)} {shlex.quote(inner)} </dev/null")

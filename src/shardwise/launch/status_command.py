@@ -38,6 +38,11 @@ def draw(status: RunStatus, canvas: Canvas) -> None:
         canvas.print(f"{status.on} job {status.job}{said}{reason}")
     saved = "none yet" if status.checkpoint is None else f"{status.checkpoint}, saved {status.checkpoint_when}"
     canvas.print(f"last checkpoint: {saved}")
+    if status.copy_step is not None:
+        where = "one machine" if len(status.copy_nodes) == 1 else f"{len(status.copy_nodes)} machines"
+        canvas.print(f"last copy in memory: step {status.copy_step}, made {status.copy_when}, on {where}")
+    if status.copies_problem is not None:
+        canvas.print(f"copies: {status.copies_problem}")
     if not status.starts:
         return
     last = status.starts[-1]
@@ -47,14 +52,15 @@ def draw(status: RunStatus, canvas: Canvas) -> None:
         canvas.print(f"  {host}: {_ranks(ranks)} on {', '.join(sorted(set(devices)))}")
     if len(status.starts) > 1:
         canvas.print(f"restarted {len(status.starts) - 1} times:" if len(status.starts) > 2 else "restarted once:")
-        table(("started", "from step", "to step", "hosts", "ended"), map(_row, status.starts), canvas)
+        table(("started", "from step", "to step", "plan", "hosts", "ended"), map(_row, status.starts), canvas)
 
 
 def _row(start: Start) -> tuple[object, ...]:
     return (
         start.when,
-        start.step,
+        f"{start.step} ({start.source})" if start.source else start.step,
         "-" if start.end_step is None else start.end_step,
+        start.plan,
         ", ".join(start.hosts),
         start.why or "it runs",
     )

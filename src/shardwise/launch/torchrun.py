@@ -18,6 +18,11 @@ def torchrun_options(layout: Layout, *, address: str, port: str | int) -> str:
     )
 
 
+def torchrun_module(work: Work) -> str:
+    """`torchrun` as a module: when it is started again, forked from the process on standby, if the run has one."""
+    return f"-m shardwise.standby --folder {shlex.quote(str(work.folder))} torch.distributed.run"
+
+
 def module_words(work: Work) -> str:
     """What every rank runs, and a server by itself: it starts its ranks, on one node."""
     return f"-m shardwise {work.kind} {shlex.join(work.words)}"

@@ -349,5 +349,5 @@ def store_of_faults(store: Store) -> Store:
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    attempt = environment.num_restarts()
+    attempt = environment.attempt_name()
     return PrefixStore(f"faults of attempt {attempt}", store) if attempt else store

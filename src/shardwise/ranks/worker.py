@@ -27,11 +27,14 @@ from shardwise.ranks.faults import store_of_faults
 from shardwise.ranks.gpus import Gpus, check_one_each, find_gpus
 from shardwise.ranks.pulse import Pulse
 from shardwise.ranks.rank_error import RankError, describe_failure
+from shardwise.ranks.roll_call import agree_on_attempt
 from shardwise.torch_private import PrefixStore, TCPStore
 
-#: How much later a rank under `torchrun` ends than the one whose failure it follows.
-_LATER_SECONDS = 2.0
-_TELL_WITHIN = timedelta(seconds=10)
+#: How much later a rank under `torchrun` ends than the one whose failure it follows. It looks ten times a second.
+_LATER_SECONDS = 0.5
+#: How often a rank looks whether its agent is there.
+_LOOK_SECONDS = 0.5
+_TELL_WITHIN = timedelta(seconds=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,18 +131,33 @@ def join_if_launched() -> None:
     gpus: Gpus = "shared" if environment.wants_shared_gpus() else "own"
     if gpus == "own":
         check_one_each(find_gpus(), place[1])
+    _end_with_launcher()
     environment.keep_streams_apart()
     environment.leave_faults_to_watch()
     store, device, size = next(rendezvous("env://"))
     rank = environment.rank_on(device)
+    environment.name_attempt(agree_on_attempt(store, rank, size))
     backend = choose_backend(*place, gpus)
     Pulse(store_of_faults(store), rank, size, tells=True)
     dist.init_process_group(
         backend,
-        store=PrefixStore(f"attempt {environment.num_restarts()}", store),
+        store=PrefixStore(f"attempt {environment.attempt_name()}", store),
         rank=rank,
         world_size=size,
     )
+
+
+def _end_with_launcher() -> None:
+    """End this process when its agent is gone, however that ended: nobody would start it again, and
+    those that are started in its place would find it in their way."""
+    if not environment.is_from_standby():  # Else it ends with who stands for it.
+        threading.Thread(target=_look_for, args=(os.getppid(),), name="shardwise-agent", daemon=True).start()
+
+
+def _look_for(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_first_to_tell(what: str = "") -> bool:
@@ -148,7 +166,7 @@ def is_first_to_tell(what: str = "") -> bool:
     assert master is not None, "only torchrun has such a store"
     try:
         store = TCPStore(*master, is_master=False, wait_for_workers=False, timeout=_TELL_WITHIN)
-        return bool(store.add(f"shardwise/told in attempt {environment.num_restarts()}{what}", 1) == 1)
+        return bool(store.add(f"shardwise/told in attempt {environment.attempt_name()}{what}", 1) == 1)
     except RuntimeError:
         return True
 

@@ -30,6 +30,17 @@ def choose_plan(recipe: Recipe, num_devices: int, cluster: Cluster | None = None
     return plan(**asked_of(recipe), cluster=on, fixed={"precision": recipe.precision})
 
 
+def find_resized(given: Plan, num_ranks: int, num_rows: int) -> Plan | None:
+    """The same plan with other replicas, so that it has so many ranks and the batch is still shared out evenly."""
+    in_replica = given.num_ranks // given.dp
+    if num_ranks % in_replica or num_rows % (num_ranks // in_replica * given.microbatches):
+        return None
+    try:
+        return replace(given, dp=num_ranks // in_replica, zero_group=None)
+    except ShardwiseError:
+        return None
+
+
 def check_host(job: Job) -> None:
     """Refuse a plan whose ranks, all of them here, keep more on the host by the planner's count than is available.
 

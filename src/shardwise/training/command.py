@@ -68,6 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metrics-port", type=int, metavar="P", help="tell Prometheus at this port of the first rank")
     parser.add_argument("--metrics-host", default="127.0.0.1", metavar="H", help="the address of it (127.0.0.1)")
     parser.add_argument("--metrics-file", metavar="F", help="the same in a .prom file, for node_exporter")
+    parser.add_argument(
+        "--copies-every", type=int, metavar="N",
+        help="steps between copies in memory, 0: none (under torchrun as many as keep their cost below 1 %%)",
+    )  # fmt: skip
     parser.add_argument("--show", action="store_true", help="show recipe and plan, and train nothing")
 
 
@@ -87,6 +91,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
     if arguments.devices is not None and arguments.devices < 1:
         raise ShardwiseError(f"--devices {arguments.devices}: there is at least 1", remedy="--devices 1")
+    copies_every = _copies_every(arguments.copies_every)
     asked = ask(arguments, recipe, count_devices())
     recipe, num_devices = asked.recipe, asked.num_devices
     if arguments.show:
@@ -106,8 +111,15 @@ def run(arguments: argparse.Namespace) -> Answer:
     if environment.find_world_size() is None:
         check_exporter(watching)
     step_aside()  # The first rank draws a bar of its own.
-    result = train(replace(asked.job(folder), watching=watching), num_devices, gpus=gpus)
+    result = train(replace(asked.job(folder, copies_every), watching=watching), num_devices, gpus=gpus)
     return Answer(data={}, render=lambda _: None) if result is None else _answer(result)
+
+
+def _copies_every(asked: int | None) -> int | None:
+    """Where nobody starts ranks again by himself, there are no copies unless they are asked for."""
+    if asked is not None and asked < 0:
+        raise ShardwiseError(f"--copies-every {asked}: it is a number of steps", remedy="--copies-every 0 for none")
+    return 0 if asked is None and environment.find_world_size() is None else asked
 
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
@@ -158,7 +170,7 @@ class Asked(NamedTuple):
     said: str | None
     seats: tuple[int, ...] | None = None
 
-    def job(self, folder: Path) -> "Job":
+    def job(self, folder: Path, copies_every: int | None = 0) -> "Job":
         from shardwise.training.job import Job
 
         return Job(
@@ -170,6 +182,7 @@ class Asked(NamedTuple):
             is_chosen=self.is_chosen,
             said=self.said,
             seats=self.seats,
+            copies_every=copies_every,
         )
 
 
@@ -191,11 +204,11 @@ def ask(arguments: argparse.Namespace, recipe: Recipe, num_here: int) -> Asked:
         recipe = with_precision(recipe, given.precision)
     precision = choose_precision(recipe, max(1, count))
     recipe = with_precision(recipe, precision.value)
-    plan, num_devices = _plan_of(arguments, given, recipe, num_here)
+    plan, num_devices, resized = _plan_of(arguments, given, recipe, num_here)
     compile = choose_compile(recipe, plan)
     seats = find_seats(recipe, plan, num_devices, arguments.cluster)
     told = None if seats is None else str(seats)
-    said = "\n".join(filter(None, (own.said, line_of_choices(precision, compile), told))) or None
+    said = "\n".join(filter(None, (own.said, resized, line_of_choices(precision, compile), told))) or None
     is_chosen, devices = recipe.compile == "auto", None if seats is None else seats.devices
     return Asked(with_masks(recipe), plan, num_devices, compile.value == "on", is_chosen, said, devices)
 
@@ -220,6 +233,8 @@ def _find_own_plan(arguments: argparse.Namespace, num_here: int) -> _OwnPlan:
         count = num_here
     if count in (None, plan.num_ranks) or (count == 1 and plan.num_ranks == plan.pp):
         return _OwnPlan(plan, f"it goes on under its own plan {plan} (else: --plan auto)")
+    if launched is not None:
+        return _OwnPlan(plan)
     ranks = counted(plan.num_ranks, "rank")
     return _OwnPlan(None, f"its own plan {plan} is for {ranks}, and there are {count}: another is chosen")
 
@@ -229,23 +244,26 @@ def read_plan(word: str) -> Plan:
     return Plan.load(Path(word)) if word.endswith(".toml") else Plan.parse(word)
 
 
-def _plan_of(arguments: argparse.Namespace, given: Plan | None, recipe: Recipe, num_here: int) -> tuple[Plan, int]:
-    """The plan, and how many ranks it has."""
-    from shardwise.training.seating import choose_plan_on
+def _plan_of(
+    arguments: argparse.Namespace, given: Plan | None, recipe: Recipe, num_here: int
+) -> tuple[Plan, int, str | None]:
+    """The plan, how many ranks it has, and what is said of that."""
+    from shardwise.training.seating import choose_plan_on, resize_plan_on
 
     num_devices = arguments.devices
     if given is None:
         count = num_devices or num_here
-        return choose_plan_on(recipe, count, arguments.cluster), count
+        return choose_plan_on(recipe, count, arguments.cluster), count, None
     plan = _in_precision(given, recipe)
     launched = environment.find_world_size()
     if launched is not None and launched != plan.num_ranks and _has_begun(arguments.folder):
-        # A run that `torchrun` has brought back with fewer ranks than it began with.
-        return choose_plan_on(recipe, launched, arguments.cluster), launched
+        # A run that `torchrun` has brought back with fewer ranks than it began with, or with more.
+        found, said = resize_plan_on(plan, recipe, launched, arguments.cluster)
+        return found, launched, said
     count = launched or num_devices or plan.num_ranks
     if count != 1 or plan.num_ranks != plan.pp:  # One process can run all ranks of a pipeline.
         plan.check_world(count)
-    return plan, count
+    return plan, count, None
 
 
 def _in_precision(plan: Plan, recipe: Recipe) -> Plan:
@@ -259,7 +277,8 @@ def _in_precision(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def _has_begun(run: str | None) -> bool:
-    return run is not None and any(Path(run).glob("checkpoints/step-*"))
+    """Whether there is a checkpoint, on disk or in memory."""
+    return run is not None and any(any(Path(run).glob(each)) for each in ("checkpoints/step-*", "copies/id"))
 
 
 def _shown(recipe: Recipe, plan: Plan) -> Answer:

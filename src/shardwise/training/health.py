@@ -19,6 +19,7 @@ from shardwise.training.finite import explain
 from shardwise.training.job import Job
 from shardwise.training.outcome import StoppedError
 from shardwise.training.progress import Progress
+from shardwise.training.safekeeping import Kept
 from shardwise.training.setup import Setup
 from shardwise.training.verify import Verifier
 from shardwise.training.world import World
@@ -51,16 +52,16 @@ class Health:
             self.verifier.check_weights(step + 1)
         return launched if taken is None else LaunchedStep(taken)
 
-    def before_save(self, step: int) -> None:
-        """A checkpoint of this step is about to be made: what is saved must be what all replicas hold."""
+    def before_keeping(self, step: int) -> None:
+        """A checkpoint or a copy of this step is about to be made: it must be what all replicas hold."""
         self.verifier.check_weights(step)
-        if self._exporter is not None:
-            self._exporter.facts.saved = time.monotonic()
 
-    def copied(self) -> None:
-        """All ranks have copies of this step in memory."""
+    def kept(self, kept: Kept) -> None:
+        """It was."""
         if self._exporter is not None:
-            self._exporter.facts.copied = time.monotonic()
+            now, facts = time.monotonic(), self._exporter.facts
+            facts.saved = now if kept.saved else facts.saved
+            facts.copied = now if kept.copied else facts.copied
 
     def tell(self, step: int, trace: Trace | None, measured: Mapping[str, Any], loss: float) -> None:
         """A line of progress has been printed of this step, which was recorded."""

@@ -31,7 +31,8 @@ class Job:
     `compile`: whether blocks are compiled. If that `is_chosen` here, and not by the user, it
     is given up where it fails.
     `said` is what a person is told of what was chosen. `seats` are the devices that ranks sit on, where that is not
-    their own order.
+    their own order. `copies_every` is after how many steps a copy goes to memory: 0 is never, None as often as it costs
+    little.
     """
 
     recipe: Recipe
@@ -43,6 +44,7 @@ class Job:
     said: str | None = None
     seats: tuple[int, ...] | None = None
     watching: Watching = Watching()
+    copies_every: int | None = 0
 
 
 def check_rows(job: Job) -> None:

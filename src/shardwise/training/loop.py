@@ -26,7 +26,7 @@ from shardwise.training.machine import peak_share
 from shardwise.training.metrics import MetricLog
 from shardwise.training.outcome import Outcome, Result
 from shardwise.training.progress import Progress, told_of
-from shardwise.training.saving import Saver
+from shardwise.training.safekeeping import Kept, Safekeeping
 from shardwise.training.setup import Setup, on_device
 from shardwise.training.speed import Speed
 from shardwise.training.stop import StopSignals, name_of
@@ -52,7 +52,7 @@ class Loop:
 
     def __init__(self, job: Job, world: World, setup: Setup, stop: StopSignals, progress: Progress) -> None:
         self._job, self._world, self._setup, self._stop, self._progress = job, world, setup, stop, progress
-        self._saver, self._health = Saver(job, world, setup, progress), Health(job, world, setup, progress)
+        self._safe, self._health = Safekeeping(job, world, setup, progress), Health(job, world, setup, progress)
         self._log = MetricLog(job, world, progress, after=setup.step)
         self._traces: deque[Trace] = deque(maxlen=_LAST_TRACES)
         #: In the first step memory is allocated and blocks are compiled: its trace is kept if there is no other.
@@ -98,7 +98,9 @@ class Loop:
             self._speed.stop(step)
         if stopped_by is None and recipe.data.held_out and self._evaluated != step:
             self._evaluate(step)
-        self._save(step)
+        self._health.before_keeping(step)
+        self._safe.save(step)
+        self._health.kept(Kept(saved=True))
         return Outcome(
             result=self._result(step, stopped_by),
             model=setup.model,
@@ -122,15 +124,15 @@ class Loop:
             compiled=job.compile,
             num_parameters=setup.num_parameters,
             plan=str(job.plan),
-            checkpoint=self._saver.finish(),
+            checkpoint=self._safe.finish(step),
             expert_imbalance=self._imbalance,
             stopped_by=stopped_by,
             leave_out=self._health.leave_out,
         )
 
-    def close(self) -> None:
-        """Let go of files and of the writer's thread."""
-        self._saver.close()
+    def close(self, *, is_over: bool) -> None:
+        """Let go of files and of writers' threads; where the run is over, of its copies in memory."""
+        self._safe.close(is_over=is_over)
         self._log.close()
         self._health.close()
 
@@ -219,14 +221,11 @@ class Loop:
         if recipe.evaluation.every and step % recipe.evaluation.every == 0 and recipe.data.held_out:
             self._read()
             self._evaluate(step)
-        if recipe.checkpoint.every and step % recipe.checkpoint.every == 0:
+        if self._safe.is_due(step):
             self._read()
-            self._save(step)
+            self._health.before_keeping(step)
+            self._health.kept(self._safe.look_up(step))
         self._speed.go_on()
-
-    def _save(self, step: int) -> None:
-        self._health.before_save(step)
-        self._saver.save(step)
 
     def _evaluate(self, step: int) -> None:
         recipe, rows = self._job.recipe, self._setup.held_out

@@ -22,14 +22,20 @@ _MOST_PLACES = 64
 
 def announce(job: Job, world: World, setup: Setup, progress: Progress) -> None:
     """Say what is trained, and on what. Every rank calls it, when all are ready."""
-    _note_start(job, world, setup.step)
+    _note_start(job, world, setup)
     begun = f" from step {setup.step}" if setup.step else ""
+    if setup.restored.source == "memory":
+        begun += " (a copy in memory)"
     progress.say(
         f"{job.recipe.name}{begun}: {setup.num_parameters / 1e6:.2f} M parameters, "
         f"{format_bytes(setup.data_bytes, decimal=True)} of tokens, plan {job.plan} on "
         f"{world.size} x {world.device.type}, in {job.folder}"
     )
-    if setup.is_old:
+    for problem in filter(None, (*setup.restored.problems, setup.without_copies)):
+        progress.warn(problem)
+        if world.is_first:
+            note(job.folder, "copies", problem=problem)
+    if setup.restored.is_old:
         progress.warn(
             "the checkpoint is of an older format, without a checksum of its index: that could be damaged and"
             " nobody would see; those that are saved from now on have one"
@@ -40,7 +46,7 @@ def announce(job: Job, world: World, setup: Setup, progress: Progress) -> None:
         progress.say(f"{num_here} ranks share {counted(num_gpus, 'GPU')}: for checking, and slow")
 
 
-def _note_start(job: Job, world: World, step: int) -> None:
+def _note_start(job: Job, world: World, setup: Setup) -> None:
     device = "cpu"
     if world.device.type == "cuda":
         device = f"{world.device} ({torch.cuda.get_device_name(world.device)})"
@@ -49,7 +55,10 @@ def _note_start(job: Job, world: World, step: int) -> None:
     if world.is_first:
         restarts = environment.num_restarts() or None
         attempt = environment.find_attempt()
-        note(job.folder, "start", step=step, plan=str(job.plan), places=places, attempt=attempt, restarts=restarts)
+        note(
+            job.folder, "start", step=setup.step, source=setup.restored.source, plan=str(job.plan), places=places,
+            attempt=attempt, restarts=restarts,
+        )  # fmt: skip
 
 
 def note_end(

@@ -90,13 +90,14 @@ def _run(job: Job, world: World, stop: StopSignals, progress: Progress) -> Outco
         if world.is_first:
             write_recipe_and_plan(job.folder, job.recipe, job.plan)
         announce(job, world, setup, progress)
-        loop = Loop(job, world, setup, stop, progress)
+        loop, is_over = Loop(job, world, setup, stop, progress), False
         try:
             outcome = loop.run()
             ended = outcome.result
             note_end(job, world, ended.stopped_by or "finished", step=ended.step, leave_out=ended.leave_out)
             return outcome
         except StoppedError as error:
+            is_over = error.is_final
             note_end(job, world, error.problem, is_final=error.is_final, leave_out=error.hosts)
             return error
         except Exception as error:
@@ -107,5 +108,5 @@ def _run(job: Job, world: World, stop: StopSignals, progress: Progress) -> Outco
             lines = [line.strip() for line in str(error).splitlines() if line.strip() and "raised:" not in line]
             why = lines[0] if lines else type(error).__name__
         finally:
-            loop.close()
+            loop.close(is_over=is_over)
     return _NotCompiled(f"{why} (--set compile=off)")

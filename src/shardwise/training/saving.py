@@ -1,7 +1,9 @@
 """Checkpoints of a run: begun between two steps, written while the next ones go on."""
 
+from typing import Any
+
 from shardwise.training.checkpoint.index import find_last
-from shardwise.training.checkpoint.parts import random_parts
+from shardwise.training.checkpoint.parts import Part, random_parts
 from shardwise.training.checkpoint.write import Writer
 from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.job import Job
@@ -11,14 +13,22 @@ from shardwise.training.setup import Setup
 from shardwise.training.world import World
 
 
+def state_to_save(world: World, setup: Setup) -> tuple[list[Part], dict[str, Any]]:
+    """What this rank holds between two steps, and what a run wants to know again beside it."""
+    setup.held.settle()
+    parts = [*setup.held.weights(), *setup.held.optimizer_states(), *random_parts(world)]
+    extra = {"model": setup.model, "data": setup.data, **setup.scale.state(), **setup.balancer.state()}
+    return parts, extra
+
+
 class Saver:
     """Saves a run on one rank. All ranks call it alike."""
 
     def __init__(self, job: Job, world: World, setup: Setup, progress: Progress) -> None:
         self._job, self._world, self._setup, self._progress = job, world, setup, progress
-        self._root = job.folder / CHECKPOINTS
+        self.root = job.folder / CHECKPOINTS
         self._writer = Writer(
-            self._root, rank=world.rank, num_ranks=world.size, keep=job.recipe.checkpoint.keep, gather=world.gather
+            self.root, rank=world.rank, num_ranks=world.size, keep=job.recipe.checkpoint.keep, gather=world.gather
         )
         self._saved = setup.step
 
@@ -26,15 +36,7 @@ class Saver:
         """Begin to save, if this step is not saved yet."""
         if step == self._saved:
             return
-        held = self._setup.held
-        held.settle()
-        parts = [*held.weights(), *held.optimizer_states(), *random_parts(self._world)]
-        extra = {
-            "model": self._setup.model,
-            "data": self._setup.data,
-            **self._setup.scale.state(),
-            **self._setup.balancer.state(),
-        }
+        parts, extra = state_to_save(self._world, self._setup)
         self._warn(self._writer.save(step, parts, extra))
         self._saved = step
 
@@ -42,7 +44,7 @@ class Saver:
         """Wait until what was begun is written; return the newest checkpoint that is whole."""
         with self._progress.working("the last checkpoint is written"):
             self._warn(self._writer.finish())
-        last = find_last(self._root)
+        last = find_last(self.root)
         return None if last is None else str(last)
 
     def close(self) -> None:
@@ -53,7 +55,7 @@ class Saver:
         """Of a checkpoint that could not be written. All ranks were told of it."""
         if problem is None:
             return
-        last = find_last(self._root)
+        last = find_last(self.root)
         kept = "there is none before it" if last is None else f"{last.name} is still there"
         if self._job.recipe.checkpoint.on_failure == "stop":
             raise StoppedError(

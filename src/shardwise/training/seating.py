@@ -6,7 +6,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.planner.placement.seats import Seats, seats_for
 from shardwise.planner.plan import Plan
 from shardwise.planner.question import make_question
-from shardwise.training.choose import asked_of, choose_plan, software_for
+from shardwise.training.choose import asked_of, choose_plan, find_resized, software_for
 from shardwise.training.recipe import Recipe
 from shardwise.units import counted
 
@@ -27,6 +27,16 @@ def cluster_of_ranks(word: str | None, count: int) -> Cluster | None:
 def choose_plan_on(recipe: Recipe, count: int, word: str | None) -> Plan:
     """The fastest plan for a recipe's step on so many devices of the cluster that was named, or of this machine."""
     return choose_plan(recipe, count, cluster_of_ranks(word, count))
+
+
+def resize_plan_on(plan: Plan, recipe: Recipe, count: int, word: str | None) -> tuple[Plan, str]:
+    """The plan of a run that has come back with more or fewer ranks than that has, and what is said of it: the same
+    with other replicas where the batch allows it, else what the planner finds."""
+    resized = find_resized(plan, count, recipe.batch)
+    how = "the same with other replicas" if resized is not None else "chosen anew"
+    found = resized if resized is not None else choose_plan_on(recipe, count, word)
+    ranks = counted(plan.num_ranks, "rank")
+    return found, f"plan {plan} is for {ranks}, and there are {count}: it goes on under {found}, {how}"
 
 
 def find_seats(recipe: Recipe, plan: Plan, num_devices: int, word: str | None) -> Seats | None:

@@ -4,29 +4,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from shardwise.engine.engine import Engine
 from shardwise.training.balance import Balancer
-from shardwise.training.checkpoint.index import clean, find_last
 from shardwise.training.checkpoint.parts import Held, shapes_of
-from shardwise.training.checkpoint.read import Reader, load, load_random
 from shardwise.training.data.rows import AnyRows, Batch, Batches, training_and_held_out
 from shardwise.training.data.source import check_data, open_data
-from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.job import Job, check_rows
 from shardwise.training.make_engine import make_engine
 from shardwise.training.metrics import find_board
 from shardwise.training.model import num_parameters
 from shardwise.training.precision import LossScale
-from shardwise.training.subject import Subject, subject_of
+from shardwise.training.restoring import Restored, restore
+from shardwise.training.run_copies import RunCopies, open_copies
+from shardwise.training.subject import subject_of
 from shardwise.training.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """What a loop goes round with. `step` is how many steps the checkpoint had done; `model` and `data` what it says of
-    these; `is_old` whether it is of the format that has no checksum of its index."""
+    these. `restored` says where its numbers come from; `copies` are those in memory, and `without_copies` why there are
+    none although they are wanted."""
 
     engine: Engine
     held: Held
@@ -40,7 +38,9 @@ class Setup:
     step: int
     num_parameters: int
     flops_per_token: float
-    is_old: bool = False
+    restored: Restored
+    copies: RunCopies | None = None
+    without_copies: str | None = None
 
 
 def check_inputs(job: Job) -> None:
@@ -71,9 +71,11 @@ def make_ready(job: Job, world: World) -> Setup:
     scale = LossScale.of(job.plan.precision, subject.loss)
     engine = make_engine(job, module, on_device(_example(job, batches), world), scale)
     held, balancer = Held(engine, shapes), Balancer(engine, recipe.balance)
-    step, is_old = _restore(job, world, held, subject, scale, balancer)
+    opened = open_copies(job, world)
+    copies, without = (None, opened) if isinstance(opened, str) else (opened, None)
+    restored = restore(job, world, held, subject, scale, balancer, copies)
     # Masks of dropout follow the step, so that a run which goes on has the same.
-    engine.num_steps = step
+    engine.num_steps = restored.step
     return Setup(
         engine=engine,
         held=held,
@@ -89,33 +91,13 @@ def make_ready(job: Job, world: World) -> Setup:
         held_out=held_out,
         scale=scale,
         balancer=balancer,
-        step=step,
+        step=restored.step,
         num_parameters=count,
         flops_per_token=flops,
-        is_old=is_old,
+        restored=restored,
+        copies=copies,
+        without_copies=without,
     )
-
-
-def _restore(
-    job: Job, world: World, held: Held, subject: Subject, scale: LossScale, balancer: Balancer
-) -> tuple[int, bool]:
-    """Clear away what was not finished, and give the engine its first numbers: of the newest checkpoint, or of the
-    recipe's subject. Returns how many steps they have had, and whether they are of a checkpoint of the old format."""
-    root = job.folder / CHECKPOINTS
-    if world.is_first:
-        clean(root)
-    # The first rank alone looks, so that all go on from the same one.
-    last = world.first(find_last(root))
-    if last is not None:
-        with Reader(last) as reader:
-            balancer.take(reader.index.extra)
-            load(reader, held)
-            load_random(reader, world)
-            scale.take(reader.index.extra)
-            return reader.index.step, reader.index.is_old
-    subject.fill(held)
-    torch.manual_seed(job.recipe.seed * 1000 + world.rank)
-    return 0, False
 
 
 def _example(job: Job, batches: Batches) -> Batch:

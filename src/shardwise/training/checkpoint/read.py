@@ -1,7 +1,8 @@
 """A checkpoint read under any plan: each rank reads, of the boxes that overlap what it holds, only that part."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from shardwise.states.compact_adamw import adopt_state
 from shardwise.states.optimizers.state import taken
 from shardwise.training.checkpoint.boxes import Box, whole_box
 from shardwise.training.checkpoint.file import TYPES, StoredFile
-from shardwise.training.checkpoint.index import Entry, Stored, read_index, without
-from shardwise.training.checkpoint.parts import OPTIMIZER, RANDOM, Held, Part, random_parts
+from shardwise.training.checkpoint.index import Entry, Index, Stored, read_index, without
+from shardwise.training.checkpoint.parts import OPTIMIZER, RANDOM, Held, Part, Updated, random_parts
 from shardwise.training.world import World
 
 
@@ -22,8 +23,10 @@ class Reader:
     `bytes_read` counts what was asked for, `bytes_kept` what became of it, `bytes_compared` what was read to be sure.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.index = folder, read_index(folder)
+    def __init__(self, folder: Path, index: Index | None = None, locate: Callable[[str], Path] | None = None) -> None:
+        """Without an index, the folder has one; `locate` finds files that are not in it."""
+        self.folder, self.index = folder, read_index(folder) if index is None else index
+        self._locate = locate or (lambda file: folder / file)
         self.bytes_read = self.bytes_kept = self.bytes_compared = 0
         self._files: dict[str, StoredFile] = {}
 
@@ -96,7 +99,7 @@ class Reader:
     def _read(self, entry: Entry, stored: Stored, box: Box) -> Tensor:
         """A part of a stored box."""
         if stored.file not in self._files:
-            self._files[stored.file] = StoredFile(self.folder / stored.file, self.index.files.get(stored.file))
+            self._files[stored.file] = StoredFile(self._locate(stored.file), self.index.files.get(stored.file))
         numbers = self._files[stored.file].read(stored, self._dtype(entry), box, self.index.block_bytes)
         self.bytes_read += numbers.nbytes
         return numbers
@@ -124,7 +127,19 @@ def load(reader: Reader, held: Held) -> None:
     held.settle()
     load_weights(reader, held)
     held.take_over()
-    load_optimizers(reader, held)
+    for each in _read_optimizers(reader, held):
+        each.adopt()
+
+
+@torch.no_grad()
+def look_through(reader: Reader, held: Held) -> None:
+    """Read and compare all that `load` will want, without the other ranks: what is missing or damaged is found before
+    any of them counts on it. Weights are overwritten by it."""
+    reader.check(held.shapes)
+    held.settle()
+    load_weights(reader, held)
+    for each in _read_optimizers(reader, held):
+        del each
 
 
 @torch.no_grad()
@@ -134,7 +149,21 @@ def load_weights(reader: Reader, held: Held) -> None:
         reader.fill(part)
 
 
-def load_optimizers(reader: Reader, held: Held) -> None:
+class _ReadState(NamedTuple):
+    """What an optimizer is to remember of a weight."""
+
+    of: Updated
+    state: dict[str, Tensor]
+    home: torch.device
+
+    def adopt(self) -> None:
+        weight, optimizer = self.of.weight, self.of.optimizer
+        optimizer.state.pop(weight, None)
+        if self.state:
+            adopt_state(optimizer, weight, taken(self.state, weight, optimizer, self.home))
+
+
+def _read_optimizers(reader: Reader, held: Held) -> Iterator[_ReadState]:
     """The optimizers' states. A parameter of which the checkpoint has none begins anew."""
     keys: dict[str, list[str]] = {}
     for entry in reader.index.entries:
@@ -152,17 +181,16 @@ def load_optimizers(reader: Reader, held: Held) -> None:
                     reader.fill(part)
             else:
                 state[key] = reader.whole(entry).clone()
-        each.optimizer.state.pop(each.weight, None)
-        if state:
-            adopt_state(each.optimizer, each.weight, taken(state, each.weight, each.optimizer, home))
+        yield _ReadState(each, state, home)
 
 
-def load_random(reader: Reader, world: World) -> None:
+def load_random(reader: Reader, world: World, *, looks_at_all: bool = True) -> None:
     """Random numbers go on as they were. A rank that was not there before has its own, from the step.
 
-    Those of ranks that are no more are nobody's, and damaged like all others: the first rank looks at all of them.
+    Those of ranks that are no more are nobody's, and damaged like all others: the first rank looks at all of them,
+    where they lie in one place.
     """
-    if world.is_first:
+    if world.is_first and looks_at_all:
         reader.verify(RANDOM)
     torch.manual_seed(reader.index.step * 1000 + world.rank)
     for part in random_parts(world):

@@ -81,14 +81,16 @@ class Writer:
         self._under_way: Future[str | None] | None = None
         self._described: list[Description] = []
         self._mine: set[tuple[str, Box]] = set()
+        #: How long the thread was at the last one.
+        self.seconds = 0.0
         self._run: str = gather(secrets.token_hex(8))[0]
 
     def save(self, step: int, parts: Sequence[Part], extra: Mapping[str, Any]) -> str | None:
         """Begin to save. Returns what went wrong with the one before, on whichever rank. Every rank calls this."""
         problem = self.finish()
-        self._agree(parts)
+        self.agree(parts)
         self._snapshot.take(part for part in parts if (part.entry, part.box) in self._mine)
-        self._under_way = self._thread.submit(self._write, step, dict(extra))
+        self._under_way = self._thread.submit(self._timed_write, step, dict(extra))
         return problem
 
     def finish(self) -> str | None:
@@ -102,12 +104,19 @@ class Writer:
         """End the thread, when it has written what it was given."""
         self._thread.shutdown()
 
-    def _agree(self, parts: Sequence[Part]) -> None:
+    def agree(self, parts: Sequence[Part]) -> None:
         """Who writes what. It is asked anew only if some rank holds other parts than last time."""
         described: list[Description] = [(part.entry, part.box, part.numbers.nbytes) for part in parts]
         if any(self._gather(described != self._described)):
             self._described = described
             self._mine = share_out(self._gather(described))[self._rank]
+
+    def _timed_write(self, step: int, extra: dict[str, Any]) -> str | None:
+        begun = time.perf_counter()
+        try:
+            return self._write(step, extra)
+        finally:
+            self.seconds = time.perf_counter() - begun
 
     def _write(self, step: int, extra: dict[str, Any]) -> str | None:
         final = folder_of(self._root, step)
@@ -161,7 +170,7 @@ class Writer:
             content = json.loads(raw)
             if (content["run"], content["step"]) != (self._run, step):
                 raise ValueError(f"{path.name} is of the run {content['run']} and its step {content['step']}")
-            _merge(entries, read_entries(content["entries"]))
+            merge(entries, read_entries(content["entries"]))
             files |= read_files(content["files"])
             path.unlink()
         return entries, files
@@ -190,7 +199,7 @@ def write_files(
     for number, some in enumerate(groups or [[]], start=1):
         path = folder / (f"{name}.safetensors" if number == 1 else f"{name}-{number}.safetensors")
         written, files[path.name] = write_parts(path, some, mark)
-        _merge(entries, written)
+        merge(entries, written)
     return entries, files
 
 
@@ -233,7 +242,8 @@ def _described(parts: Sequence[Part], mark: Mark) -> dict[str, Any]:
     return header
 
 
-def _merge(entries: dict[str, Entry], more: Mapping[str, Entry]) -> None:
+def merge(entries: dict[str, Entry], more: Mapping[str, Entry]) -> None:
+    """Add boxes to those that are there."""
     for name, entry in more.items():
         before = entries.get(name)
         boxes = entry.boxes if before is None else (*before.boxes, *entry.boxes)

@@ -1,0 +1,142 @@
+"""What a run survives, and how soon it goes on: random kills, restarts from memory beside torchrun's own from disk.
+
+    python benchmarks/survive.py --kills 20 --restarts 5        [--seconds 900: no more kills after that]
+
+1. Two machines (agents of torchrun with names and memory of their own) train a small model while ranks, agents,
+   keepers and whole machines are killed at random. The losses are compared with those of a run that nobody disturbed,
+   bit by bit.
+2. A rank is killed again and again in two runs at once, by turns: one with copies in memory, one with torchrun's own
+   restart, which imports everything anew and reads a checkpoint. What is measured is the time to the next step.
+3. What copies cost: of a larger model's steps, with as many between them as the run chooses.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from record import record
+
+from shardwise.standby.asker import find_server
+from shardwise.trace.journal import read_journal
+from shardwise.trace.metrics import read_metrics
+from tests.training.kills import Kills, forget, stop
+from tests.training.nodes import Nodes, kill, train_words
+
+PLAN = "dp=2,zero=1"
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(folder) if "loss" in row]
+
+
+def calm(folder: Path, steps: int) -> list[float]:
+    """The losses of a run that nobody disturbs."""
+    nodes = Nodes(folder, train_words(folder, PLAN, copies_every=0, steps=steps), fewest=2, most=2)
+    for name in ("a", "b"):
+        nodes.start(name)
+    try:
+        assert nodes.join(900) == [0, 0], nodes.said()
+    finally:
+        nodes.close()
+    return losses_of(folder)
+
+
+def random_kills(folder: Path, memory: Path, num_kills: int, seconds: float, seed: int) -> dict[str, object]:
+    words = train_words(folder / "wild", PLAN, steps=1_000_000, checkpoint__every=50, log=1)
+    nodes = Nodes(folder / "wild", words, fewest=2, most=2)
+    kills = Kills(nodes=nodes, chance=random.Random(seed), names=("a", "b"))
+    deadline = time.monotonic() + seconds
+    try:
+        for name in kills.names:
+            nodes.start(name)
+        nodes.wait(lambda: nodes.step() >= 5)
+        while len(kills.done) < num_kills and time.monotonic() < deadline:
+            kills.one()
+            target, moment, took = kills.done[-1]
+            print(f"{len(kills.done)}: {target} ({moment}), {took:.1f} s", flush=True)
+        stop(nodes)
+    finally:
+        forget(nodes, memory)
+    wild = losses_of(folder / "wild")
+    return {**kills.summary(), "steps": len(wild), "same losses to the bit": wild == calm(folder / "calm", len(wild))}
+
+
+def restarts(folder: Path, memory: Path, count: int) -> dict[str, object]:
+    """Two runs by turns."""
+    runs = {}
+    for name, copies_every, every in (("copies in memory", 2, 0), ("torchrun, from disk", 0, 2)):
+        words = train_words(
+            folder / name, PLAN, copies_every=copies_every, steps=1_000_000, checkpoint__every=every, log=1
+        )
+        runs[name] = Nodes(folder / name, words, fewest=1, most=1, ranks=2)
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    try:
+        for nodes in runs.values():
+            nodes.start("a")
+        for nodes in runs.values():
+            nodes.wait(lambda nodes=nodes: nodes.step() >= 8)  # type: ignore[misc]
+        while (server := find_server(folder / "copies in memory", "a")) is None:
+            time.sleep(0.1)
+        server.close()
+        for _ in range(count):
+            for name, nodes in runs.items():
+                begun, num_starts = time.monotonic(), len(nodes.starts())
+                kill(nodes.starts()[-1]["places"][1]["process"])
+                nodes.wait(lambda nodes=nodes, num=num_starts: len(nodes.starts()) > num)  # type: ignore[misc]
+                again = nodes.starts()[-1]["step"]
+                nodes.wait(lambda nodes=nodes, again=again: nodes.step() > again)  # type: ignore[misc]
+                found[name].append(round(time.monotonic() - begun, 2))
+                print(f"{name}: {found[name][-1]} s", flush=True)
+                nodes.wait(lambda nodes=nodes, again=again: nodes.step() > again + 6)  # type: ignore[misc]
+    finally:
+        for nodes in runs.values():
+            forget(nodes, memory)
+    return {
+        name: {"seconds from a kill to the next step": each, "median": statistics.median(each)}
+        for name, each in found.items()
+    }
+
+
+def cost(folder: Path) -> dict[str, object]:
+    """The part of the time that copies took of a run of 30 M parameters on one rank, by what each of them took."""
+    changes = {"model.width": 512, "model.layers": 8, "steps": 60, "evaluation.every": 0, "evaluation.sample": 0,
+               "checkpoint.every": 0}  # fmt: skip
+    sets = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
+               "-m", "shardwise", "train", "tiny", "--plan", "dp=1", *sets,
+               "--folder", str(folder / "cost")]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=900)
+    (told,) = [each for each in read_journal(folder / "cost") if each["event"] == "copies" and "num_copies" in each]
+    return {"copies": told["num_copies"], "steps between": told["steps_between"], "of the time": told["share"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--restarts", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1200)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ.update(SHARDWISE_COPIES="/dev/shm", OMP_NUM_THREADS="1")
+        found: dict[str, object] = {}
+        if asked.restarts:
+            found["restarts"] = restarts(folder, folder / "none", asked.restarts)
+            found["cost"] = cost(folder)
+        if asked.kills:
+            found["random kills"] = random_kills(folder, folder / "none", asked.kills, asked.seconds, asked.seed)
+    print(found)
+    record("survive", found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Copies of a run in this machine's memory: files beneath `/dev/shm`, which outlive the processes that wrote them.
+
+    /dev/shm/shardwise-1000/ID/NODE/
+        step-00000120.4f1c.4/            a generation: step 120, made by four ranks of the run with the mark 4f1c
+            rank-00000.safetensors       what rank 0 holds, as in a checkpoint
+            rank-00000.json              which boxes these are, with their checksums; written last: now the piece counts
+            rank-00003.safetensors       of a rank of the machine before this one, which has this one for a neighbour
+            rank-00003.json
+
+A generation is a checkpoint whose files lie on several machines. It is whole while every rank's piece is somewhere.
+`ID` was drawn when the run began and stands in its folder, so that nothing of another run is ever taken for it.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, flock
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwise import environment
+
+#: What the folder of a run has of its copies: the id, and where the keeper of each machine listens.
+COPIES, ID = "copies", "id"
+_NAME = re.compile(r"step-(\d{8,})\.([0-9a-f]+)\.(\d+)")
+_PIECE = re.compile(r"rank-(\d{5,})\.json")
+
+
+class Generation(NamedTuple):
+    """The copies of one step. `run` is the mark of the processes that made them, `num_ranks` how many these were."""
+
+    step: int
+    run: str
+    num_ranks: int
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step:08}.{self.run}.{self.num_ranks}"
+
+
+def parse_generation(name: str) -> Generation | None:
+    found = _NAME.fullmatch(name)
+    return None if found is None else Generation(int(found[1]), found[2], int(found[3]))
+
+
+def rank_name(rank: int) -> str:
+    """How the names of the files of a rank's piece begin."""
+    return f"rank-{rank:05}"
+
+
+class Memory:
+    """Copies of one run on this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def make(self) -> None:
+        """The folder, for nobody else to read."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def path(self, generation: Generation, file: str) -> Path:
+        return self.folder / generation.name / file
+
+    def generations(self) -> list[Generation]:
+        """From the oldest on."""
+        names = os.listdir(self.folder) if self.folder.is_dir() else []  # noqa: PTH208 - names are wanted
+        return sorted(found for name in names if (found := parse_generation(name)) is not None)
+
+    def pieces(self) -> dict[Generation, list[int]]:
+        """Of each generation the ranks whose piece is here, whole."""
+        found = {}
+        for each in self.generations():
+            with suppress(FileNotFoundError):
+                names = sorted(path.name for path in (self.folder / each.name).iterdir())
+                found[each] = [int(piece[1]) for name in names if (piece := _PIECE.fullmatch(name)) is not None]
+        return found
+
+    def keep_only(self, wanted: Iterable[Generation]) -> None:
+        """Forget all other generations. Each loses its name first, so that none is ever half there."""
+        kept = set(wanted)
+        for each in self.generations():
+            if each not in kept:
+                going = self.folder / f"{each.name}.{secrets.token_hex(4)}.going"
+                with suppress(FileNotFoundError):
+                    (self.folder / each.name).rename(going)
+                shutil.rmtree(going, ignore_errors=True)
+
+    def forget(self) -> None:
+        """Free all of it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):  # Another node of the same machine, in a test or a container, may be there still.
+            self.folder.parent.rmdir()
+
+    def free_bytes(self) -> int:
+        """What the file system still takes."""
+        found = os.statvfs(self.folder)
+        return found.f_bavail * found.f_frsize
+
+    @contextmanager
+    def alone_with(self, path: Path) -> Iterator[None]:
+        """Within it no other process of this machine brings this file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_name(f".{path.name}.lock")
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            flock(handle, LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+
+def memory_of(run_id: str, node: str) -> Memory:
+    """Where a run has its copies on a machine."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", node)
+    return Memory(environment.memory_root() / f"shardwise-{os.getuid()}" / run_id / plain)
+
+
+def draw_id(folder: Path) -> str:
+    """The id of the run in a folder, drawn if it has none. One process of the run asks first."""
+    path = folder / COPIES / ID
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        beside = path.with_name(f"{ID}.{secrets.token_hex(4)}")
+        beside.write_text(secrets.token_hex(8), encoding="utf-8")
+        with suppress(FileExistsError):
+            os.link(beside, path)
+        beside.unlink()
+    return path.read_text(encoding="utf-8").strip()
+
+
+def find_id(folder: Path) -> str | None:
+    """The id, if the run ever had copies."""
+    try:
+        return (folder / COPIES / ID).read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None

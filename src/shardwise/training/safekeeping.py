@@ -1,0 +1,55 @@
+"""What is kept of a run while it trains: checkpoints on disk, and copies in memory between them."""
+
+from typing import NamedTuple
+
+from shardwise.training.checkpoint.index import folder_of
+from shardwise.training.copying import Copier
+from shardwise.training.job import Job
+from shardwise.training.progress import Progress
+from shardwise.training.saving import Saver
+from shardwise.training.setup import Setup
+from shardwise.training.world import World
+
+
+class Kept(NamedTuple):
+    """What was begun between two steps."""
+
+    saved: bool = False
+    copied: bool = False
+
+
+class Safekeeping:
+    """Both of one rank. All ranks call it alike."""
+
+    def __init__(self, job: Job, world: World, setup: Setup, progress: Progress) -> None:
+        self._saver, self._copier = Saver(job, world, setup, progress), Copier(job, world, setup, progress)
+        self._every = job.recipe.checkpoint.every
+        self._is_on_disk = False
+
+    def is_due(self, step: int) -> bool:
+        return self._is_to_be_saved(step) or self._copier.is_due(step)
+
+    def look_up(self, step: int) -> Kept:
+        """Between two steps: save and copy, where it is time to."""
+        is_saved = self._is_to_be_saved(step)
+        if is_saved:
+            self._saver.save(step)
+        return Kept(is_saved, self._copier.is_due(step) and self._copier.copy(step))
+
+    def save(self, step: int) -> None:
+        self._saver.save(step)
+
+    def finish(self, step: int) -> str | None:
+        """Wait until the checkpoint of the last step is written; return the newest that is whole."""
+        last = self._saver.finish()
+        # Where it could not be written, memory has the newest.
+        self._is_on_disk = last is not None and last.endswith(folder_of(self._saver.root, step).name)
+        return last
+
+    def close(self, *, is_over: bool) -> None:
+        """Let go of threads; where the run is over, or all of it is on disk, of its copies."""
+        self._saver.close()
+        self._copier.close(is_over=is_over or self._is_on_disk)
+
+    def _is_to_be_saved(self, step: int) -> bool:
+        return bool(self._every) and step % self._every == 0

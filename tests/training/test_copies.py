@@ -1,0 +1,153 @@
+"""Copies in memory: a run whose rank is killed comes back from them, also where a machine is gone with its memory."""
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from shardwise.copies.keepers import forget_copies, holders_of, survey
+from shardwise.copies.memory import find_id
+from shardwise.launch.run_status import status_of
+from shardwise.ranks.rank_error import RankError
+from shardwise.ranks.spawn import Ranks
+from shardwise.trace.journal import read_journal
+from shardwise.trace.metrics import read_metrics
+from shardwise.training.copying import _steps_between, _Told
+from shardwise.training.job import Job
+from shardwise.training.run import train_rank
+from tests.training.programs import losses_of, make_job
+
+ROOT = Path(__file__).parents[2]
+STEPS = 12
+
+
+def on_nodes(job: Job, memory: str) -> None:
+    """Every rank has a machine of its own: another name, and other memory."""
+    torch.set_num_threads(1)
+    os.environ.update(SHARDWISE_COPIES=memory, PYTHONPATH=str(ROOT / "src"))
+    os.environ["NODE_NAME"] = f"node{os.environ.get('RANK', torch.distributed.get_rank())}"
+    try:
+        train_rank(job)
+    finally:
+        for name in ("SHARDWISE_COPIES", "NODE_NAME"):
+            del os.environ[name]
+
+
+def slow(job: Job, memory: str) -> None:
+    """Steps that somebody has the time to kill."""
+    from shardwise.training.loop import Loop
+
+    plain = Loop._look_up
+
+    def look_up(self: Loop, step: int) -> None:
+        plain(self, step)
+        time.sleep(0.1)
+
+    Loop._look_up = look_up  # type: ignore[method-assign]
+    on_nodes(job, memory)
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("SHARDWISE_COPIES", str(tmp_path / "memory"))
+    yield tmp_path / "memory"
+    forget_copies(tmp_path / "wild")
+
+
+def killed_at(job: Job, memory: Path, step: int) -> None:
+    """Run it, and kill -9 its last rank after a step."""
+    with Ranks(2) as ranks:
+
+        def kill() -> None:
+            while not any(row["step"] >= step for row in read_metrics(job.folder)):
+                time.sleep(0.01)
+            os.kill(ranks.process_ids[1], signal.SIGKILL)
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        with pytest.raises(RankError):
+            ranks.run(slow, job, str(memory))
+        thread.join()
+
+
+def starts(folder: Path) -> list[tuple[int, Any]]:
+    return [(each["step"], each.get("source")) for each in read_journal(folder) if each["event"] == "start"]
+
+
+def node_memory(memory: Path, run: Path, node: str) -> Path:
+    return memory / f"shardwise-{os.getuid()}" / (find_id(run) or "none") / node
+
+
+def test_a_killed_rank_costs_no_disk_and_a_lost_machine_neither(two: Ranks, memory: Path, tmp_path: Path) -> None:
+    job = replace(make_job(tmp_path / "wild", "dp=2,zero=1", steps=STEPS), copies_every=2)
+    killed_at(job, memory, 5)
+    assert not (job.folder / "checkpoints").exists(), "nothing was on disk"
+    # The whole machine of rank 1 is gone, with its keeper.
+    lost = node_memory(memory, job.folder, "node1")
+    shutil.rmtree(lost)
+    while "node1" in survey(job.folder):
+        time.sleep(0.01)
+    newest = next(iter(holders_of(survey(job.folder))))
+    assert newest.step >= 4, "the neighbour has all of it"
+    status = status_of(job.folder)
+    assert (status.copy_step, status.copy_nodes) == (newest.step, ("node0",))
+    two.run(on_nodes, job, str(memory))
+    assert starts(job.folder) == [(0, None), (newest.step, "memory")]
+    calm = make_job(tmp_path / "calm", "dp=2,zero=1", steps=STEPS)
+    two.run(on_nodes, calm, str(memory))
+    assert losses_of(job.folder) == losses_of(calm.folder), "to the bit"
+    assert not survey(job.folder), "the run is over, and its memory free"
+
+
+def test_a_damaged_copy_is_told_of_and_an_older_one_or_the_disk_is_taken(
+    two: Ranks, memory: Path, tmp_path: Path
+) -> None:
+    job = replace(make_job(tmp_path / "wild", "dp=2,zero=1", steps=STEPS, checkpoint__every=3), copies_every=2)
+    killed_at(job, memory, 6)
+    for path in memory.rglob("rank-00001.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-40] ^= 1
+        path.write_bytes(content)
+    # Under another plan each rank reads other boxes.
+    two.run(on_nodes, replace(job, plan=make_job(tmp_path, "tp=2").plan), str(memory))
+    (_, (step, source)) = starts(job.folder)
+    assert (step % 3, source) == (0, "disk")
+    said = [each["problem"] for each in read_journal(job.folder) if "problem" in each]
+    assert said
+    assert all("is damaged between the bytes" in each for each in said)
+    calm = make_job(tmp_path / "calm", "dp=2,zero=1", steps=STEPS)
+    two.run(on_nodes, calm, str(memory))
+    assert losses_of(job.folder) == pytest.approx(losses_of(calm.folder), rel=1e-5)
+
+
+def test_too_little_memory_is_a_sentence_and_the_run_goes_on(two: Ranks, memory: Path, tmp_path: Path) -> None:
+    job = replace(make_job(tmp_path / "wild", "dp=2,zero=1", steps=4), copies_every=1)
+    two.run(with_little_memory, job, str(memory))
+    assert len(losses_of(job.folder)) == 4
+    (said,) = [each["problem"] for each in read_journal(job.folder) if "problem" in each]
+    assert said.startswith("copies in memory need ")
+    assert "of node0, and it has 1.0 KiB left, of which they may have 90%" in said
+
+
+def with_little_memory(job: Job, memory: str) -> None:
+    from shardwise.training import copying
+
+    with mock.patch.object(copying, "available_bytes", return_value=1024):
+        on_nodes(job, memory)
+
+
+@pytest.mark.parametrize(
+    ("cost", "step", "every"), [(0.0, 0.0, 2), (0.02, 1.0, 2), (0.001, 1.0, 1), (0.05, 0.1, 50), (1.0, 1e-9, 10_000)]
+)
+def test_copies_are_so_far_apart_that_they_cost_a_hundredth(cost: float, step: float, every: int) -> None:
+    told = _Told(is_busy=False, apart=None, cost_seconds=cost, step_seconds=step)
+    assert _steps_between([told, told]) == every

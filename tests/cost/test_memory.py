@@ -107,6 +107,17 @@ def _llama() -> Model:
     return get_model("llama3-8b")
 
 
+def test_gradients_of_a_stage_that_stays_gathered_are_whole_in_the_precision_of_their_sum() -> None:
+    def gradients(reduce_bytes: int, pp: int) -> float:
+        software = Software(shards_parameters=True, reduce_bytes=reduce_bytes)
+        held = ask("2x8xh100", dp=16 // pp, pp=pp, zero=3, num_microbatches=4, software=software).bytes
+        return float(held.parts["gradients"][0, 0])
+
+    assert gradients(4, pp=1) == gradients(2, pp=1)
+    # A first stage of two has half of the layers, and the embedding: 4.0 of 8.0 billion numbers.
+    assert gradients(4, pp=2) - gradients(2, pp=2) == pytest.approx(2 * 4.015e9, rel=1e-3)
+
+
 def test_a_first_stage_holds_a_microbatch_for_every_stage_below() -> None:
     layouts = Layouts.of(pp=4, num_microbatches=[2, 8], schedule=SCHEDULES.index("1f1b"))
     assert in_flight(layouts, np.zeros(2)).tolist() == [2, 4]

@@ -6,11 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwise.cluster.cluster import Cluster
 from shardwise.cost.compute import Seconds
 from shardwise.cost.constants import CONSTANTS
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.pipeline import SCHEDULES, span
 from shardwise.cost.software import Software
+from shardwise.cost.step import price
+from shardwise.model.catalogue import get_model
 from shardwise.schedule.catalogue import CATALOGUE, make_schedule
 from shardwise.schedule.passes.lower import lower
 from shardwise.schedule.prices import StageTimes, stage_prices
@@ -149,3 +152,16 @@ def test_fresh_buffers_cost_time_in_pipelines_whose_memory_is_nearly_full() -> N
     assert used[1] < CONSTANTS.pressed_from < used[2]
     assert slower[:2].tolist() == [1.0, 1.0]
     assert 1.0 < slower[2] <= 1.0 + CONSTANTS.pressed
+
+
+def test_shards_come_from_other_nodes_while_rows_go_to_experts_inside_one() -> None:
+    def exchanged(ep: int, dispatch_rate: float) -> float:
+        layouts = Layouts.of(dp=16, ep=ep, zero=3)
+        constants = replace(CONSTANTS, dispatch_rate=dispatch_rate)
+        model, cluster = get_model("qwen3-235b-a22b"), Cluster.parse("2x8xh100")
+        found = price(model, cluster, layouts, sequence=1024, software=Software(), constants=constants)
+        return float(found.parts["dp"][0])
+
+    assert exchanged(8, 0.5) < exchanged(8, 1.0)
+    # Over both nodes rows and shards take the same way.
+    assert exchanged(16, 0.5) == exchanged(16, 1.0)

@@ -103,7 +103,11 @@ def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, p
     scatter = scatter + wires.all_gather(made_expert * software.reduce_bytes, experts)
     gather, scatter = gather / pricer.constants.gather_rate, scatter / pricer.constants.gather_rate
     num_layers = pricer.model.num_layers / layouts.pp
-    forward, backward = stages.layer.forward + stages.layer.tp_forward, stages.layer.backward + stages.layer.tp_backward
+    # Rows on their way to experts inside a domain leave the links between domains free.
+    spread = wires.group(layouts.ep, layouts.tp if software.cuts_experts else 1)
+    beside = 0.5 * stages.layer.ep * ((spread.domains <= 1) & (experts.domains > 1))
+    forward = stages.layer.forward + stages.layer.tp_forward + beside
+    backward = stages.layer.backward + stages.layer.tp_backward + beside
     # What runs beside compute takes multiprocessors and memory from it, as many as its bytes need, however slow they
     # are on their way between nodes.
     loss = pricer.constants.overlap_loss

@@ -21,7 +21,7 @@ from shardwise.cost.places import Counts, count_blocks, in_flight, typical_place
 from shardwise.cost.replicas import exchange
 from shardwise.cost.software import Software
 from shardwise.cost.stage import Pricer, Stages, Work, add
-from shardwise.cost.step import as_stage, hop_seconds, optimizer_seconds, slowest_stage
+from shardwise.cost.step import HOST_TAKEN, as_stage, hop_seconds, optimizer_seconds, slowest_stage
 from shardwise.planner.question import Question
 from shardwise.planner.search.choices import LEAST_OFFLOAD, Schedules, each_zero
 from shardwise.schedule.catalogue import CATALOGUE
@@ -67,6 +67,7 @@ def bound_schedules(
     all_of_each = of_each[:, :, None] * numbers
     leaving = on_host[2][:, :, None] * all_of_each
     twice = _COPIES[schedules.code] > 1
+    on_nodes = _room_on_hosts(question)
     found = []
     for index, (under, has_replicas) in enumerate(each_zero(one, zeros)):
         held = account(under)
@@ -79,6 +80,7 @@ def bound_schedules(
         may_stay = _most(without_states) <= question.room
         may_leave = _most(without_states - leaving) <= question.room
         could = (_most(without_states - weights - leaving) <= question.room) & ~twice
+        could &= _most(stays) - question.room <= on_nodes
         every = allowed & has_replicas[:, None]
         lost = (every & ~is_here & ~could).sum(axis=1)
         if lost.any():
@@ -100,6 +102,13 @@ def _without_activations(held: StepBytes, of_each: Floats, software: Software, u
     loses = ~((under.zero == 3) & software.shards_parameters) & ("fragments" in held.parts)
     lost_share = CONSTANTS.fragments * loses
     return (held.by_place - (1.0 + lost_share)[:, None] * of_each)[:, :, None], lost_share
+
+
+def _room_on_hosts(question: Question) -> float:
+    """Bytes of a rank that may be gone from its device: what its host has for it, and what an allocator loses less."""
+    nodes = [pool.node for pool in question.cluster.pools]
+    most = min(HOST_TAKEN * node.host.memory_bytes / node.devices_per_node for node in nodes)
+    return most * (1.0 + max(CONSTANTS.fragments, CONSTANTS.fragments_states))
 
 
 def _most(held: Floats) -> Floats:

@@ -60,7 +60,7 @@ class Engine:
         #: The ranks of the pipeline that this process runs; how experts lie on ranks, where they are shared out.
         self.ranks, self.experts = parts.wires.ranks, parts.sharded.experts
         self._steps, self._parts = Steps(parts, execution, states), parts
-        self._shown = make_shown(parts, states.parameters, states.buffers, states.data)
+        self._shown = make_shown(parts, states.parameters, states.buffers, states.data, execution.batches.outside)
         self._shown.guard()
         #: The data parallel replica that this process is a part of, and how many there are.
         self.replica, self.num_replicas = parts.wires.mesh.coordinates["dp"], parts.plan.dp

@@ -9,7 +9,8 @@ from torch import nn
 
 from shardwise.engine.batches import Cutter
 from shardwise.engine.options import Options
-from shardwise.engine.same_batch import SameBatch
+from shardwise.engine.row_counters import check_row_counters, find_row_counters
+from shardwise.engine.same_weights import check_given
 from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.nets.moe import MoE
 from shardwise.planner.plan import Plan
@@ -39,7 +40,7 @@ class Checked(NamedTuple):
 
 def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, options: Options, wires: Wires) -> Checked:
     """Refuse an example that ranks do not share, and a loss that parts of a batch do not tell. All call this alike."""
-    SameBatch(plan, wires, is_local=options.is_local).take(example, "example")
+    check_given(module, plan, example, wires, is_local=options.is_local)
     if plan.dp * plan.microbatches > 1:
         check_openable(example)
     rule = RowRule(Signature(module).names)
@@ -63,17 +64,21 @@ def _agreed(
     module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options, wires: Wires
 ) -> Tried:
     """What the loss is, if anything of a batch is cut; the same on all ranks."""
-    mine = Tried(LossKind.UNTRIED)
+    mine, counters = Tried(LossKind.UNTRIED), list[str]()
     is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
     if plan.dp * plan.microbatches * plan.cp > 1 and options.verify and not is_meta:
         # Under cp a loss has to be a pair anyway.
         attempt = partial(try_loss, meets=_has_capacity(module)) if plan.cp == 1 else try_backward
         precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
         mine = attempt(module, loss, example, rule, precision)
-    found: list[Tried] = wires.gather(mine)
+        if plan.dp > 1 and options.buffers is None and not mine.writes_none:
+            counters = find_row_counters(module, example, rule.look(example), precision)
+    told: list[tuple[Tried, list[str]]] = wires.gather((mine, counters))
+    found = [each for each, _ in told]
     problem = next((each for each in found if each.problem), None)
     tried = problem or next((each for each in found if each.kind is not LossKind.UNTRIED), mine)
     tried.check()
+    check_row_counters(max(names for _, names in told), plan.dp)
     if tried.decides is not None and wires.rank == 0:
         warnings.warn(
             f"{tried.decides} decides by a number of all rows that it is given, and the loss depends on it: each of"

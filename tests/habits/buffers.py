@@ -125,7 +125,7 @@ class Quantised(nn.Module):
         return made
 
 
-@program({**DIFFERENT, "cp": "a part of a sequence gives other numbers than the whole"})
+@program({"dp": f"{DIFFERENT['dp']}|counts the rows", "cp": "a part of a sequence gives other numbers than the whole"})
 def a_codebook(parallelize: Parallelize) -> Result:
     """VQ-VAE."""
     return trained(start(parallelize, small_net(block=Quantised)))

@@ -218,7 +218,7 @@ def vectors(seed: int) -> Batch:
     return {"x": x, "labels": torch.randint(5, (8,), generator=generator)}
 
 
-@program({"tp": "does not run on the meta device"}, but="cp", apart=True)
+@program(but="cp", apart=True)
 def batch_norms_that_count(parallelize: Parallelize) -> Result:
     """`momentum=None`: a mean over all batches so far."""
     engine = parallelize(Normed(None).double(), loss=classes, optimizer=sgd, example=vectors(0))

@@ -1,14 +1,16 @@
 """Experts of one's own under ep: groups of them, hooks around them, ties, and what is no sum."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
 from tests.habits.drawn.attentions import WIDTH
 from tests.habits.drawn.operations import Mixture
-from tests.habits.harness import Parallelize, Result, program, start, trained
+from tests.habits.harness import Batch, Parallelize, Result, batch, program, sgd, start, trained
 
 
 class Net(nn.Module):
@@ -86,4 +88,95 @@ def routers_that_are_tied(parallelize: Parallelize) -> Result:
     second.weight = first.weight
     assert isinstance(first.weight, nn.Parameter)
     first.weight.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
+    return trained(start(parallelize, model))
+
+
+class Noted(nn.Module):
+    """A layer of experts that notes something in a buffer when it is trained."""
+
+    noted: Tensor
+
+    def __init__(self, inner: nn.Module, note: Any) -> None:
+        super().__init__()
+        self.inner, self.note = inner, note
+        self.register_buffer("noted", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training:
+            self.noted.copy_(self.note(self.noted, x.detach()))
+        return self.inner(x)
+
+
+def noting(note: Any) -> Net:
+    model = net()
+    model.layers[0] = Noted(model.layers[0], note)
+    return model.double()
+
+
+@program(only="ep")
+def a_count_beside_experts(parallelize: Parallelize) -> Result:
+    """A buffer that counts forwards."""
+    return trained(start(parallelize, noting(lambda count, _: count + 1)))
+
+
+@program({"ep": "2 replicas have 2 different ones"}, only="ep")
+def a_mean_beside_experts(parallelize: Parallelize) -> Result:
+    """A buffer that follows what the layer is given."""
+    return trained(start(parallelize, noting(lambda mean, x: 0.9 * mean + 0.1 * x.mean())))
+
+
+@program({"ep": "counts the rows that it is given in the buffer layers.0.noted"}, only="ep")
+def rows_counted_beside_experts(parallelize: Parallelize) -> Result:
+    """A buffer that counts rows."""
+    return trained(start(parallelize, noting(lambda count, x: count + len(x))))
+
+
+def uneven(seed: int) -> Batch:
+    made = batch(seed)
+    labels = made["labels"].clone()
+    labels[2:, :2] = -100
+    return {"x": made["x"], "labels": labels}
+
+
+@program(only="ep", whole=True)
+def labels_that_are_ignored_beside_experts(parallelize: Parallelize) -> Result:
+    """One replica has three times as many labels as the other."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(output.flatten(0, 1), given["labels"].flatten())
+
+    engine = parallelize(net(), loss=loss, optimizer=sgd, example=batch(0))
+    found = {f"loss {step}": engine.train_step(uneven(step)) for step in range(3)}
+    return {**found, "held out": engine.evaluate(uneven(9)), **engine.state_dict()}
+
+
+@program(only="ep", whole=True)
+def a_sum_beside_experts(parallelize: Parallelize) -> Result:
+    """A loss that is added up and not divided."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(output.flatten(0, 1), given["labels"].flatten(), reduction="sum") / 16
+
+    return trained(parallelize(net(), loss=loss, optimizer=sgd, example=batch(0)))
+
+
+@program({"ep": "clip"}, only="ep")
+def clip_of_minus_one_beside_experts(parallelize: Parallelize) -> Result:
+    """Gradient ascent."""
+    return trained(start(parallelize, net(), clip=-1.0))
+
+
+@program(only="ep")
+def gradients_clipped_beside_experts(parallelize: Parallelize) -> Result:
+    """The norm is that of all experts, wherever they are."""
+    engine = start(parallelize, net(), clip=0.05)
+    return trained(engine, between=lambda step: {f"norm {step}": engine.gradient_norm})
+
+
+@program(only="ep")
+def a_layer_in_evaluation_mode_beside_experts(parallelize: Parallelize) -> Result:
+    """Dropout that is off in one layer alone."""
+    model = net()
+    model.layers.append(nn.Dropout(0.5))
+    model.layers[2].eval()
     return trained(start(parallelize, model))

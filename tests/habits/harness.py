@@ -219,6 +219,7 @@ class Plain:
         if any(each.is_meta for each in module.parameters()):
             module.to_empty(device="cpu")
         self.module, self._plan, self._loss, self._clip = module, plan, loss, clip
+        self.plan = plan
         if not any(each.training for each in module.modules()):
             module.train()
         parameters = dict(module.named_parameters())

@@ -102,6 +102,24 @@ def a_sampler_for_each_replica(parallelize: Parallelize) -> Result:
     return run(engine, loader(engine.replica, engine.num_replicas))
 
 
+@program({"pp": "cannot be cut into 2 equal microbatches"})
+def a_sampler_that_repeats_rows(parallelize: Parallelize) -> Result:
+    """`drop_last=False`, and replicas do not divide the rows: some are repeated, and the last batch is small."""
+    engine = start(parallelize, batch="local")
+    rows = TensorDataset(*data()[: 2 * SIZE + 5])
+    count = engine.plan.dp
+
+    def mine(index: int) -> Iterator[Batch]:
+        sampler: DistributedSampler[Any] = DistributedSampler(rows, num_replicas=count, rank=index, seed=5)
+        for x, labels in DataLoader(rows, batch_size=SIZE // count, sampler=sampler):
+            yield {"x": x, "labels": labels}
+
+    if not isinstance(engine, Plain):
+        return run(engine, mine(engine.replica))
+    together = zip(*map(mine, range(count)), strict=True)
+    return run(engine, ({key: torch.cat([each[key] for each in parts]) for key in parts[0]} for parts in together))
+
+
 @program(whole=True)
 def replicas_that_evaluate_their_own(parallelize: Parallelize) -> Result:
     """Held out rows too."""

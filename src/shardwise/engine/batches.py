@@ -1,18 +1,21 @@
 """This process's part of a batch: its rows (dp), cut into microbatches, and its tokens of these (cp)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shardwise.engine.parts import Parts
 from shardwise.engine.rank_device import batch_on
 from shardwise.engine.same_batch import SameBatch
+from shardwise.engine.same_weights import OutsideWrites, settings_of
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.ranks.mesh import Mesh
+from shardwise.ranks.wires import OneProcess
 from shardwise.sharding.context.sequence_shards import LocalBatch
 from shardwise.sharding.dropout import Place, num_tokens_of
 from shardwise.sharding.zigzag import zigzag_shard
@@ -65,13 +68,16 @@ class Cutter:
 
 
 class Batches:
-    """Takes the part of this process of every batch, and compares what processes are given."""
+    """Takes the part of this process of every batch, and compares what processes are given; and their `optimizers`."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, optimizers: Sequence[Optimizer]) -> None:
         self._plan, self._mesh, self._device = parts.plan, parts.wires.mesh, parts.device
         self._context, is_local = parts.sharded.context, parts.options.is_local
         self._cutter = Cutter(parts.plan, self._mesh, parts.rule, pad=parts.options.pad, is_local=is_local)
-        self.same = SameBatch(parts.plan, parts.wires, is_local=is_local)
+        self.outside = _outside_writes(parts)
+        self.same = SameBatch(
+            parts.plan, parts.wires, is_local=is_local, settings=lambda: settings_of(optimizers), outside=self.outside
+        )
 
     def cut(self, batch: Batch, what: str = "step", *, predicts: bool = False) -> list[Batch]:
         """The microbatches of this process, on its device. `predicts`: nobody takes a loss of them."""
@@ -119,3 +125,13 @@ class Batches:
         num_pieces = plan.tp if plan.sp else 1
         first_row = self._cutter.first_row
         return replace(place, first_row=first_row, tokens=tokens, piece=axes["tp"] % num_pieces, num_pieces=num_pieces)
+
+
+def _outside_writes(parts: Parts) -> OutsideWrites | None:
+    """Where several ranks have copies of parameters. What comes late is asked for before a script has it."""
+    plan = parts.plan
+    if plan.dp * plan.cp == 1 or isinstance(parts.wires, OneProcess) or parts.schedule.staleness:
+        return None
+    come_late = plan.zero or plan.offload.parameters or plan.offload.optimizer
+    are_whole = plan.dp * plan.cp == plan.num_ranks and plan.ep == 1
+    return OutsideWrites(parts.module.parameters() if are_whole and not come_late else ())

@@ -60,7 +60,7 @@ class Engine:
         #: The ranks of the pipeline that this process runs; how experts lie on ranks, where they are shared out.
         self.ranks, self.experts = parts.wires.ranks, parts.sharded.experts
         self.steps, self._parts = Steps(parts, execution, states), parts
-        self.shown = make_shown(parts, states.parameters, states.buffers, states.data)
+        self.shown = make_shown(parts, states.parameters, states.buffers, states.data, execution.batches.outside)
         self.shown.guard()
         #: The data parallel replica that this process is a part of, and how many there are.
         self.replica, self.num_replicas = parts.wires.mesh.coordinates["dp"], parts.plan.dp

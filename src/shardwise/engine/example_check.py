@@ -10,7 +10,8 @@ from torch import nn
 
 from shardwise.engine.batches import Cutter
 from shardwise.engine.options import Options
-from shardwise.engine.same_batch import SameBatch
+from shardwise.engine.row_counters import check_row_counters, find_row_counters
+from shardwise.engine.same_weights import check_given
 from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.nets.moe import MoE
 from shardwise.planner.plan import Plan
@@ -23,6 +24,9 @@ from shardwise.stages.no_collectives import CollectiveMetError
 from shardwise.stages.rows import RowRule, check_openable
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.stage import Batch, Loss
+
+#: What a loss is, and the buffers that count rows.
+_Found = tuple[Tried, list[str]]
 
 
 class Checked(NamedTuple):
@@ -43,7 +47,7 @@ class Checked(NamedTuple):
 
 def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, options: Options, wires: Wires) -> Checked:
     """Refuse an example that ranks do not share, and a loss that parts of a batch do not tell. All call this alike."""
-    SameBatch(plan, wires, is_local=options.is_local).take(example, "example")
+    check_given(module, plan, example, wires, is_local=options.is_local)
     if plan.dp * plan.microbatches > 1:
         check_openable(example)
     rule = RowRule(Signature(module).names)
@@ -73,8 +77,15 @@ def _agreed(
         # Under cp a loss has to be a pair anyway.
         attempt = partial(try_loss, meets=_has_capacity(module)) if plan.cp == 1 else try_backward
         precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
-        tried, is_quiet = _tried(partial(attempt, module, loss, example, rule, precision), options, wires)
-    tried.check()
+
+        def try_both(*, for_all: bool = False) -> _Found:
+            found = attempt(module, loss, example, rule, precision, for_all=for_all)
+            looks = plan.dp > 1 and options.buffers is None and not found.writes_none
+            return found, find_row_counters(module, example, rule.look(example), precision) if looks else []
+
+        (tried, counters), is_quiet = _tried(try_both, options, wires)
+        tried.check()
+        check_row_counters(counters, plan.dp)
     if tried.decides is not None and wires.rank == 0:
         warnings.warn(
             f"{tried.decides} decides by a number of all rows that it is given, and the loss depends on it: each of"
@@ -85,23 +96,24 @@ def _agreed(
     return tried, is_quiet
 
 
-def _tried(attempt: Callable[..., Tried], options: Options, wires: Wires) -> tuple[Tried, bool]:
+def _tried(attempt: Callable[..., _Found], options: Options, wires: Wires) -> tuple[_Found, bool]:
     """What comes of a trial by the first rank, for all have the same module and example. Where in it ranks talk to each
-    other, or have examples of their own, all of them try."""
+    other, or have examples of their own, all of them try. And whether ranks are known to be quiet in it."""
     if not options.is_local:
-        mine: Tried | None = Tried(LossKind.UNTRIED)
+        mine: _Found | None = Tried(LossKind.UNTRIED), []
         if wires.rank == 0:
             try:
                 mine = attempt(for_all=True)
             except CollectiveMetError:
                 mine = None
-        first: Tried | None = wires.gather(mine)[0]
+        first: _Found | None = wires.gather(mine)[0]
         if first is not None:
-            return first, not first.failed
+            return first, not first[0].failed
     mine = attempt()
-    found: list[Tried] = wires.gather(mine)
-    problem = next((each for each in found if each.problem), None)
-    return problem or next((each for each in found if each.kind is not LossKind.UNTRIED), mine), False
+    found: list[_Found] = wires.gather(mine)
+    problem = next((each for each, _ in found if each.problem), None)
+    tried = problem or next((each for each, _ in found if each.kind is not LossKind.UNTRIED), mine[0])
+    return (tried, max(counters for _, counters in found)), False
 
 
 def _has_capacity(module: nn.Module) -> bool:

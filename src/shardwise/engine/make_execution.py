@@ -55,7 +55,7 @@ def make_execution(parts: Parts, states: States) -> Execution:
     dropouts = None
     if not parts.options.compile:
         dropouts = sharded.attach_dropouts(parts.module, parts.options.seed, parts.callers)
-    batches = Batches(parts)
+    batches = Batches(parts, states.data.updates.optimizers)
     losses = LossSum(
         wires, trainer.interpreters, num_alike=parts.plan.tp, waits=lambda: states.written.are_there, same=batches.same
     )

@@ -5,12 +5,14 @@ from functools import wraps
 from threading import get_ident
 from types import MethodType
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.engine.parts import Parts
+from shardwise.engine.same_weights import OutsideWrites
 from shardwise.engine.shown import Shown, View
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
@@ -19,11 +21,17 @@ from shardwise.states.data_parallel import DataParallel
 
 
 def make_shown(
-    parts: Parts, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], data: DataParallel
-) -> Shown:
-    """The views of a module whose `parameters` and `buffers` this process holds."""
+    parts: Parts, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], data: DataParallel,
+    outside: OutsideWrites | None,
+) -> Shown:  # fmt: skip
+    """The views of a module whose `parameters` and `buffers` this process holds. `outside` is told of looks."""
     views = [*_views_of_parameters(parts, parameters, data), *_views_of_buffers(parts, buffers)]
+    for tensor, view in views:
+        if outside is not None and view.problem is None:
+            outside.expect(tensor)
+            view.on_look = WeakMethod(outside.note)
     shown = Shown(parts.module, [*views, *_views_of_pieces(parts, data)])
+    shown.on_open = None if outside is None else outside.settle
     for optimizer in data.updates.optimizers:
         _refuse_steps_by_hand(optimizer, shown)
     return shown

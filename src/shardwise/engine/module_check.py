@@ -27,6 +27,11 @@ def check_module(module: nn.Module) -> None:
             " layers",
         )
     for name, each in module.named_modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            raise ShardwiseError(
+                f"{name or 'the module'} is compiled by torch.jit, and what is inside it cannot be followed or cut",
+                remedy="the module from before torch.jit.script or trace; layer.compile() of its layers for speed",
+            )
         if _WRAPPERS.intersection(kind.__name__ for kind in type(each).__mro__ if kind.__module__.startswith("torch.")):
             raise ShardwiseError(
                 f"{name or 'the module'} is wrapped in {type(each).__name__}, which shares out rows or weights by"

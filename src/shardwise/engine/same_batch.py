@@ -5,12 +5,13 @@
 
 Checksums go with the sum of the loss, which all ranks exchange in every step anyway, and are looked at before weights
 change. The example and the first batches are compared before anything is run: ranks that have different shapes would
-fail, or wait for each other, first.
+fail, or wait for each other, first. A few bits of the settings of optimizers go with them, s on each rank: their sum
+and the sum of their squares are n s and n s^2 only where all n ranks have the same.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -56,13 +57,27 @@ def _sum(tensor: Tensor) -> Tensor:
     return (words * (2 * torch.arange(len(words), device=words.device) + 1)).sum()
 
 
-class SameBatch:
-    """Compares the batches of ranks. Every rank has one."""
+class _Writes(Protocol):
+    """What was written on this rank since a step has ended, in a few bits."""
 
-    def __init__(self, plan: Plan, wires: Wires, *, is_local: bool) -> None:
+    @property
+    def bits(self) -> int: ...
+
+
+class SameBatch:
+    """Compares the batches of ranks. Every rank has one.
+
+    `settings` gives bits of what must be the same on all, and `outside` of what was written between steps.
+    """
+
+    def __init__(
+        self, plan: Plan, wires: Wires, *, is_local: bool, settings: Callable[[], int] | None = None,
+        outside: _Writes | None = None,
+    ) -> None:  # fmt: skip
         self._plan, self._wires, self._is_local = plan, wires, is_local
         self._is_alone = wires.watch is None
         self._replicas = [0] if self._is_alone else [each.replica for each in replicas_of(plan)]
+        self._settings, self._outside, self._set = settings, outside, 0
         self._now: Checksum | None = None
         self._num_early = {"step": _NUM_EARLY, "evaluation": 1}
         self._has_warned = False
@@ -73,30 +88,53 @@ class SameBatch:
         """A batch is about to be used. The example, and the first few, are compared now; all call this alike."""
         if self._is_alone:
             return
-        self._now = Checksum(batch)
+        self._now, self._set = Checksum(batch), 0 if self._settings is None else self._settings()
         if self._num_early.get(what, 1):
             self._num_early[what] = self._num_early.get(what, 1) - 1
             self.check(self._wires.gather(self._now.read()), what)
 
     @property
     def numbers(self) -> list[float]:
-        """What this rank adds to a sum over all ranks: its checksum, where it stands, and zeros."""
+        """What this rank adds to a sum over all ranks: its settings, its checksum where it stands, and zeros."""
         if self._is_alone or self._now is None:
             return []
         mine = float(self._now.read())
-        return [mine if rank == self._wires.rank else 0.0 for rank in range(len(self._replicas))]
+        self._set ^= 0 if self._outside is None else self._outside.bits
+        sums = [mine if rank == self._wires.rank else 0.0 for rank in range(len(self._replicas))]
+        return [float(self._set), float(self._set**2), *sums]
 
     @property
     def is_as_told(self) -> bool:
         """Whether what came with the sum of the loss is as it should be."""
         keys = self._replicas if self._is_local else [0] * len(self._replicas)
-        return len(set(zip(keys, self.told, strict=False))) == len(set(keys)) or not self.told
+        if not self.told or not self._are_set_alike:
+            return not self.told
+        return len(set(zip(keys, self.told[2:], strict=False))) == len(set(keys))
+
+    @property
+    def _are_set_alike(self) -> bool:
+        first, squares = self.told[:2]
+        return first**2 == squares * len(self._replicas)
 
     def check_told(self) -> None:
         """Refuse what came with the sum of the loss, at a moment when no rank has anything under way."""
-        found, self.told = self.told, []
+        is_alike = not self.told or self._are_set_alike
+        found, self.told = self.told[2:], []
         if found:
             self.check(found)
+        if not is_alike:
+            if self._outside is not None and len(set(self._wires.gather(self._outside.bits))) > 1:
+                raise ShardwiseError(
+                    "parameters were written between steps, and not the same ones on all"
+                    f" {len(self._replicas)} ranks: replicas would go apart",
+                    remedy="write to them on every rank and not on the first alone; or engine.load_state_dict(state) on"
+                    " every rank",
+                )
+            raise ShardwiseError(
+                f"the groups of optimizers do not have the same lr, weight_decay, momentum and betas on all"
+                f" {len(self._replicas)} ranks: each would take another step",
+                remedy="scheduler.step(), and whatever else sets them, on every rank and not on the first alone",
+            )
 
     def check(self, found: Sequence[float], what: str = "step") -> None:
         """Refuse if ranks that should have been given the same were not; `found` are the checksums of all."""

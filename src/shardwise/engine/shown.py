@@ -66,6 +66,8 @@ class View:
         self.counts_writes = False
         #: Whether it can be looked at when the engine is closed.
         self.ends_with_engine = False
+        #: Who wants to know of it, when it has come.
+        self.on_look: WeakMethod[Callable[[Tensor], None]] | None = None
 
     def look(self, tensor: Tensor, function: Any) -> None:
         """Somebody is about to compute with it."""
@@ -88,6 +90,10 @@ class View:
         wait = None if self._wait is None else self._wait()
         if wait is not None:
             wait()
+        told = None if self.on_look is None else self.on_look()
+        if told is not None:
+            with without_subclasses():
+                told(tensor)
         if not self.counts_writes:
             _be(tensor, type(tensor).__base__)
 
@@ -181,6 +187,8 @@ class Shown:
             self._classes.append((tensor, own, guarded_class(own)))
             _VIEWS[tensor] = view
         self._depth, self._is_closed = 0, False
+        #: What is called when the engine gets to work, once its tensors are plain.
+        self.on_open: Callable[[], None] | None = None
         if self._classes and module not in _HOOKED:
             _HOOKED.add(module)
             module.register_load_state_dict_pre_hook(_look_before_loading)  # type: ignore[no-untyped-call]
@@ -202,6 +210,8 @@ class Shown:
         if self._depth == 1:
             for tensor, own, _ in self._classes:
                 tensor.__class__ = own
+            if self.on_open is not None:
+                self.on_open()
         try:
             yield
         finally:

@@ -49,6 +49,8 @@ class Steps:
         record = None if recording is None else recording.note
         with self._wires.told_to_all():
             self._unchanged.check()
+            if execution.batches.outside is not None:
+                execution.batches.outside.begin()
             states.begin_step()
             microbatches, signature = execution.batches.cut(batch), ("train", shapes_of(batch))
             if execution.dropouts is not None:
@@ -66,6 +68,8 @@ class Steps:
                 execution.batches.same.check_told()
                 if states.stream is None:
                     (update or states.update.take)(tally)
+                if execution.batches.outside is not None:
+                    execution.batches.outside.end()
                 end = perf_counter()
         if recording is not None:
             execution.recorder.end(

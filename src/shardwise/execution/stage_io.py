@@ -35,6 +35,8 @@ class StageIO:
         self._names: dict[tuple[int, int], tuple[str, ...]] = {}
         self._values: dict[_Key, Tensor] = {}
         self._gradients: dict[_Key, Tensor] = {}
+        #: The values, with their readers, that gradients have come for on an accelerator.
+        self._has_come: set[tuple[str, int]] = set()
         self._reads = {stage: split.reads[stage % split.num_stages] for stage in placement.stages[rank]}
         self._deliveries = {
             stage: [
@@ -76,15 +78,25 @@ class StageIO:
         found = []
         for reader in self._placement.targets[stage]:
             gradient = self._gradients.pop((name, microbatch, reader), None)
-            if gradient is not None:
+            if gradient is not None and self._is_there(gradient, (name, reader)):
                 found.append(gradient)
         return found
+
+    def _is_there(self, gradient: Tensor, edge: tuple[str, int]) -> bool:
+        """Whether it is one, and no word that there is none. An accelerator is asked until there was one."""
+        if edge in self._has_come:
+            return True
+        is_there = not _is_none(gradient)
+        if is_there and gradient.device.type != "cpu":
+            self._has_come.add(edge)
+        return is_there
 
     def pass_back(self, stage: int, microbatch: int, inputs: Values) -> None:
         """Hand the gradients of what a stage has read to its makers."""
         for name, leaf in inputs.items():
             if leaf.requires_grad:
-                gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+                # A maker whose values have no gradient leaves its weights alone, as one device does.
+                gradient = leaf.grad if leaf.grad is not None else _none_like(leaf)
                 self._gradients[name, microbatch, stage] = gradient
                 leaf.grad = None
 
@@ -122,6 +134,18 @@ class StageIO:
         maker, reader = (stage, peer) if kind in (Kind.SEND_F, Kind.RECV_B) else (peer, stage)
         held = self._values if kind in (Kind.SEND_F, Kind.RECV_F) else self._gradients
         return held, [(name, microbatch, reader) for name in self.names(maker, reader)]
+
+
+def _none_like(leaf: Tensor) -> Tensor:
+    """What is sent in place of a gradient where a value has none: zeros, each below zero."""
+    return torch.zeros_like(leaf).neg_()
+
+
+def _is_none(gradient: Tensor) -> bool:
+    plain = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    if not plain.numel() or plain.reshape(-1)[0] != 0:
+        return False
+    return bool(plain.signbit().all()) and not bool(plain.any())
 
 
 def cut_off(value: Tensor) -> Tensor:

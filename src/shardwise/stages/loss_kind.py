@@ -1,5 +1,6 @@
 """What a user's loss is of a batch, and so what parts of it are weighed by. `loss_trial.py` finds it out."""
 
+import math
 from enum import Enum
 from typing import NamedTuple
 
@@ -45,18 +46,23 @@ class LossKind(Enum):
 
 
 class Through(NamedTuple):
-    """What an entry lets through: its sum, or how many of its numbers are not `hidden`; from the `first` token on."""
+    """What an entry lets through: its sum, or how many of its numbers are not `hidden`; from the `first` token on.
+
+    Of whole numbers `hidden` is one of them, and of others it is NaN.
+    """
 
     path: str
     first: int = 0
-    hidden: int | None = None
+    hidden: float | None = None
     #: How much it is in a row of the example.
     row: int = 1
 
     def of(self, batch: Batch) -> Tensor:
         found = next(value for path, value in nodes(batch) if path == self.path)
         found = found[..., self.first :] if found.dim() > 1 else found
-        made: Tensor = (found if self.hidden is None else found != self.hidden).sum(dtype=torch.float64)
+        if self.hidden is not None:
+            found = ~found.isnan() if math.isnan(self.hidden) else found != self.hidden
+        made: Tensor = found.sum(dtype=torch.float64)
         return made
 
 
@@ -80,6 +86,8 @@ class Tried(NamedTuple):
     apart: bool = False
     #: The line that decides by a number of all rows, if there is one.
     decides: str | None = None
+    #: Whether a forward in training mode was seen to write to no buffer.
+    writes_none: bool = False
 
     def check(self) -> None:
         if self.problem is not None:

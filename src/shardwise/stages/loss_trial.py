@@ -10,11 +10,13 @@ it is a mean over. So it is tried on three rows, on two of them and on one, in e
     none of them                                             refused
 
 And once more with masks that hide some of two rows, and labels that are ignored there: what is a mean over rows only
-while nothing is hidden would go wrong unseen with a later batch. And in training mode, where nothing is drawn
+while nothing is hidden would go wrong unseen with a later batch. The same with targets that are NaN, or another number
+that stands for one that is not known. And in training mode, where nothing is drawn
 (`steady_draws.py`): a forward may do something else there, and its backward may not be in proportion
 (`backward_trial.py`).
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -28,7 +30,7 @@ from shardwise.stages.no_collectives import NoCollectives
 from shardwise.stages.rows import RowRule, Seen, nodes, take_rows, tensors_in, unmarked
 from shardwise.stages.spread_outputs import WAYS, spread
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.trial_rows import FIRST, IGNORED, NUM_ROWS, is_mask, three_rows, two_and_one, with_hidden
+from shardwise.stages.trial_rows import FIRST, IGNORED, NUM_ROWS, UNKNOWN, is_mask, three_rows, two_and_one, with_hidden
 from shardwise.stages.trial_run import Context, Run, Runs, Trial, is_finite
 
 #: What else of an entry is hidden: of one row, the first token, every second one.
@@ -161,6 +163,7 @@ def try_backward(
 
 
 def _of_backward(tried: Tried, whole: Run, bent: str | None) -> Tried:
+    tried = tried._replace(writes_none=not whole.writes)
     if whole.is_learned:
         return tried._replace(problem=LEARNED_NUMBER, remedy=REMEDY_OF_LEARNED)
     return tried if bent is None else tried._replace(problem=bent, remedy=NOT_IN_PROPORTION)
@@ -223,10 +226,11 @@ def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
     kind, all_at_once = tried.kind, None
     if kind is not LossKind.UNTRIED:
         all_at_once = trial.less(with_hidden(three, seen, 0), seen, runs, 1.0)
-        ignoring = None
+        others: list[Runs | None] = []
         if not tried.inside and _is_small(runs[0].output):
-            ignoring = trial.less(with_hidden(three, seen, IGNORED), seen, runs, again=False)
-        if all_at_once is not None and all(each is None or _fits(kind, *each) for each in (all_at_once, ignoring)):
+            values = (IGNORED, *(UNKNOWN if _has_fractions(three, seen) else ()))
+            others = [trial.less(with_hidden(three, seen, each), seen, runs, again=False) for each in values]
+        if all_at_once is not None and all(each is None or _fits(kind, *each) for each in (all_at_once, *others)):
             return tried
     found = _find_entry(trial, three, seen, runs, tried)
     if found is not None:
@@ -299,17 +303,18 @@ def _find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
     """Which entry the loss is a mean over: parts are weighed by it, if that tells the loss of the whole."""
     for path, value in _ways_to_hide(three, seen):
         hidden = with_hidden(three, seen, value, path)
-        less = trial.less(hidden, seen, runs, again=value != IGNORED)
+        again = value in (None, 0) and not isinstance(value, float)
+        less = trial.less(hidden, seen, runs, again=again)
         if less is None or (tried.kind is not LossKind.UNTRIED and _fits(tried.kind, *less)):
             continue
         if less[0].counts != runs[0].counts and tried.kind is not LossKind.UNTRIED:
             continue  # It is torch's mean over labels that ignores them, which is counted in every batch.
         row = next(int(each.numel()) for here, each in nodes(three) if here == path) // NUM_ROWS
-        for first in (0, 1):
+        for first in (0, 1) if not isinstance(value, float) or math.isnan(value) else ():
             through = Through(path, first, value, max(1, row))
             # Few tokens fit by chance: so it is hidden in other ways as well.
             others = [with_hidden(three, seen, value, path, **how) for how in _OTHER_WAYS]
-            tried_on = [(each, trial.less(each, seen, runs, again=value != IGNORED)) for each in others]
+            tried_on = [(each, trial.less(each, seen, runs, again=again)) for each in others]
             cases = ((three, runs), (hidden, less), *tried_on)
             if all(each is None or _fits_by(*_weights(through, batch, seen), *each) for batch, each in cases):
                 return tried._replace(kind=LossKind.ENTRY, through=through)
@@ -323,10 +328,17 @@ def _find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
     return None
 
 
-def _ways_to_hide(three: Batch, seen: Seen) -> Iterator[tuple[str, int | None]]:
+def _ways_to_hide(three: Batch, seen: Seen) -> Iterator[tuple[str, float | None]]:
     for path, value in nodes(three):
         if path in seen.paths and isinstance(value, Tensor):
-            yield from [(path, None)] if is_mask(value) or value.is_floating_point() else [(path, 0), (path, IGNORED)]
+            is_whole = not is_mask(value) and not value.is_floating_point()
+            yield from [(path, 0), (path, IGNORED)] if is_whole else [(path, None)]
+            yield from [(path, each) for each in UNKNOWN] if value.is_floating_point() else []
+
+
+def _has_fractions(three: Batch, seen: Seen) -> bool:
+    found = (value for path, value in nodes(three) if path in seen.paths)
+    return any(isinstance(value, Tensor) and value.is_floating_point() for value in found)
 
 
 def _weights(through: Through, three: Batch, seen: Seen) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ def trial_of(loss: Loss, batch: Batch) -> Callable[[Any], bool]:
 
     def attempt(output: Any) -> bool:
         try:
-            result, metrics = take_metrics(loss(output, batch))
+            # A loss may take entries out, as HF's Trainer does with labels.
+            result, metrics = take_metrics(loss(output, copy(batch)))
             if metrics is not None:
                 pairs_of(metrics)
         except ShardwiseError:
@@ -41,9 +43,24 @@ def trial_of(loss: Loss, batch: Batch) -> Callable[[Any], bool]:
                 f"the loss is {describe(total)}, but it must be one number for a microbatch",
                 remedy="return loss.sum(), loss.numel()",
             )
+        _check_number(result)
         return metrics is not None
 
     return attempt
+
+
+def _check_number(result: Any) -> None:
+    """Refuse what stands where the number of a pair belongs: outputs, say, as HF's `compute_loss` returns them."""
+    if not isinstance(result, tuple):
+        return
+    others = result[1:]
+    is_one = len(others) == 1 and isinstance(others[0], (int, float, Tensor))
+    if not is_one or torch.as_tensor(others[0]).numel() != 1:
+        found = describe(others[0]) if len(others) == 1 else f"{len(others)} things"
+        raise ShardwiseError(
+            f"the loss returns {found} beside itself, where the number belongs that it is summed over",
+            remedy="return loss, and engine.predict(batch) has outputs; or return loss, {'accuracy': ...} with metrics",
+        )
 
 
 def _remedy(error: Exception, output: Any, batch: Batch) -> str:
@@ -59,13 +76,14 @@ def _remedy(error: Exception, output: Any, batch: Batch) -> str:
 
 
 def summed_only(loss: Loss, cp: int) -> Loss:
-    """The same loss, refused if it is a mean: ranks have different numbers of tokens that count."""
+    """The same loss, refused if it is one number: ranks have different numbers of tokens that count."""
 
     def checked(output: Any, batch: Batch) -> Any:
         result, metrics = take_metrics(loss(output, batch))
         if not isinstance(result, tuple):
             raise ShardwiseError(
-                f"the loss is a mean, and under cp={cp} a mean of means over parts of sequences is not the whole's",
+                f"the loss is one number, and under cp={cp} each rank has its own for parts of sequences: of how many"
+                " tokens it is the mean or the sum is not told, and a mean of means is not the whole's",
                 remedy="return the sum and the number that it is summed over: total, (labels != -100).sum()",
             )
         return with_metrics(result, None if metrics is None else pairs_of(metrics, cp=cp))
@@ -103,7 +121,7 @@ class WeighedLoss:
 
     def __call__(self, output: Any, batch: Batch) -> Any:
         with nullcontext() if self._counts is None or self._tried.inside else self._counts:
-            result, metrics = take_metrics(self._loss(output, batch))
+            result, metrics = take_metrics(self._loss(output, copy(batch)))
         total, number = result if isinstance(result, tuple) else self._weighed(result, batch)
         if not isinstance(batch, Padding):
             if metrics is not None and self._by_rows:

@@ -170,11 +170,17 @@ def take_rows(batch: Mapping[str, Any], seen: Seen, first: int, end: int) -> Map
     def take(path: str, value: Any) -> Any:
         inner = value.value if isinstance(value, Marked) else value
         if path in seen.paths:
-            return inner[first:end]
+            return _sliced(inner, first, end)
         return inner if isinstance(value, Marked) else None
 
     found = changed(batch, take)
     return dict(found) if found is batch else found
+
+
+def _sliced(value: Any, first: int, end: int) -> Any:
+    """Some rows. What is written to them does not count as written to others: a backward may still need these."""
+    found = value[first:end]
+    return found.data if isinstance(found, Tensor) and not found.requires_grad else found
 
 
 def unmarked(batch: Mapping[str, Any]) -> Mapping[str, Any]:

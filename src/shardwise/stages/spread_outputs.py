@@ -25,6 +25,10 @@ def spread(outputs: tuple[Any, Any, Any], factors: tuple[float, ...]) -> tuple[A
         for path, number in small.items()
         if whole.get(path) == NUM_ROWS * number and large.get(path) == FIRST * number
     }
+    made = [dict(nodes({"": value})) for value in outputs]
+    each_row = {
+        path: number for path, number in each_row.items() if number == 1 or _is_in_turn(*(each[path] for each in made))
+    }
     if not each_row:
         return None
 
@@ -40,6 +44,12 @@ def spread(outputs: tuple[Any, Any, Any], factors: tuple[float, ...]) -> tuple[A
     parts = (factors, factors[:FIRST], factors[FIRST:])
     one, two, three = (moved(value, part) for value, part in zip(outputs, parts, strict=True))
     return one, two, three
+
+
+def _is_in_turn(whole: Tensor, large: Tensor, small: Tensor) -> bool:
+    """Whether all of a row stand together where each has several, and not all firsts before all seconds."""
+    parts = torch.cat([large, small])
+    return parts.shape == whole.shape and torch.allclose(parts, whole, rtol=1e-2, atol=1e-5)
 
 
 def _may_have_rows(value: Any) -> bool:

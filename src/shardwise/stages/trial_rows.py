@@ -1,5 +1,6 @@
 """Rows that a loss is tried on: three of an example, two and one of them, and the same with something hidden."""
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ NUM_ROWS = 3
 FIRST = 2
 #: The label that torch's losses ignore.
 IGNORED = -100
+#: What stands for a target that is not known, where targets are no whole numbers.
+UNKNOWN = (0.0, -1.0, float(IGNORED), math.nan)
 
 
 def three_rows(example: Batch, seen: Seen) -> Batch:
@@ -48,22 +51,25 @@ def two_and_one(three: Batch, seen: Seen) -> tuple[Batch, Batch]:
 
 
 def with_hidden(
-    three: Batch, seen: Seen, value: int | None, only: str | None = None, *, rows: int = FIRST,
+    three: Batch, seen: Seen, value: float | None, only: str | None = None, *, rows: int = FIRST,
     tokens: slice | None = None,
 ) -> Batch:  # fmt: skip
     """The same with masks and weights that let less of some rows through, and `value` for some whole numbers there.
 
-    Half of a row is hidden, or these `tokens` of it.
+    A `value` that is no whole number is put into entries of such numbers, and all else is left alone. Half of a row is
+    hidden, or these `tokens` of it.
     """
 
     def hide(path: str, given: Any) -> Any:
         if path not in seen.paths or not isinstance(given, Tensor) or (only is not None and path != only):
             return None
-        is_one = is_mask(given)
+        if isinstance(value, float) and not given.is_floating_point():
+            return None
+        is_one = is_mask(given) and not isinstance(value, float)
         if given.is_complex() or (value == IGNORED and (is_one or given.is_floating_point())):
             return None
         made = given.clone()
-        if given.is_floating_point() and not is_one:
+        if given.is_floating_point() and not is_one and not isinstance(value, float):
             made[0] = made[0] * 0.25
         elif given.dim() > 1:
             half = (given.shape[-1] + 1) // 2

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +105,7 @@ class Trial:
                         args, kwargs = self._signature.arguments(batch)
                         output = self.module(*args, **kwargs)
                     inside = len(counts.found)
-                    result, _ = take_metrics(self._loss(output, batch))
+                    result, _ = take_metrics(self._loss(output, copy(batch)))
                 self._unknown.discard(training)
                 has_drawn = draws_digest() != drawn
                 if look is not None:
@@ -179,7 +180,7 @@ class Trial:
 
     def _total(self, batch: Batch, run: Run) -> float:
         seed_torch(0)
-        result, _ = take_metrics(self._loss(run.output, batch))
+        result, _ = take_metrics(self._loss(run.output, copy(batch)))
         return float(result[0] if isinstance(result, tuple) else result)
 
 

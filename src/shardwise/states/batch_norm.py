@@ -10,15 +10,21 @@ another copy has added is known from its r(k), and can be added here as if its m
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.torch_private import RunningNormModule
 
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 #: Gives what each rank gave, in their order.
 Gather = Callable[[Any], list[Any]]
+
+
+def is_batch_norm(module: nn.Module) -> TypeGuard[RunningNormModule]:
+    """Whether its statistics are those of a batch. Instance norms count no batches: theirs are as other buffers."""
+    return isinstance(module, RunningNormModule) and not isinstance(module, _INSTANCE_NORMS)
 
 
 class _Seen(NamedTuple):
@@ -36,7 +42,7 @@ class SharedStatistics:
         self._norms = {
             name: each
             for name, each in module.named_modules()
-            if isinstance(each, RunningNormModule) and each.track_running_stats and f"{name}.running_mean" in buffers
+            if is_batch_norm(each) and each.track_running_stats and f"{name}.running_mean" in buffers
         }
         #: Whether any rank has some: then all gather.
         self.are_there = any(gather(bool(self._norms)))

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.nets.router import Router
-from shardwise.states.batch_norm import SharedStatistics
-from shardwise.torch_private import RunningNormModule, buffer_slots, version_of
+from shardwise.states.batch_norm import SharedStatistics, is_batch_norm
+from shardwise.torch_private import buffer_slots, version_of
 
 #: Gives what each rank gave, in their order.
 Gather = Callable[[Any], list[Any]]
@@ -54,7 +54,7 @@ class WriteWatch:
     def __init__(self, module: nn.Module) -> None:
         self._before = [
             (slots, key, name, each, version_of(each), each.detach().clone())
-            for slots, key, name, each in _own_buffers(module)
+            for slots, key, name, each in own_buffers(module)
         ]
 
     def found(self) -> Written:
@@ -71,10 +71,10 @@ def _differ(here: Tensor, before: Tensor) -> bool:
     return not here.is_meta and (here.shape != before.shape or not torch.equal(here, before))
 
 
-def _own_buffers(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, Tensor]]:
+def own_buffers(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, Tensor]]:
     """Buffers of others than batch norms, whose statistics are known, and our routers, whose counts are added up."""
     for prefix, owner in module.named_modules():
-        if isinstance(owner, RunningNormModule):
+        if is_batch_norm(owner):
             continue
         for key, each in buffer_slots(owner).items():
             if isinstance(each, Tensor) and not (isinstance(owner, Router) and key == "load"):
@@ -113,7 +113,7 @@ class SharedBuffers:
     ) -> None:
         self._gather, self._how, self._units = gather, how, units
         self._places: dict[str, Slot] = {
-            name: (slots, key) for slots, key, name, _ in _own_buffers(module) if name in buffers
+            name: (slots, key) for slots, key, name, _ in own_buffers(module) if name in buffers
         }
         self._written = {name for name in written if name in self._places}
         #: Where those are that a forward writes.

@@ -9,6 +9,7 @@ are what modules return and the loss. What is drawn at random is not: nothing is
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,6 +47,8 @@ class _Course:
     #: The sum and what it is over; or what its loss raises.
     loss: tuple[float, float] | None = None
     raised: Exception | None = None
+    #: Whole numbers in buffers: what counts tokens.
+    counted: dict[str, Tensor] = field(default_factory=dict)
 
 
 def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Loss | None) -> bool:
@@ -101,15 +104,21 @@ def _run(module: nn.Module, batch: Batch, loss: Loss | None) -> _Course:
     args, kwargs = Signature(module).arguments(batch)
     with torch.no_grad(), _noting(module, course.made), SteadyDropout(), SteadyDraws():
         output = module(*args, **kwargs)
+        course.counted = {name: each.clone() for name, each in module.named_buffers() if _may_count(name, each)}
         course.output = [_whole(each).detach().clone() for each in tensors_in(output)]
         if loss is not None:
             try:
                 with left_as_it_was(loss):
-                    total, count = loss(output, batch)
+                    total, count = loss(output, copy(batch))
                 course.loss = float(total), float(count)
             except Exception as error:  # It may be so on one rank alone, and others wait for it.
                 course.raised = error
     return course
+
+
+def _may_count(name: str, buffer: Tensor) -> bool:
+    """Whether a buffer may count tokens. Those of our routers are added up over ranks."""
+    return not buffer.is_floating_point() and not buffer.is_complex() and name.rpartition(".")[2] != "load"
 
 
 def _whole(each: Tensor) -> Tensor:
@@ -160,6 +169,10 @@ def _compare(
         wrong, apart = _first_difference(pairs, length, group, most)
         outputs = [("what it returns", *pair) for pair in zip(whole.output, course.output, strict=False)]
         wrong, apart = (wrong, apart) if wrong else _first_difference(outputs, length, group, most)
+    for name, expected in whole.counted.items():
+        found = course.counted.get(name)
+        if not wrong and found is not None and found.shape == expected.shape and not torch.equal(found, expected):
+            wrong, apart = f"the buffer {name}", math.inf
     try:
         _agree(twin, wrong, apart, whole.loss, course.loss, group, home_of(batch), most)
     except ShardwiseError:

@@ -7,6 +7,7 @@ parameter. Nothing is drawn at random in either: dropout drops nothing, and nois
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +74,7 @@ def run(
                 total = part if total is None else total + part
         if loss is not None:
             with left_as_it_was(loss):
-                made = loss(output, batch)
+                made = loss(output, copy(batch))
             made = made[0] if isinstance(made, tuple) else made
             course.outputs.append(made.detach())
             total = made if total is None else total + made

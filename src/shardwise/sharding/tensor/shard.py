@@ -15,6 +15,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -219,7 +220,7 @@ def _read_by_loss(loss: Loss, module: nn.Module, output: Any, batch: Batch) -> d
     reads = _Reads(owners)
     try:
         with left_as_it_was(loss), torch.no_grad(), Guesses(), reads:
-            loss(output, _meta(batch))
+            loss(output, _meta(copy(batch)))
     except Exception:
         pass
     return _with_ties(layers, dict.fromkeys(reads.read, "the loss reads its weight"))

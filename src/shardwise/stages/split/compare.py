@@ -11,6 +11,7 @@ gives in the module's own forward. The second batch has other numbers than the e
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +123,8 @@ class StageCheck:
         run.output = print_of(output)
         if self._second.loss is not None:
             with Steady.start():
-                run.loss = print_of(self._second.loss(output, batch))
+                # A loss may take entries out.
+                run.loss = print_of(self._second.loss(output, copy(batch)))
 
     def _try_stages(
         self, switch: Switch, before: PythonState, plain: Sequence[_Run], traces: Mapping[str, str]

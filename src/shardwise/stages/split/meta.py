@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardwise.stages.split.meta_results import find_key, run_or_recall
 from shardwise.stages.split.module_copy import copied
-from shardwise.torch_private import GROUPED_MM, LOCAL_SCALAR, EagerDispatchMode, pytree
+from shardwise.torch_private import GROUPED_MM, LOCAL_SCALAR, EagerDispatchMode, RunningNormModule, pytree
 
 aten = torch.ops.aten
 #: What operations are given most often beside tensors.
@@ -130,7 +130,11 @@ def meta_twin(module: nn.Module) -> nn.Module:
         twins[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         twins[id(buffer)] = buffer.detach().to("meta")
-    return copied(module, twins)
+    twin = copied(module, twins)
+    for each in twin.modules():
+        if isinstance(each, RunningNormModule) and each.momentum is None:
+            each.momentum = 0.1  # Else it divides by how many batches it has seen, which is no number here.
+    return twin
 
 
 def on_meta(arguments: list[Any]) -> list[Any]:

@@ -1,0 +1,134 @@
+"""Whether ranks were given the same module, and change its weights and the settings of its optimizers alike.
+
+DDP sends the weights of rank 0 to all when it is made, and scripts that draw from another seed on every rank, or load a
+file on one of them, rely on that. Here every rank makes the same module; what differs is refused before anything is
+cut. Numbers here and there are compared, as of batches (`same_batch.py`).
+"""
+
+from collections.abc import Iterable
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.engine.same_batch import Checksum, SameBatch
+from shardwise.engine.shown import is_guarded
+from shardwise.errors import ShardwiseError, some
+from shardwise.planner.plan import Plan
+from shardwise.ranks.wires import Wires
+from shardwise.stages.stage import Batch
+from shardwise.torch_private import is_persistent
+
+#: Settings are told in so many bits, so that sums of their squares over all ranks are exact in a double.
+_BITS = 20
+#: Of each parameter so many numbers are looked at between steps.
+_NUM_LOOKED_AT = 8
+_SETTINGS = ("lr", "weight_decay", "momentum", "betas")
+
+
+def check_given(module: nn.Module, plan: Plan, example: Batch, wires: Wires, *, is_local: bool) -> None:
+    """Refuse an example that ranks do not share, and a module that has other numbers on another rank."""
+    SameBatch(plan, wires, is_local=is_local).take(example, "example")
+    _check_weights(module, wires)
+
+
+def _check_weights(module: nn.Module, wires: Wires) -> None:
+    if wires.watch is None:
+        return
+    mine = {name: each for name, each in _named(module) if not each.is_meta}
+    if len(set(wires.gather(Checksum(mine).read()))) == 1:
+        return
+    told: list[dict[str, int]] = wires.gather({name: Checksum({name: each}).read() for name, each in mine.items()})
+    for rank, other in enumerate(told):
+        names = [name for name in told[0] if other.get(name) != told[0][name]]
+        if names:
+            raise ShardwiseError(
+                f"rank {rank} was given other numbers than rank 0 in {len(names)} of {len(told[0])} tensors of the"
+                f" module ({some(names)}): every rank must make the same one",
+                remedy="torch.manual_seed(0) on every rank before the module is made, and the same checkpoint loaded on"
+                " all; or load it once the engine is there, engine.load_state_dict(state) on every rank",
+            )
+
+
+def _named(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Parameters, and the buffers that are saved; but for what another engine keeps."""
+    yield from ((name, each) for name, each in module.named_parameters() if not is_guarded(each))
+    for prefix, owner in module.named_modules():
+        for key, each in owner.named_buffers(recurse=False):
+            if is_persistent(owner, key) and not is_guarded(each):
+                yield f"{prefix}.{key}" if prefix else key, each
+
+
+def settings_of(optimizers: Iterable[Optimizer]) -> int:
+    """A few bits of what scripts set in groups: the same where that is. Rates that are tensors are not asked for."""
+    found = [
+        (number, place, [value for value in map(group.get, _SETTINGS) if isinstance(value, (bool, int, float, tuple))])
+        for number, optimizer in enumerate(optimizers)
+        for place, group in enumerate(optimizer.param_groups)
+    ]
+    return _hashed(found)
+
+
+def _hashed(value: Any) -> int:
+    return crc32(repr(value).encode()) & (1 << _BITS) - 1
+
+
+class OutsideWrites:
+    """Sees what a script writes to parameters between steps, by a few numbers of each.
+
+    What has changed on one rank alone would have replicas go apart. `parameters` are those that are simply there: all
+    of them are looked at when a step has ended, and before the next. Others are asked for before a script has them
+    (`shown.py`), and noted then.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._views = _by_kind(_few_of(each) for each in parameters if not each.is_meta and each.numel())
+        self._before: list[Tensor] = []
+        self._changed: list[Tensor] = []
+        self._noted: dict[int, tuple[Tensor, Tensor]] = {}
+        self._places: dict[int, int] = {}
+        self._written: set[int] = set()
+
+    def expect(self, tensor: Tensor) -> None:
+        """A parameter that is asked for: it is known by how many there were before it."""
+        self._places[id(tensor)] = len(self._places)
+
+    def note(self, tensor: Tensor) -> None:
+        """It is about to be read or written by a script."""
+        few = _few_of(tensor)
+        self._noted.setdefault(self._places[id(tensor)], (few, few.clone()))
+
+    def settle(self) -> None:
+        """The engine gets to work: whatever changes from here on is its own doing."""
+        self._written |= {place for place, (now, then) in self._noted.items() if not torch.equal(now, then)}
+        self._noted.clear()
+
+    def begin(self) -> None:
+        """Before a step."""
+        self._changed = [torch.cat(now) != then for now, then in zip(self._views, self._before, strict=False)]
+
+    def end(self) -> None:
+        """When it is over."""
+        self._before = [torch.cat(each) for each in self._views]
+        self._written.clear()
+
+    @property
+    def bits(self) -> int:
+        """The same on ranks that have written to the same parameters; 0 for none. An accelerator is waited for."""
+        places = [sorted(self._written), *(each.nonzero().flatten().tolist() for each in self._changed)]
+        return _hashed(places) if any(places) else 0
+
+
+def _few_of(tensor: Tensor) -> Tensor:
+    """A few numbers of a tensor, in its own memory where they lie there one after the other."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _NUM_LOOKED_AT)][:_NUM_LOOKED_AT]
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    kinds: dict[tuple[Any, ...], list[Tensor]] = {}
+    for each in tensors:
+        kinds.setdefault((each.dtype, each.device), []).append(each)
+    return list(kinds.values())

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -254,3 +255,27 @@ def test_a_sweep_is_an_array_of_runs() -> None:
     for rate in ("1e-3", "3e-3"):
         assert [end["why"] for end in events("end", f"run/rate={rate}")] == ["finished"]
         assert f"rate = {float(rate)}" in Path(f"run/rate={rate}/recipe.toml").read_text()
+
+
+@pytest.mark.whole
+def test_a_run_goes_on_without_the_node_whose_rank_stays_slow(site: Site) -> None:
+    """A rank is really slowed down: its process is stopped again and again, for most of the time."""
+    words = ["--nodes", "2", "--", "train", "tiny", "--plan", "dp=2", "--set", "steps=100", "--set", "log=1"]
+    assert main([*SLURM, *words, "--set", "evaluation.every=0", "--leave-out-slow", "--folder", "run"]) == 0
+    (start,) = until(lambda: events("start"), "it does not start")
+    slow = start["places"][1]
+    loop = "while kill -STOP $0 2>/dev/null; do sleep 1.5; kill -CONT $0; sleep 0.1; done"
+    stopper = subprocess.Popen(["sh", "-c", loop, str(slow["process"])])
+    try:
+        moved = until(lambda: events("submitted")[1:], "it is not handed over anew")
+    finally:
+        stopper.kill()
+        stopper.wait()
+    assert moved[0]["without"] == [slow["host"]]
+    assert events("slow")[0]["rank"] == 1
+    until(lambda: any(each["why"] == "finished" for each in events("end")), "it does not go on")
+    last = events("start")[-1]
+    assert slow["host"] not in [place["host"] for place in last["places"]]
+    assert last["step"] > 0
+    assert sorted(losses()) == list(range(1, 101))
+    until(lambda: not site.ask("squeue", "--noheader"), "a job is left")

@@ -11,7 +11,7 @@ from shardwise import environment
 from shardwise.engine.update import LaunchedStep
 from shardwise.trace.events import Trace
 from shardwise.trace.journal import note, read_journal
-from shardwise.trace.slowness import Cause, Slowness, SlowRank
+from shardwise.trace.slowness import SlowCause, Slowness, SlowRank
 from shardwise.trace.stretches import parts_of_ranks
 from shardwise.training.data.rows import Batch
 from shardwise.training.exporter import Exporter, Facts
@@ -23,6 +23,8 @@ from shardwise.training.setup import Setup
 from shardwise.training.verify import Verifier
 from shardwise.training.world import World
 
+_SECONDS_BETWEEN_COPIES_NOTED = 60.0
+
 
 class Health:
     """That of one run on one rank. `leave_out` are hosts that the run should end for, to go on without them."""
@@ -31,8 +33,10 @@ class Health:
         self._job, self._world, self._setup, self._progress = job, world, setup, progress
         self._hosts: list[str] = world.gather(environment.node_name())
         self._slowness = Slowness(_stages(setup, world), has_links=len(set(self._hosts)) > 1)
-        self._slow: dict[tuple[int, Cause], SlowRank] = {}
+        self._slow: dict[tuple[int, SlowCause], SlowRank] = {}
         self.verifier = Verifier(job, world, setup, progress)
+        self._saved = setup.step
+        self._copy_noted: float | None = None
         self.leave_out: tuple[str, ...] = ()
         self.why: str | None = None
         self._exporter: Exporter | None = None
@@ -53,14 +57,22 @@ class Health:
 
     def before_save(self, step: int) -> None:
         """A checkpoint of this step is about to be made: what is saved must be what all replicas hold."""
+        if step == self._saved:
+            return
+        self._saved = step
         self.verifier.check_weights(step)
+        self._note("checkpoint", step=step)
         if self._exporter is not None:
             self._exporter.facts.saved = time.monotonic()
 
-    def copied(self) -> None:
-        """All ranks have copies of this step in memory."""
+    def copied(self, step: int) -> None:
+        """All ranks have copies of this step in memory. They are many, and of some alone there is a line."""
+        now = time.monotonic()
         if self._exporter is not None:
-            self._exporter.facts.copied = time.monotonic()
+            self._exporter.facts.copied = now
+        if self._copy_noted is None or now - self._copy_noted > _SECONDS_BETWEEN_COPIES_NOTED:
+            self._copy_noted = now
+            self._note("copy", step=step)
 
     def tell(self, step: int, trace: Trace | None, measured: Mapping[str, Any], loss: float) -> None:
         """A line of progress has been printed of this step, which was recorded."""

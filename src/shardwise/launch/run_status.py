@@ -43,8 +43,7 @@ class RunStatus:
     job_state: str | None
     job_reason: str | None
     starts: tuple[Start, ...]
-    #: Lines of the journal: the last copy in memory, ranks that are slow now, numbers that were wrong.
-    copy: Event | None = None
+    #: Lines of the journal: ranks that are slow now, numbers that were wrong.
     slow: tuple[Event, ...] = ()
     corrupt: tuple[Event, ...] = ()
     #: Hosts that the run has ended for, to go on without them.
@@ -74,7 +73,6 @@ def status_of(folder: Path) -> RunStatus:
         job_state=job_state,
         job_reason=reason,
         starts=starts,
-        copy=next((each for each in reversed(events) if each["event"] == "copy"), None),
         slow=tuple(slow_now(events)),
         corrupt=tuple(each for each in events if each["event"] == "corrupt"),
         left_out=left_out(events),

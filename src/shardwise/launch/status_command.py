@@ -41,8 +41,6 @@ def draw(status: RunStatus, canvas: Canvas) -> None:
         canvas.print(f"{status.on} job {status.job}{said}{reason}")
     saved = "none yet" if status.checkpoint is None else f"{status.checkpoint}, saved {status.checkpoint_when}"
     canvas.print(f"last checkpoint: {saved}")
-    if status.copy is not None:
-        canvas.print(f"last copy in memory: step {status.copy.get('step')}, {status.copy['when']}")
     if not status.starts:
         return
     last = status.starts[-1]
@@ -58,14 +56,15 @@ def draw(status: RunStatus, canvas: Canvas) -> None:
         canvas.print(f"left out: {', '.join(status.left_out)}")
     if len(status.starts) > 1:
         canvas.print(f"restarted {len(status.starts) - 1} times:" if len(status.starts) > 2 else "restarted once:")
-        table(("started", "from step", "to step", "hosts", "ended"), map(_row, status.starts), canvas)
+        table(("started", "from step", "to step", "plan", "hosts", "ended"), map(_row, status.starts), canvas)
 
 
 def _row(start: Start) -> tuple[object, ...]:
     return (
         start.when,
-        start.step,
+        f"{start.step} ({start.source})" if start.source else start.step,
         "-" if start.end_step is None else start.end_step,
+        start.plan,
         ", ".join(start.hosts),
         start.why or "it runs",
     )

@@ -15,7 +15,8 @@ from shardwise.trace.journal import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One time that the ranks were started: from which step, and how it ended (None: no end was written)."""
+    """One time that the ranks were started: from which step, of a copy in memory or a checkpoint on disk, and how it
+    ended (None: no end was written)."""
 
     when: str
     step: int
@@ -25,6 +26,7 @@ class Start:
     ended: str | None
     end_step: int | None
     why: str | None
+    source: str | None = None
 
     @property
     def hosts(self) -> dict[str, list[int]]:
@@ -80,6 +82,7 @@ def starts_of(events: Sequence[Event]) -> tuple[Start, ...]:
                 ended=None if end is None else str(end["when"]),
                 end_step=None if end is None else end.get("step"),
                 why=_why(between, end, is_last=number + 1 == len(places)),
+                source=start.get("source"),
             )
         )
     return tuple(found)

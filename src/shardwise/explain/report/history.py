@@ -41,7 +41,8 @@ def history(run: Run) -> str:
 def _row(start: Start) -> tuple[str, ...]:
     step = "\N{EN DASH}" if start.end_step is None else str(start.end_step)
     hosts = ", ".join(f"{host} ({counted(len(ranks), 'rank')})" for host, ranks in start.hosts.items())
-    return words(start.when), str(start.step), step, words(hosts), words(start.why or "it runs")
+    source = "" if start.source is None else f" ({words(start.source)})"
+    return words(start.when), f"{start.step}{source}", step, words(hosts), words(start.why or "it runs")
 
 
 def _picture(told: History) -> str:

@@ -97,7 +97,7 @@ def an_engine(plan: str = "dp=1", loss: Any = loss, clip: float | None = 0.5, **
 def captured(engine: Engine, **options: Any) -> RunAgain:
     """Have its steps captured by what stands for graphs here."""
     graphs = RunAgain(engine.module, **options)
-    engine._steps.graphs = StepGraphs(engine._parts, engine.states, engine.execution.dropouts, graphs)
+    engine.steps.graphs = StepGraphs(engine._parts, engine.states, engine.execution.dropouts, graphs)
     return graphs
 
 
@@ -149,7 +149,7 @@ def test_a_factor_of_half_precision_that_changes_is_never_one_of_before() -> Non
         assert engine.train_step(tokens(step)) == plain.train_step(tokens(step))
         for name, each in plain.gradients().items():
             assert torch.equal(engine.gradients()[name], each)
-    assert len(engine._steps.graphs._made) == 2
+    assert len(engine.steps.graphs._made) == 2
 
 
 def test_a_step_that_is_looked_at_is_run_as_it_is() -> None:
@@ -215,7 +215,7 @@ def test_what_no_graph_can_hold_is_known_before_the_first_step(
 def test_by_itself_only_what_is_known_is_captured_and_only_if_it_is_faster(seconds: float, num_captured: int) -> None:
     theirs = an_engine(graphs="auto")
     captured(theirs)
-    assert "code of others" in str(theirs._steps.graphs.problem)
+    assert "code of others" in str(theirs.steps.graphs.problem)
     torch.manual_seed(0)
     settings = Settings(
         vocabulary=11, width=8, num_layers=1, length=8, attention=Heads(num_heads=2, num_kv_heads=2, head_dim=4),
@@ -229,4 +229,4 @@ def test_by_itself_only_what_is_known_is_captured_and_only_if_it_is_faster(secon
     captured(engine, replay_seconds=seconds)
     losses = [engine.train_step(batch) for _ in range(5)]
     assert losses == sorted(losses, reverse=True)
-    assert len(engine._steps.graphs._made) == num_captured
+    assert len(engine.steps.graphs._made) == num_captured

@@ -110,7 +110,8 @@ def test_nodes_and_devices_come_from_the_plan_and_the_cluster(here: Path, capsys
         (
             "--on local -- train tiny --stpes 4",
             "error: unknown option '--stpes'; known: --help, --plan, --devices, --cluster, --share-gpus, --set,"
-            " --folder, --show, --json\n  try: --set\n",
+            " --folder, --verify-steps, --leave-out-slow, --metrics-port, --metrics-host, --metrics-file, --show,"
+            " --json\n  try: --set\n",
         ),
         (
             "--on local -- train tiny --show",
@@ -203,6 +204,11 @@ def test_nodes_that_differ_are_named() -> None:
         "nodes have different versions of torch: 2.13.0 on node0, node2; 2.12.1 on node1\n"
         "  try: --python with an environment that all nodes share"
     )
+    alike: list[dict[str, Any]] = [{**each, "versions": {}, "clock": 1000.0} for each in nodes]
+    at_node.judge(alike, Path("run"))
+    alike[1]["clock"] = 1000.0 - 3600
+    with pytest.raises(ShardwiseError, match=r"the clock of node0 is 60 min ahead of that of node1"):
+        at_node.judge(alike, Path("run"))
     nodes[2]["is_shared"] = False
     with pytest.raises(ShardwiseError, match="the folder run is not shared: node2 does not see what was written there"):
         at_node.judge(nodes, Path("run"))
@@ -229,6 +235,7 @@ def test_a_node_reports_whether_it_sees_the_folder_and_a_port_that_is_taken(tmp_
         ([("start", {})], 1, "again"),
         ([("start", {}), ("end", {"why": "rank 1 was killed"})], 1, "again"),
         ([("start", {}), ("end", {"why": "the loss is nan", "is_final": True})], 1, "over"),
+        ([("start", {}), ("end", {"why": "rank 1 is slow", "leave_out": ["b"]})], 75, "over"),
         ([], 1, "over"),
     ],
 )

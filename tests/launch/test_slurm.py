@@ -1,11 +1,13 @@
 """Jobs on a real Slurm: submitted, followed, stopped before their limit and queued again, cancelled, and lost nodes."""
 
 import json
+import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -254,3 +256,43 @@ def test_a_sweep_is_an_array_of_runs() -> None:
     for rate in ("1e-3", "3e-3"):
         assert [end["why"] for end in events("end", f"run/rate={rate}")] == ["finished"]
         assert f"rate = {float(rate)}" in Path(f"run/rate={rate}/recipe.toml").read_text()
+
+
+@contextmanager
+def stopped_again_and_again(process: int) -> Iterator[None]:
+    """Within it a process runs a fifth of the time, in stretches that are short beside a step."""
+    is_over = threading.Event()
+
+    def stop() -> None:
+        while not is_over.wait(0.01):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGSTOP)
+                time.sleep(0.04)
+                os.kill(process, signal.SIGCONT)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        stopper.join()
+
+
+@pytest.mark.whole
+def test_a_run_goes_on_without_the_node_whose_rank_stays_slow(site: Site) -> None:
+    """A rank is really slowed down: its process is stopped again and again, for most of the time."""
+    words = ["--nodes", "2", "--", "train", "tiny", "--plan", "dp=2", "--set", "steps=300", "--set", "log=1"]
+    assert main([*SLURM, *words, "--set", "evaluation.every=0", "--leave-out-slow", "--folder", "run"]) == 0
+    (start,) = until(lambda: events("start"), "it does not start")
+    slow = start["places"][1]
+    with stopped_again_and_again(slow["process"]):
+        moved = until(lambda: events("submitted")[1:], "it is not handed over anew")
+    assert moved[0]["without"] == [slow["host"]]
+    assert events("slow")[0]["rank"] == 1
+    until(lambda: any(each["why"] == "finished" for each in events("end")), "it does not go on")
+    last = events("start")[-1]
+    assert slow["host"] not in [place["host"] for place in last["places"]]
+    assert last["step"] > 0
+    assert sorted(losses()) == list(range(1, 301))
+    until(lambda: not site.ask("squeue", "--noheader"), "a job is left")

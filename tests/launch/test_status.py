@@ -82,3 +82,19 @@ def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == (
         f"error: there is no run at {tmp_path / 'none'}\n  try: the --folder of shardwise train or launch\n"
     )
+
+
+def test_slow_ranks_wrong_numbers_and_hosts_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    note(tmp_path, "start", step=0, plan="dp=4", places=PLACES)
+    note(tmp_path, "slow", step=40, rank=2, host="node1", cause="data", seconds=0.4, others_seconds=0.001, looks=4)
+    note(tmp_path, "corrupt", step=44, ranks=[1], hosts=["node0"], what="rank 1 on node0 had computed other gradients")
+    note(tmp_path, "end", step=50, why="rank 2 is slow (data)", leave_out=["node1"])
+    assert main(["status", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "slow: rank 2 on node1 since 20" in said
+    assert ", by data: 400 ms of a step, others 1 ms\n" in said
+    assert "wrong numbers: step 44: rank 1 on node0 had computed other gradients\n" in said
+    assert "left out: node1\n" in said
+    assert main(["status", "--json", str(tmp_path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["slow"][0]["rank"], told["left_out"]) == (2, ["node1"])

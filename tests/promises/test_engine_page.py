@@ -11,7 +11,7 @@ from tests.promises.sources import ROOT
 #: Where the class is that `parallelize` returns.
 ENGINE = ("shardwise.engine.engine", "Engine")
 #: What is public for the project's own rooms, and is no promise to users.
-INTERNAL = {"execution", "loads", "sharded", "states", "wires"}
+INTERNAL = {"execution", "loads", "sharded", "shown", "states", "steps", "wires"}
 
 
 def engine_class() -> type[Any]:

@@ -976,18 +976,42 @@ error: there is no recipe runs/absent
 """,
     ),
     (
+        "train tiny --verify-steps -1",
+        1,
+        """
+error: --verify-steps -1: 0 is never
+  try: --verify-steps 100
+""",
+    ),
+    (
+        "train tiny --metrics-port 70000",
+        1,
+        """
+error: --metrics-port 70000: ports are 1 to 65535
+  try: --metrics-port 9400
+""",
+    ),
+    (
+        "train tiny --metrics-file train.txt",
+        1,
+        """
+error: --metrics-file train.txt: node_exporter reads files that end in .prom
+  try: --metrics-file train.prom
+""",
+    ),
+    (
         "train tiny --lr 1e-3",
         2,
         """
-error: unknown option '--lr'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --show, --json
+error: unknown option '--lr'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --verify-steps, --leave-out-slow, --metrics-port, --metrics-host, --metrics-file, --show, --json
   try: --set optimizer.rate=1e-3
-""",
+""",  # noqa: E501
     ),
     (
         "train tiny --batch-size=4",
         2,
         """
-error: unknown option '--batch-size'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --show, --json
+error: unknown option '--batch-size'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --verify-steps, --leave-out-slow, --metrics-port, --metrics-host, --metrics-file, --show, --json
   try: --set batch=4
 """,  # noqa: E501
     ),
@@ -995,7 +1019,7 @@ error: unknown option '--batch-size'; known: --help, --plan, --devices, --cluste
         "train tiny --resume mine",
         2,
         """
-error: unknown option '--resume'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --show, --json
+error: unknown option '--resume'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --verify-steps, --leave-out-slow, --metrics-port, --metrics-host, --metrics-file, --show, --json
   try: --folder mine
 """,  # noqa: E501
     ),

@@ -14,6 +14,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,10 +24,13 @@ from zlib import crc32
 from shardwise import environment
 from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.trace.journal import Event, note, read_journal
+from shardwise.units import format_seconds
 
 MARK = ".seen-by-all"
 _PORTS = range(20_000, 30_000)
 _PACKAGES = ("torch", "numpy", "safetensors")
+#: Nodes that are asked at once answer within so many seconds.
+_MOST_SECONDS_APART = 60.0
 
 
 def report(folder: Path, mark: str, port: int | None) -> dict[str, Any]:
@@ -39,6 +43,7 @@ def report(folder: Path, mark: str, port: int | None) -> dict[str, Any]:
         "node": environment.node_name(),
         "versions": {**environment.versions_of(_PACKAGES), "shardwise": _sources()},
         "is_shared": seen == mark,
+        "clock": time.time(),
     }
     return told if port is None else {**told, "is_port_free": is_free(port)}
 
@@ -62,6 +67,17 @@ def judge(reports: Sequence[Mapping[str, Any]], folder: Path) -> None:
                 f"nodes have different versions of {package}: {said}",
                 remedy="--python with an environment that all nodes share",
             )
+    _judge_clocks([(str(each["node"]), float(each["clock"])) for each in reports if "clock" in each])
+
+
+def _judge_clocks(clocks: Sequence[tuple[str, float]]) -> None:
+    """Refuse nodes whose clocks are apart: what they write of a run would be in no order. All have told at once."""
+    ahead, behind = (choose(clocks, key=lambda each: each[1], default=("", 0.0)) for choose in (max, min))
+    if ahead[1] - behind[1] > _MOST_SECONDS_APART:
+        raise ShardwiseError(
+            f"the clock of {ahead[0]} is {format_seconds(ahead[1] - behind[1])} ahead of that of {behind[0]}",
+            remedy="timedatectl set-ntp true on all nodes, or chronyd",
+        )
 
 
 def write_mark(folder: Path) -> str:
@@ -125,8 +141,11 @@ def _nodes_that_are_gone(nodes: Iterable[str]) -> list[str]:
     return [f"{node} ({state})" for node, state in states.items() if state.startswith(words) or state.endswith("*")]
 
 
-def end(folder: Path, status: int) -> str:
-    """What is to be done when ranks have ended: `requeue` if time was up, `again` if they had begun, else `over`."""
+def end(folder: Path, status: int, script: str | None = None) -> str:
+    """What is to be done when ranks have ended: `requeue` if time was up, `again` if they had begun, else `over`.
+
+    With a `script` of Slurm, a run that is to go on without a host is handed over anew, and is `over` here.
+    """
     note(folder, "attempt end", status=status)
     events = read_journal(folder)
     begun = max((number for number, each in enumerate(events) if each["event"] == "attempt"), default=0)
@@ -134,8 +153,37 @@ def end(folder: Path, status: int) -> str:
     ends = [each for each in events[started[-1] :] if each["event"] == "end"] if started else []
     if status == 0:
         return "requeue" if ends and ends[-1]["why"] == "SIGUSR1" else "over"
+    hosts = [host for each in ends for host in each.get("leave_out", ())]
+    if hosts and script is None:
+        print(f"started again without {', '.join(hosts)}, it goes on from its last checkpoint", file=sys.stderr)
+        return "over"
+    if hosts and script is not None and _hand_over_without(folder, left_out(events), script):
+        return "over"
     # What went wrong before the first step would go wrong again; so would what a run has stopped itself for.
     return "again" if started and not any(each.get("is_final") for each in ends) else "over"
+
+
+def left_out(events: Sequence[Event]) -> tuple[str, ...]:
+    """Hosts that a run has ended for, to go on without them."""
+    return tuple(dict.fromkeys(str(host) for each in events for host in each.get("leave_out", ())))
+
+
+def _hand_over_without(folder: Path, hosts: Sequence[str], script: str) -> bool:
+    """Submit the script again, to run when this job is over, and on other nodes. Whether Slurm has taken it."""
+    job, task = environment.find_variable("SLURM_JOB_ID"), environment.find_variable("SLURM_ARRAY_TASK_ID")
+    words = ["sbatch", "--parsable", f"--exclude={','.join(hosts)}", f"--dependency=afterany:{job}"]
+    words += [] if task is None else [f"--array={task}"]
+    try:
+        if "--switches=" in Path(script).read_text(encoding="utf-8"):
+            # Nodes that are left need not hang together, and nobody would wait for hours for that.
+            words.append(f"--switches={environment.find_variable('SLURM_JOB_NUM_NODES')}")
+        told = subprocess.run([*words, script], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        why = str(getattr(error, "stderr", "") or error).strip()
+        print(f"Slurm takes no job without {', '.join(hosts)}: {why}", file=sys.stderr)
+        return False
+    note(folder, "submitted", on="slurm", job=told.strip().partition(";")[0], without=list(hosts))
+    return True
 
 
 def _sources() -> str:
@@ -158,6 +206,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--job", default="")
     parser.add_argument("--restart", type=int, default=0)
     parser.add_argument("--status", type=int, default=0)
+    parser.add_argument("--script", help="of Slurm, to be handed over again where a host is left out")
     told = parser.parse_args(words)
     try:
         if told.verb == "begin":
@@ -168,7 +217,7 @@ def main(words: Sequence[str]) -> int:
         elif told.verb == "judge":
             judge([json.loads(line) for line in sys.stdin if line.strip()], told.folder)
         else:
-            print(end(told.folder, told.status))
+            print(end(told.folder, told.status, told.script))
     except ShardwiseError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

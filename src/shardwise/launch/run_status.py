@@ -10,47 +10,24 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from shardwise.copies.keepers import holders_of, survey
 from shardwise.errors import ShardwiseError
+from shardwise.launch.at_node import left_out
 from shardwise.launch.on_kubernetes import object_state
 from shardwise.launch.slurm_site import find_job
+from shardwise.trace.history import Start, slow_now, starts_of
 from shardwise.trace.journal import Event, read_journal
 from shardwise.trace.metrics import read_metrics
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 #: How long an owner on another machine is watched: it counts up in its lock every 2 s (`training/lock.py`).
 _WATCHED_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """One time that the ranks were started: from which step, of a copy in memory or a checkpoint on disk, and how it
-    ended (None: no end was written)."""
-
-    when: str
-    step: int
-    plan: str
-    places: tuple[Mapping[str, Any], ...]
-    attempt: str | None
-    ended: str | None
-    end_step: int | None
-    why: str | None
-    source: str | None = None
-
-    @property
-    def hosts(self) -> dict[str, list[int]]:
-        """The ranks of each host."""
-        found: dict[str, list[int]] = {}
-        for place in self.places:
-            found.setdefault(str(place["host"]), []).append(int(place["rank"]))
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +49,11 @@ class RunStatus:
     copy_when: str | None = None
     copy_nodes: tuple[str, ...] = ()
     copies_problem: str | None = None
+    #: Lines of the journal: ranks that are slow now, numbers that were wrong.
+    slow: tuple[Event, ...] = ()
+    corrupt: tuple[Event, ...] = ()
+    #: Hosts that the run has ended for, to go on without them.
+    left_out: tuple[str, ...] = ()
 
 
 def status_of(folder: Path) -> RunStatus:
@@ -80,7 +62,7 @@ def status_of(folder: Path) -> RunStatus:
     checkpoint = _last_checkpoint(folder)
     if not folder.is_dir() or not (events or checkpoint or (folder / "recipe.toml").is_file()):
         raise ShardwiseError(f"there is no run at {folder}", remedy="the --folder of shardwise train or launch")
-    starts = _starts(events)
+    starts = starts_of(events)
     submitted = next((each for each in reversed(events) if each["event"] == "submitted"), None)
     job = None if submitted is None else str(submitted.get("job"))
     on = None if submitted is None else str(submitted.get("on"))
@@ -104,6 +86,9 @@ def status_of(folder: Path) -> RunStatus:
         copy_when=None if copy is None else _date(max(dated.values())),
         copy_nodes=tuple(dated),
         copies_problem=_copies_problem(events),
+        slow=tuple(slow_now(events)),
+        corrupt=tuple(each for each in events if each["event"] == "corrupt"),
+        left_out=left_out(events),
     )
 
 
@@ -112,40 +97,6 @@ def _copies_problem(events: Sequence[Event]) -> str | None:
     begun = max((number for number, each in enumerate(events) if each["event"] == "start"), default=0)
     found = [str(each["problem"]) for each in events[begun:] if each["event"] == "copies" and "problem" in each]
     return found[-1] if found else None
-
-
-def _starts(events: Sequence[Event]) -> tuple[Start, ...]:
-    """Every start with what ended it. One without an end of its own is explained by the attempt after it."""
-    places = [number for number, each in enumerate(events) if each["event"] == "start"]
-    found = []
-    for number, place in enumerate(places):
-        start = events[place]
-        until = places[number + 1] if number + 1 < len(places) else len(events)
-        between = events[place + 1 : until]
-        end = next((each for each in between if each["event"] == "end"), None)
-        why = None if end is None else str(end["why"])
-        after = next((str(each["after"]) for each in between if each["event"] == "attempt" and "after" in each), None)
-        status = next((each["status"] for each in between if each["event"] == "attempt end"), None)
-        if after is not None:
-            why = after if why is None else f"{after}: {why}"
-        elif why is None and status is not None:
-            why = f"ended with status {status}"
-        elif why is None and number + 1 < len(places):
-            why = "ended without a word"
-        found.append(
-            Start(
-                when=str(start["when"]),
-                step=int(start["step"]),
-                plan=str(start["plan"]),
-                places=tuple(start.get("places", ())),
-                attempt=start.get("attempt"),
-                ended=None if end is None else str(end["when"]),
-                end_step=None if end is None else end.get("step"),
-                why=why,
-                source=start.get("source"),
-            )
-        )
-    return tuple(found)
 
 
 def _state(starts: Sequence[Start], job_state: str | None, *, is_owned: bool) -> str:

@@ -149,7 +149,7 @@ for restart in $(seq 0 {restarts}); do
     # A signal ends a wait, and not what is waited for.
     while :; do wait "$step"; status=$?; kill -0 "$step" 2>/dev/null || break; done
     step=
-    next=$(at_node end --status "$status")
+    next=$(at_node end --status "$status" --script "$0")
     [ "$next" = again ] && [ -z "$told" ] || break
 done
 if [ "$next" = requeue ]; then

@@ -5,7 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.answer import Answer, Canvas, table
-from shardwise.launch.run_status import RunStatus, Start, status_of
+from shardwise.launch.run_status import RunStatus, status_of
+from shardwise.trace.history import Start
+from shardwise.trace.journal import Event
+from shardwise.units import format_seconds
 
 DESCRIPTION = """How a run stands: whether it runs, who computes where and since when, its last step and checkpoint, and
 of every start before why it ended. It reads the folder of the run, and asks Slurm or Kubernetes where it was handed to
@@ -50,6 +53,12 @@ def draw(status: RunStatus, canvas: Canvas) -> None:
     for host, ranks in last.hosts.items():
         devices = [str(place["device"]) for place in last.places if place["host"] == host]
         canvas.print(f"  {host}: {_ranks(ranks)} on {', '.join(sorted(set(devices)))}")
+    for each in status.slow:
+        canvas.print(f"{canvas.paint('slow:', 'bold yellow')} {_slow(each)}")
+    for each in status.corrupt:
+        canvas.print(f"{canvas.paint('wrong numbers:', 'bold yellow')} step {each.get('step')}: {each.get('what')}")
+    if status.left_out:
+        canvas.print(f"left out: {', '.join(status.left_out)}")
     if len(status.starts) > 1:
         canvas.print(f"restarted {len(status.starts) - 1} times:" if len(status.starts) > 2 else "restarted once:")
         table(("started", "from step", "to step", "plan", "hosts", "ended"), map(_row, status.starts), canvas)
@@ -63,6 +72,14 @@ def _row(start: Start) -> tuple[object, ...]:
         start.plan,
         ", ".join(start.hosts),
         start.why or "it runs",
+    )
+
+
+def _slow(event: Event) -> str:
+    seconds = [format_seconds(float(event.get(key, 0.0))) for key in ("seconds", "others_seconds")]
+    return (
+        f"rank {event['rank']} on {event.get('host')} since {event['when']}, by {event['cause']}:"
+        f" {seconds[0]} of a step, others {seconds[1]}"
     )
 
 

@@ -337,6 +337,12 @@ def asking(watch: Watch, peer: int) -> Iterator[None]:
         watch._waits = None
 
 
+def last_place(store: Store, rank: int, name: str = "pipeline") -> str | None:
+    """The key under which the last watch of that name of a rank tells where it stands, if there is one."""
+    counted = f"shardwise/{name}/watches/{rank}"
+    return f"shardwise/{name}/{store.add(counted, 0)}/place/{rank}" if store.check([counted]) else None
+
+
 def default_store() -> Store:
     """The store of the default process group, without the prefix of that group."""
     return store_of_faults(torch_private.default_store())

@@ -16,6 +16,7 @@ import faulthandler
 import json
 import os
 import re
+import signal
 import struct
 import tempfile
 import threading
@@ -23,14 +24,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.ranks.faults import LIMIT_SECONDS, LOST
+from shardwise.ranks.faults import LIMIT_SECONDS, LOST, last_place
 from shardwise.ranks.rank_error import RankError, decode, encode
 from shardwise.torch_private import Store
 
 #: Where it is said that a rank is silent.
 SILENT = "shardwise/silent"
-#: Longer than a watch waits: that one says more. With what follows, others know of it within 30 s.
-SILENT_SECONDS = LIMIT_SECONDS + 1.0
+#: Longer than a watch waits, which says more, and looks at a rank only when it has waited for it for a moment. With
+#: what follows, others know of it within 30 s.
+SILENT_SECONDS = LIMIT_SECONDS + 3.0
 #: What a process has to end by itself, after a rank was found to be silent.
 _END_SECONDS = 2.0
 _BEAT_SECONDS = 1.0
@@ -147,22 +149,39 @@ class Silence:
         """What there is to say about it."""
         silent = self._looked - self._since
         return RankError(
-            f"rank {self.rank} has not answered for {silent:.0f} s; it was last at {self._place}. Its process is"
-            " stopped, or its machine is gone",
+            f"rank {self.rank} has not answered for {silent:.0f} s; it was last at {self._place}{self._told()}. Its"
+            " process is stopped, or its machine is gone",
             remedy="the same command again: what was saved is whole",
             rank=self.rank,
         )
+
+    def _told(self) -> str:
+        """Where it stood in its schedule, as its engine's watch has told last, if it has one."""
+        key = last_place(self._store, self.rank)
+        return "" if key is None or not self._store.check([key]) else f" ({json.loads(self._store.get(key))['at']})"
 
 
 def is_stopped(rank: int) -> bool:
     """Whether a process on this machine is stopped that the same launcher has started to be this rank, if that can be
     known: one that has not joined yet gives no sign, and may only be slow to start."""
+    return _find_stopped(rank) is not None
+
+
+def end_stopped(rank: int) -> None:
+    """Kill that process, if it is stopped: it would hear nothing else, and whoever started it would wait for it."""
+    process = _find_stopped(rank)
+    if process is not None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
+
+
+def _find_stopped(rank: int) -> int | None:
     launcher = os.getppid()
     for process in _words(f"/proc/{launcher}/task/{launcher}/children", b" "):
         folder = f"/proc/{process.decode()}"
         if f"RANK={rank}".encode() in _words(f"{folder}/environ", b"\0"):
-            return b"State:\tT (stopped)" in _words(f"{folder}/status", b"\n")
-    return False
+            return int(process) if b"State:\tT (stopped)" in _words(f"{folder}/status", b"\n") else None
+    return None
 
 
 def _words(path: str, between: bytes) -> list[bytes]:

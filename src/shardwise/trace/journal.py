@@ -3,7 +3,12 @@
     {"event": "submitted", "when": ..., "on": "slurm", "job": "17", ...}     by `shardwise launch`
     {"event": "attempt", "job": "17", "restart": 1, "nodes": [...], ...}     by the job, before ranks are started
     {"event": "start", "step": 40, "plan": "dp=2", "places": [...]}          by the first rank, when all are ready
+    {"event": "checkpoint", "step": 60}                                      by the first rank, when it begins to save
+    {"event": "copy", "step": 64}                                            when all ranks have copies in memory
+    {"event": "slow", "rank": 1, "host": ..., "cause": "data", ...}          a rank is slow; `slow over`: no more
+    {"event": "corrupt", "step": 64, "ranks": [1], "what": ...}              numbers were wrong, by ranks' fault
     {"event": "end", "step": 80, "why": "SIGUSR1"}                           by the first rank; none where it was killed
+                                                                             `leave_out`: hosts to go on without
     {"event": "attempt end", "status": 0}                                    by the job
 
 Lines are only ever added, each by one write, so that several machines may. A disk without room ends no run: what cannot

@@ -5,6 +5,7 @@
     RUN/plan.toml         the plan, with its reasons
     RUN/manifest.json     versions, hardware, seed, command
     RUN/metrics.jsonl     loss, speed and more of each step, where it was trained
+    RUN/journal.jsonl     starts, ends, checkpoints and slow ranks, with their times
 
 A trace alone is a run too.
 """
@@ -20,6 +21,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.output import write_whole
 from shardwise.trace.events import Trace
 from shardwise.trace.file import load_trace, save_trace
+from shardwise.trace.history import History, history_of
+from shardwise.trace.journal import read_journal
 from shardwise.trace.metrics import Curve, curves_of, read_metrics
 from shardwise.units import format_number, format_seconds
 
@@ -51,7 +54,7 @@ class Run:
 
     `facts` are about the run as a whole, by name. `memory_bytes` is what a device has, if known. `units` are those of
     each stage, if known. `alike` are, for each rank of the trace, the ranks of the whole plan that do what it does;
-    none where the trace has them all. `curves` are the metrics of its steps.
+    none where the trace has them all. `curves` are the metrics of its steps, `history` what became of it over time.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Run:
     units: tuple[tuple[Unit, ...], ...] = ()
     alike: tuple[tuple[int, ...], ...] = ()
     curves: Mapping[str, Curve] = field(default_factory=dict)
+    history: History | None = None
 
     def time(self, seconds: float) -> str:
         """A time as one reads it, with its unit."""
@@ -104,7 +108,7 @@ def load_run(path: Path) -> Run:
     predicted = load_trace(path / PREDICTED) if (path / PREDICTED).is_file() else None
     manifest = _read(path / MANIFEST, f"{path / MANIFEST}", json.loads)
     facts = {key: _fact(value) for key, value in manifest.items() if isinstance(value, (str, int, float))}
-    memory = manifest.get("device_memory_bytes")
+    memory, rows = manifest.get("device_memory_bytes"), read_metrics(path)
     return Run(
         name=path.resolve().name,
         trace=load_trace(path / TRACE),
@@ -113,7 +117,8 @@ def load_run(path: Path) -> Run:
         facts=facts,
         memory_bytes=float(memory) if isinstance(memory, (int, float)) else None,
         units=_units_of(manifest),
-        curves=curves_of(read_metrics(path)),
+        curves=curves_of(rows),
+        history=history_of(read_journal(path), rows),
     )
 
 

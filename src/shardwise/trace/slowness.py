@@ -23,14 +23,16 @@ from shardwise.trace.stretches import Part, parts_of_ranks
 from shardwise.units import format_seconds
 
 #: So many of the last looks count, and in so many of them it was slow that is named.
-LOOKS, SLOW_LOOKS = 5, 4
+LOOKS, SLOW_LOOKS = 10, 8
+#: A look so soon after the last is left out: a machine that is busy for a moment is no slow rank.
+SECONDS_BETWEEN_LOOKS = 2.0
 #: How much longer a rank takes than others like it, and the part of a step that is lost by it.
 _TIMES, _SHARE = 1.5, 0.1
 #: So many looks are what a rank is held against that is like no other.
-_FIRST_LOOKS = 4
+_FIRST_LOOKS = 5
 
 
-class Cause(StrEnum):
+class SlowCause(StrEnum):
     """Why a rank is slow."""
 
     COMPUTE = "compute"
@@ -39,16 +41,16 @@ class Cause(StrEnum):
 
 
 _PARTS = {
-    Cause.COMPUTE: (
+    SlowCause.COMPUTE: (
         Part.COMPUTE, Part.RECOMPUTATION, Part.OPTIMIZER, Part.COPIES, Part.LAUNCH, Part.HOST,
     ),
-    Cause.DATA: (Part.DATA,),
-    Cause.LINK: (Part.EXPOSED,),
+    SlowCause.DATA: (Part.DATA,),
+    SlowCause.LINK: (Part.EXPOSED,),
 }  # fmt: skip
 _SAID = {
-    Cause.COMPUTE: ("computes", "of a step"),
-    Cause.DATA: ("waits", "for its batch"),
-    Cause.LINK: ("waits", "for what is on its way to it"),
+    SlowCause.COMPUTE: ("computes", "of a step"),
+    SlowCause.DATA: ("waits", "for its batch"),
+    SlowCause.LINK: ("waits", "for what is on its way to it"),
 }
 
 
@@ -57,7 +59,7 @@ class SlowRank:
     """A rank that is slow: its seconds of a step by that cause, those of others, and in how many of the last looks."""
 
     rank: int
-    cause: Cause
+    cause: SlowCause
     seconds: float
     others_seconds: float
     looks: int
@@ -87,18 +89,23 @@ class Slowness:
 
     def __init__(self, alike: Sequence[int], *, has_links: bool) -> None:
         self._alike = alike
-        self._causes = [cause for cause in Cause if has_links or cause is not Cause.LINK]
-        self._looks: dict[tuple[int, Cause], deque[_Look]] = {
+        self._causes = [cause for cause in SlowCause if has_links or cause is not SlowCause.LINK]
+        self._looks: dict[tuple[int, SlowCause], deque[_Look]] = {
             (rank, cause): deque(maxlen=LOOKS) for rank in range(len(alike)) for cause in self._causes
         }
         self._first: list[list[float]] = [[] for _ in alike]
+        self._looked: float | None = None
+        self._found: list[SlowRank] = []
 
     def look(self, trace: Trace) -> list[SlowRank]:
         """Take a step into account; those that are slow now. All ranks have the trace, and find the same."""
+        if self._looked is not None and trace.start - self._looked < SECONDS_BETWEEN_LOOKS:
+            return self._found
+        self._looked = trace.start
         parts = parts_of_ranks(trace)
         for cause in self._causes:
             seconds = [sum(mine[part] for part in _PARTS[cause]) for mine in parts]
-            if cause is Cause.COMPUTE:
+            if cause is SlowCause.COMPUTE:
                 self._keep_first(seconds)
             for rank, mine in enumerate(seconds):
                 expected = self._expected(rank, cause, seconds)
@@ -106,14 +113,15 @@ class Slowness:
                     continue
                 is_slow = mine > _TIMES * expected and mine - expected > _SHARE * trace.makespan
                 self._looks[rank, cause].append(_Look(mine, expected, is_slow))
-        return [found for key in self._looks if (found := self._find(*key)) is not None]
+        self._found = [found for key in self._looks if (found := self._find(*key)) is not None]
+        return self._found
 
-    def _expected(self, rank: int, cause: Cause, seconds: Sequence[float]) -> float | None:
+    def _expected(self, rank: int, cause: SlowCause, seconds: Sequence[float]) -> float | None:
         """What the rank's seconds would be if it were as quick as others; None if that is not known."""
         others = [other for other in range(len(seconds)) if other != rank]
-        if cause is not Cause.DATA:
+        if cause is not SlowCause.DATA:
             same = [other for other in others if self._alike[other] == self._alike[rank]]
-            if same or cause is Cause.LINK:
+            if same or cause is SlowCause.LINK:
                 return median(seconds[other] for other in same) if same else None
             # Each against its own first steps: what slows the whole machine slows all of them.
             first = [median(mine) for mine in self._first]
@@ -127,7 +135,7 @@ class Slowness:
             if len(first) < _FIRST_LOOKS:
                 first.append(mine)
 
-    def _find(self, rank: int, cause: Cause) -> SlowRank | None:
+    def _find(self, rank: int, cause: SlowCause) -> SlowRank | None:
         slow = [each for each in self._looks[rank, cause] if each.is_slow]
         if len(slow) < SLOW_LOOKS:
             return None

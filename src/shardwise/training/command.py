@@ -96,7 +96,6 @@ def run(arguments: argparse.Namespace) -> Answer:
     recipe, num_devices = asked.recipe, asked.num_devices
     if arguments.show:
         return _shown(recipe, asked.plan)
-    from shardwise.training.exporter import check_exporter
     from shardwise.training.folder import check_same, new_folder
 
     if arguments.folder is None and environment.find_world_size() is not None:
@@ -107,11 +106,9 @@ def run(arguments: argparse.Namespace) -> Answer:
     folder = Path(arguments.folder) if arguments.folder else new_folder(recipe)
     check_same(folder, recipe)
     gpus: Gpus = "shared" if arguments.share_gpus else "own"
-    watching = watching_of(arguments)
-    if environment.find_world_size() is None:
-        check_exporter(watching)
+    job = replace(asked.job(folder, copies_every), watching=watching_of(arguments))
     step_aside()  # The first rank draws a bar of its own.
-    result = train(replace(asked.job(folder, copies_every), watching=watching), num_devices, gpus=gpus)
+    result = train(job, num_devices, gpus=gpus)
     return Answer(data={}, render=lambda _: None) if result is None else _answer(result)
 
 

@@ -6,7 +6,7 @@ was is counted when it is asked for.
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -71,7 +71,7 @@ def _lines(facts: Facts, now: float) -> Iterator[str]:
     yield from _family("slow_rank", slow)
 
 
-def _family(name: str, samples: list[tuple[dict[str, str], float]]) -> Iterator[str]:
+def _family(name: str, samples: Sequence[tuple[Mapping[str, str], float]]) -> Iterator[str]:
     kind = "counter" if name.endswith("_total") else "gauge"
     yield f"# HELP {PREFIX}{name} {_HELP[name]}\n# TYPE {PREFIX}{name} {kind}\n"
     for labels, value in samples:

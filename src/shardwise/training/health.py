@@ -11,7 +11,7 @@ from shardwise import environment
 from shardwise.engine.update import LaunchedStep
 from shardwise.trace.events import Trace
 from shardwise.trace.journal import note, read_journal
-from shardwise.trace.slowness import Cause, Slowness, SlowRank
+from shardwise.trace.slowness import SlowCause, Slowness, SlowRank
 from shardwise.trace.stretches import parts_of_ranks
 from shardwise.training.data.rows import Batch
 from shardwise.training.exporter import Exporter, Facts
@@ -24,6 +24,8 @@ from shardwise.training.setup import Setup
 from shardwise.training.verify import Verifier
 from shardwise.training.world import World
 
+_SECONDS_BETWEEN_COPIES_NOTED = 60.0
+
 
 class Health:
     """That of one run on one rank. `leave_out` are hosts that the run should end for, to go on without them."""
@@ -32,8 +34,11 @@ class Health:
         self._job, self._world, self._setup, self._progress = job, world, setup, progress
         self._hosts: list[str] = world.gather(environment.node_name())
         self._slowness = Slowness(_stages(setup, world), has_links=len(set(self._hosts)) > 1)
-        self._slow: dict[tuple[int, Cause], SlowRank] = {}
+        self._slow: dict[tuple[int, SlowCause], SlowRank] = {}
         self.verifier = Verifier(job, world, setup, progress)
+        self._checked: int | None = None
+        self._saved = setup.step
+        self._copy_noted: float | None = None
         self.leave_out: tuple[str, ...] = ()
         self.why: str | None = None
         self._exporter: Exporter | None = None
@@ -54,12 +59,21 @@ class Health:
 
     def before_keeping(self, step: int) -> None:
         """A checkpoint or a copy of this step is about to be made: it must be what all replicas hold."""
-        self.verifier.check_weights(step)
+        if step != self._checked:
+            self._checked = step
+            self.verifier.check_weights(step)
 
-    def kept(self, kept: Kept) -> None:
-        """It was."""
+    def kept(self, step: int, kept: Kept) -> None:
+        """It was. Copies are many, and of some alone there is a line."""
+        now = time.monotonic()
+        if kept.saved and step != self._saved:
+            self._saved = step
+            self._note("checkpoint", step=step)
+        if kept.copied and (self._copy_noted is None or now - self._copy_noted > _SECONDS_BETWEEN_COPIES_NOTED):
+            self._copy_noted = now
+            self._note("copy", step=step)
         if self._exporter is not None:
-            now, facts = time.monotonic(), self._exporter.facts
+            facts = self._exporter.facts
             facts.saved = now if kept.saved else facts.saved
             facts.copied = now if kept.copied else facts.copied
 

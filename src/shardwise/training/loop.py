@@ -100,7 +100,7 @@ class Loop:
             self._evaluate(step)
         self._health.before_keeping(step)
         self._safe.save(step)
-        self._health.kept(Kept(saved=True))
+        self._health.kept(step, Kept(saved=True))
         return Outcome(
             result=self._result(step, stopped_by),
             model=setup.model,
@@ -224,7 +224,7 @@ class Loop:
         if self._safe.is_due(step):
             self._read()
             self._health.before_keeping(step)
-            self._health.kept(self._safe.look_up(step))
+            self._health.kept(step, self._safe.look_up(step))
         self._speed.go_on()
 
     def _evaluate(self, step: int) -> None:

@@ -10,6 +10,7 @@ from shardwise.planner.account import hold
 from shardwise.planner.question import make_question
 from shardwise.ranks.gpus import Found, Gpus, check_any, check_fits, check_one_each, check_precision, find_gpus
 from shardwise.training.choose import asked_of, check_host, software_for
+from shardwise.training.exporter import check_exporter
 from shardwise.training.job import Job
 
 # A GPU that the catalogue does not know is counted as this one, with its own memory.
@@ -19,8 +20,10 @@ _TRUSTED = 1.15
 
 
 def check_machine(job: Job, num_devices: int, gpus: Gpus) -> None:
-    """Refuse a run for which this machine has not the GPUs, or not the memory on its host."""
+    """Refuse a run for which this machine has not the GPUs, not the memory on its host, or not the port."""
     check_gpus(job, num_devices, gpus)
+    if environment.place_under_torchrun() is None or environment.rank_under_torchrun() == 0:
+        check_exporter(job.watching)
     if environment.place_under_torchrun() is None:
         check_host(job)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardwise import environment
+from shardwise.ranks.pulse import end_stopped
 from shardwise.trace.journal import note
 from shardwise.training.job import Job
 from shardwise.training.progress import Progress
@@ -69,6 +70,8 @@ def note_end(
 
     The first rank tells; of one that is `lost` the next.
     """
+    if lost is not None and lost != world.rank:
+        end_stopped(lost)
     if world.rank != (1 if lost == 0 else 0):
         return
     line, *more = why.strip().splitlines() or ["an error without a text"]

@@ -36,8 +36,8 @@ def count_devices() -> int:
 def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
     """Run a job. Under `torchrun`, None on all ranks but the first."""
     check_inputs(job)
-    make_folder(job.folder)
     check_machine(job, num_devices, gpus)
+    make_folder(job.folder)
     is_launched = environment.place_under_torchrun() is not None
     if is_launched and gpus == "shared":
         environment.ask_for_shared_gpus()

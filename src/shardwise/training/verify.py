@@ -62,7 +62,8 @@ class Verifier:
         self._jumps: dict[str, deque[float]] = {name: deque(maxlen=_NUM_KEPT) for name in ("loss", "norm")}
         self._open, self._prints, self._early = ExitStack(), list[Prints](), list[_Told]()
         #: Of a step that was held back: why, and what ranks had computed until then.
-        self._why, self._seen, self._held = "", list[Any](), (0.0, None)
+        self._why, self._seen = "", list[Any]()
+        self._held: tuple[float, float | None] = (0.0, None)
         if not self._every:
             return
         coordinates = self._engine.wires.mesh.coordinates

@@ -10,6 +10,7 @@ from shardwise.explain.report import sections
 from shardwise.explain.report.comparison import comparison, headline
 from shardwise.explain.report.curves import curves
 from shardwise.explain.report.encode import ACTIVITY_KINDS, LANES, PARTS, encode
+from shardwise.explain.report.history import history
 from shardwise.explain.summary import Summary
 from shardwise.trace.run import Run
 from shardwise.trace.stretches import stretches
@@ -53,6 +54,7 @@ def make_page(
             "memory": sections.memory(summary),
             "comparison": "" if second is None else comparison(summary, second),
             "findings": _findings(summary, found, second, other_found),
+            "history": history(run) if other is None else "",
             "curves": curves(run, other),
             "plan": sections.plan(summary) if second is None else _plans(summary, second),
             "footer": "Made by Shardwise. The same trace opens in ui.perfetto.dev.",

@@ -328,8 +328,8 @@ class LocalGradients(Gradients):
                 if not count:
                     each.grad = None
         if self.look is not None:
-            for each in self.found:
-                self.look(each)
+            for gradient in self.found:
+                self.look(gradient)
         if step not in self._used:
             self._used[step] = [each.grad is not None for each in targets]
 

@@ -1,6 +1,6 @@
 // The numbers of a curve where the pointer is: its step, and what each line has there.
 function startCurves() {
-  for (const picture of document.querySelectorAll(".chart svg")) {
+  for (const picture of document.querySelectorAll(".charts .chart svg")) {
     const lines = [...picture.querySelectorAll("path")].map(readCurve);
     if (!lines.length) continue;
     const said = drawnIn(picture, "text", "said"), cursor = drawnIn(picture, "line", "cursor");

@@ -110,7 +110,7 @@ def test_nodes_and_devices_come_from_the_plan_and_the_cluster(here: Path, capsys
         (
             "--on local -- train tiny --stpes 4",
             "error: unknown option '--stpes'; known: --help, --plan, --devices, --cluster, --share-gpus, --set,"
-            " --folder, --show, --json\n  try: --set\n",
+            " --folder, --copies-every, --show, --json\n  try: --set\n",
         ),
         (
             "--on local -- train tiny --show",

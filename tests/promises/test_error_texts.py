@@ -979,15 +979,23 @@ error: there is no recipe runs/absent
         "train tiny --lr 1e-3",
         2,
         """
-error: unknown option '--lr'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --show, --json
+error: unknown option '--lr'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --copies-every, --show, --json
   try: --set optimizer.rate=1e-3
+""",  # noqa: E501
+    ),
+    (
+        "train tiny --copies-every -1",
+        1,
+        """
+error: --copies-every -1: it is a number of steps
+  try: --copies-every 0 for none
 """,
     ),
     (
         "train tiny --batch-size=4",
         2,
         """
-error: unknown option '--batch-size'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --show, --json
+error: unknown option '--batch-size'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --copies-every, --show, --json
   try: --set batch=4
 """,  # noqa: E501
     ),
@@ -995,7 +1003,7 @@ error: unknown option '--batch-size'; known: --help, --plan, --devices, --cluste
         "train tiny --resume mine",
         2,
         """
-error: unknown option '--resume'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --show, --json
+error: unknown option '--resume'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --copies-every, --show, --json
   try: --folder mine
 """,  # noqa: E501
     ),

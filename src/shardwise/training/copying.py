@@ -50,6 +50,8 @@ class Copier:
         self._next = setup.step + min(_FIRST, job.copies_every or _FIRST)
         self._last: tuple[int, float] | None = None  # The step at which the last was begun, and when.
         self._begun_step: int | None = None
+        #: The last whose pieces all have reached their neighbours.
+        self._sure_step: int | None = None
         self._cost_seconds = 0.0
         #: All copies so far, what they have cost, and since when.
         self._num_copies, self._spent_seconds, self._since = 0, 0.0, time.perf_counter()
@@ -76,8 +78,12 @@ class Copier:
         problem = writer.finish()
         self._spent_seconds += self._cost_seconds + self._beside_seconds()
         self._tell(problem, told)
-        if problem is None and self._begun_step is not None and copies.is_first_here:
-            copies.memory.keep_only([writer.generation(self._begun_step), writer.generation(step)])
+        if problem is None and self._begun_step is not None:
+            if not self._is_apart:
+                self._sure_step = self._begun_step
+            kept = {self._begun_step, step, self._begun_step if self._sure_step is None else self._sure_step}
+            if copies.is_first_here:
+                copies.memory.keep_only(map(writer.generation, kept))
         parts, extra = state_to_save(self._world, self._setup)
         if self._begun_step is None:
             writer.agree(parts)

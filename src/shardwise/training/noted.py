@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from shardwise import environment
+from shardwise.ranks.rank_error import RankError
 from shardwise.trace.journal import note
 from shardwise.training.job import Job
 from shardwise.training.progress import Progress
@@ -58,8 +59,11 @@ def _note_start(job: Job, world: World, setup: Setup) -> None:
         )  # fmt: skip
 
 
-def note_end(job: Job, world: World, why: str, *, step: int | None = None, is_final: bool = False) -> None:
-    """It has ended, well or not. `is_final`: it would end so again."""
-    if world.is_first:
+def note_end(
+    job: Job, world: World, why: str, *, step: int | None = None, is_final: bool = False, error: Exception | None = None
+) -> None:
+    """It has ended, well or not. `is_final`: it would end so again. Of the first rank's own end the second tells."""
+    is_told_by_second = isinstance(error, RankError) and error.rank == 0 and world.rank == 1
+    if world.is_first or is_told_by_second:
         line = why.strip().partition("\n")[0] or "an error without a text"
         note(job.folder, "end", step=step, why=line[:_MOST_LETTERS], is_final=is_final or None)

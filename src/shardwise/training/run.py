@@ -100,7 +100,7 @@ def _run(job: Job, world: World, stop: StopSignals, progress: Progress) -> Outco
             note_end(job, world, error.problem, is_final=True)
             return error
         except Exception as error:
-            note_end(job, world, str(error))
+            note_end(job, world, str(error), error=error)
             if not gives_up or setup.engine.num_steps > setup.step + 1 or isinstance(error, ShardwiseError):
                 raise
             # The first line of torch's is which backend has failed.

@@ -13,6 +13,7 @@ import time
 from typing import NamedTuple
 
 from shardwise.cluster.local import available_bytes
+from shardwise.copies.memory import Memory
 from shardwise.trace.journal import note
 from shardwise.training.checkpoint.in_memory import CopyWriter
 from shardwise.training.job import Job
@@ -78,12 +79,8 @@ class Copier:
         problem = writer.finish()
         self._spent_seconds += self._cost_seconds + self._beside_seconds()
         self._tell(problem, told)
-        if problem is None and self._begun_step is not None:
-            if not self._is_apart:
-                self._sure_step = self._begun_step
-            kept = {self._begun_step, step, self._begun_step if self._sure_step is None else self._sure_step}
-            if copies.is_first_here:
-                copies.memory.keep_only(map(writer.generation, kept))
+        if self._begun_step is not None and copies.is_first_here:
+            self._make_room(copies.memory, writer, is_whole=problem is None, step=step)
         parts, extra = state_to_save(self._world, self._setup)
         if self._begun_step is None:
             writer.agree(parts)
@@ -94,6 +91,17 @@ class Copier:
         self._begun_step, self._last = step, (step, time.perf_counter())
         self._cost_seconds, self._num_copies = time.perf_counter() - begun, self._num_copies + 1
         self._next = step + (self._job.copies_every or _steps_between(told))
+
+    def _make_room(self, memory: Memory, writer: CopyWriter, *, is_whole: bool, step: int) -> None:
+        """Forget what is older than a copy that is whole. One that failed is forgotten itself: what there was stays."""
+        assert self._begun_step is not None, "there was a copy"
+        if not is_whole:
+            memory.forget_one(writer.generation(self._begun_step))
+            return
+        if not self._is_apart:
+            self._sure_step = self._begun_step
+        kept = {self._begun_step, step, self._begun_step if self._sure_step is None else self._sure_step}
+        memory.keep_only(map(writer.generation, kept))
 
     def close(self, *, is_over: bool) -> None:
         """Let go of it; where the run is over, of the copies too."""

@@ -5,7 +5,7 @@
 1. Two machines (agents of torchrun with names and memory of their own) train a small model while ranks, agents,
    keepers and whole machines are killed at random. The losses are compared with those of a run that nobody disturbed,
    bit by bit.
-2. A rank is killed again and again in two runs at once, by turns: one with copies in memory, one with torchrun's own
+2. A rank is killed again and again in two runs, one after the other: with copies in memory, and with torchrun's own
    restart, which imports everything anew and reads a checkpoint. What is measured is the time to the next step.
 3. What copies cost: of a larger model's steps, with as many between them as the run chooses.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from record import record
+from record import kept, record
 
 from shardwise.standby.asker import find_server
 from shardwise.trace.journal import read_journal
@@ -70,44 +70,43 @@ def random_kills(folder: Path, memory: Path, num_kills: int, seconds: float, see
 
 
 def restarts(folder: Path, memory: Path, count: int) -> dict[str, object]:
-    """Two runs by turns."""
-    runs = {}
+    """One run after the other, so that neither takes the other's cores."""
+    found = {}
     for name, copies_every, every in (("copies in memory", 2, 0), ("torchrun, from disk", 0, 2)):
         words = train_words(
             folder / name, PLAN, copies_every=copies_every, steps=1_000_000, checkpoint__every=every, log=1
         )
-        runs[name] = Nodes(folder / name, words, fewest=1, most=1, ranks=2)
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    try:
-        for nodes in runs.values():
+        nodes = Nodes(folder / name, words, fewest=1, most=1, ranks=2)
+        try:
             nodes.start("a")
-        for nodes in runs.values():
             nodes.wait(lambda nodes=nodes: nodes.step() >= 8)  # type: ignore[misc]
-        while (server := find_server(folder / "copies in memory", "a")) is None:
-            time.sleep(0.1)
-        server.close()
-        for _ in range(count):
-            for name, nodes in runs.items():
-                begun, num_starts = time.monotonic(), len(nodes.starts())
-                kill(nodes.starts()[-1]["places"][1]["process"])
-                nodes.wait(lambda nodes=nodes, num=num_starts: len(nodes.starts()) > num)  # type: ignore[misc]
-                again = nodes.starts()[-1]["step"]
-                nodes.wait(lambda nodes=nodes, again=again: nodes.step() > again)  # type: ignore[misc]
-                found[name].append(round(time.monotonic() - begun, 2))
-                print(f"{name}: {found[name][-1]} s", flush=True)
-                nodes.wait(lambda nodes=nodes, again=again: nodes.step() > again + 6)  # type: ignore[misc]
-    finally:
-        for nodes in runs.values():
+            while copies_every and (server := find_server(folder / name, "a")) is None:
+                time.sleep(0.1)
+            if copies_every and server is not None:
+                server.close()
+            seconds = [_killed(nodes) for _ in range(count)]
+        finally:
             forget(nodes, memory)
-    return {
-        name: {"seconds from a kill to the next step": each, "median": statistics.median(each)}
-        for name, each in found.items()
-    }
+        found[name] = {"seconds from a kill to the next step": seconds, "median": statistics.median(seconds)}
+        print(name, found[name], flush=True)
+    return found
+
+
+def _killed(nodes: Nodes) -> float:
+    """Kill a rank. Returns how long it is until the next step."""
+    begun, num_starts = time.monotonic(), len(nodes.starts())
+    kill(nodes.starts()[-1]["places"][1]["process"])
+    nodes.wait(lambda: len(nodes.starts()) > num_starts)
+    again = nodes.starts()[-1]["step"]
+    nodes.wait(lambda: nodes.step() > again)
+    took = time.monotonic() - begun
+    nodes.wait(lambda: nodes.step() > again + 6)
+    return round(took, 2)
 
 
 def cost(folder: Path) -> dict[str, object]:
-    """The part of the time that copies took of a run of 30 M parameters on one rank, by what each of them took."""
-    changes = {"model.width": 512, "model.layers": 8, "steps": 60, "evaluation.every": 0, "evaluation.sample": 0,
+    """The part of the time that copies took of a run of 1 M parameters on one rank, by what each of them took."""
+    changes = {"model.width": 128, "model.layers": 4, "steps": 400, "evaluation.every": 0, "evaluation.sample": 0,
                "checkpoint.every": 0}  # fmt: skip
     sets = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
@@ -128,14 +127,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ.update(SHARDWISE_COPIES="/dev/shm", OMP_NUM_THREADS="1")
-        found: dict[str, object] = {}
-        if asked.restarts:
-            found["restarts"] = restarts(folder, folder / "none", asked.restarts)
-            found["cost"] = cost(folder)
-        if asked.kills:
-            found["random kills"] = random_kills(folder, folder / "none", asked.kills, asked.seconds, asked.seed)
-    print(found)
-    record("survive", found)
+        parts = {
+            "restarts": lambda: restarts(folder, folder / "none", asked.restarts) if asked.restarts else None,
+            "cost": lambda: cost(folder) if asked.restarts else None,
+            "random kills": lambda: (
+                random_kills(folder, folder / "none", asked.kills, asked.seconds, asked.seed) if asked.kills else None
+            ),
+        }
+        for each, part in parts.items():
+            result = part()
+            if result is not None:
+                print(each, result, flush=True)
+                # Whether anything else was going on, part by part.
+                load = [round(number, 1) for number in os.getloadavg()]
+                record("survive", {**kept("survive"), each: {**result, "load": load}})
 
 
 if __name__ == "__main__":

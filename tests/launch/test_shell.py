@@ -110,8 +110,8 @@ def test_nodes_and_devices_come_from_the_plan_and_the_cluster(here: Path, capsys
         (
             "--on local -- train tiny --stpes 4",
             "error: unknown option '--stpes'; known: --help, --plan, --devices, --cluster, --share-gpus, --set,"
-            " --folder, --verify-steps, --leave-out-slow, --metrics-port, --metrics-host, --metrics-file, --show,"
-            " --json\n  try: --set\n",
+            " --folder, --verify-steps, --leave-out-slow, --metrics-port, --metrics-host, --metrics-file,"
+            " --copies-every, --show, --json\n  try: --set\n",
         ),
         (
             "--on local -- train tiny --show",

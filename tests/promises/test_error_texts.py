@@ -1003,15 +1003,23 @@ error: --metrics-file train.txt: node_exporter reads files that end in .prom
         "train tiny --lr 1e-3",
         2,
         """
-error: unknown option '--lr'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --verify-steps, --leave-out-slow, --metrics-port, --metrics-host, --metrics-file, --show, --json
+error: unknown option '--lr'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --verify-steps, --leave-out-slow, --metrics-port, --metrics-host, --metrics-file, --copies-every, --show, --json
   try: --set optimizer.rate=1e-3
 """,  # noqa: E501
+    ),
+    (
+        "train tiny --copies-every -1",
+        1,
+        """
+error: --copies-every -1: it is a number of steps
+  try: --copies-every 0 for none
+""",
     ),
     (
         "train tiny --batch-size=4",
         2,
         """
-error: unknown option '--batch-size'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --verify-steps, --leave-out-slow, --metrics-port, --metrics-host, --metrics-file, --show, --json
+error: unknown option '--batch-size'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --verify-steps, --leave-out-slow, --metrics-port, --metrics-host, --metrics-file, --copies-every, --show, --json
   try: --set batch=4
 """,  # noqa: E501
     ),
@@ -1019,7 +1027,7 @@ error: unknown option '--batch-size'; known: --help, --plan, --devices, --cluste
         "train tiny --resume mine",
         2,
         """
-error: unknown option '--resume'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --verify-steps, --leave-out-slow, --metrics-port, --metrics-host, --metrics-file, --show, --json
+error: unknown option '--resume'; known: --help, --plan, --devices, --cluster, --share-gpus, --set, --folder, --verify-steps, --leave-out-slow, --metrics-port, --metrics-host, --metrics-file, --copies-every, --show, --json
   try: --folder mine
 """,  # noqa: E501
     ),

@@ -151,3 +151,43 @@ def with_little_memory(job: Job, memory: str) -> None:
 def test_copies_are_so_far_apart_that_they_cost_a_hundredth(cost: float, step: float, every: int) -> None:
     told = _Told(is_busy=False, apart=None, cost_seconds=cost, step_seconds=step)
     assert _steps_between([told, told]) == every
+
+
+def test_a_copy_that_cannot_be_written_leaves_the_one_before_and_takes_no_room(
+    two: Ranks, memory: Path, tmp_path: Path
+) -> None:
+    job = replace(make_job(tmp_path / "wild", "dp=2,zero=1", steps=9), copies_every=2)
+    found = two.run(with_full_memory, job, str(memory))
+    assert found[0] == [[2], [2, 4], [2, 6], [2, 8]], "4 and 6 failed"
+    said = [each["problem"] for each in read_journal(job.folder) if "problem" in each]
+    assert [each.partition(" cannot")[0] for each in said] == ["the copy of step 4"], "once"
+    assert len(losses_of(job.folder)) == 9
+
+
+def with_full_memory(job: Job, memory: str) -> list[list[int]]:
+    """The second and the third copy find no room. Returns which steps were in memory after each."""
+    from shardwise.training.checkpoint import in_memory
+    from shardwise.training.checkpoint.write import write_files
+    from shardwise.training.copying import Copier
+
+    seen: list[list[int]] = []
+    plain_copy = Copier.copy
+
+    def write(folder: Path, *rest: Any) -> Any:
+        if any(f"step-0000000{step}" in folder.name for step in (4, 6)):
+            (folder / "rank-00000.safetensors").write_bytes(b"some of it")
+            raise OSError(28, "No space left on device")
+        return write_files(folder, *rest)
+
+    def copy(self: Copier, step: int) -> None:
+        while self._writer is not None and self._writer.is_busy:
+            time.sleep(0.001)
+        assert self._copies is not None
+        plain_copy(self, step)
+        while self._writer is not None and self._writer.is_busy:
+            time.sleep(0.001)
+        seen.append([each.step for each in self._copies.memory.generations()])
+
+    with mock.patch.object(in_memory, "write_files", write), mock.patch.object(Copier, "copy", copy):
+        on_nodes(job, memory)
+    return seen

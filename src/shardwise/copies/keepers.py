@@ -18,7 +18,7 @@ from shardwise.copies.memory import COPIES, ID, Generation, Memory, parse_genera
 from shardwise.copies.wire import WireError, checksum_of, receive_file, receive_line, send_file, send_line
 
 #: How long a keeper may take to be reached, to answer, and to come up on a busy machine.
-_REACH_SECONDS, _ANSWER_SECONDS, _START_SECONDS = 3.0, 60.0, 60.0
+_REACH_SECONDS, _ANSWER_SECONDS, _START_SECONDS = 1.5, 60.0, 60.0
 _POLL_SECONDS = 0.02
 #: A generation, the ranks whose pieces are somewhere, and when the last of them came, in seconds since 1970.
 DatedPieces = tuple[Generation, list[int], float]

@@ -83,10 +83,13 @@ class Memory:
         kept = set(wanted)
         for each in self.generations():
             if each not in kept:
-                going = self.folder / f"{each.name}.{secrets.token_hex(4)}.going"
-                with suppress(FileNotFoundError):
-                    (self.folder / each.name).rename(going)
-                shutil.rmtree(going, ignore_errors=True)
+                self.forget_one(each)
+
+    def forget_one(self, generation: Generation) -> None:
+        going = self.folder / f"{generation.name}.{secrets.token_hex(4)}.going"
+        with suppress(FileNotFoundError):
+            (self.folder / generation.name).rename(going)
+        shutil.rmtree(going, ignore_errors=True)
 
     def forget(self) -> None:
         """Free all of it."""

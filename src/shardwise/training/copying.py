@@ -13,6 +13,7 @@ import time
 from typing import NamedTuple
 
 from shardwise.cluster.local import available_bytes
+from shardwise.copies.memory import Memory
 from shardwise.trace.journal import note
 from shardwise.training.checkpoint.in_memory import CopyWriter
 from shardwise.training.job import Job
@@ -50,6 +51,8 @@ class Copier:
         self._next = setup.step + min(_FIRST, job.copies_every or _FIRST)
         self._last: tuple[int, float] | None = None  # The step at which the last was begun, and when.
         self._begun_step: int | None = None
+        #: The last whose pieces all have reached their neighbours.
+        self._sure_step: int | None = None
         self._cost_seconds = 0.0
         #: All copies so far, what they have cost, and since when.
         self._num_copies, self._spent_seconds, self._since = 0, 0.0, time.perf_counter()
@@ -76,8 +79,8 @@ class Copier:
         problem = writer.finish()
         self._spent_seconds += self._cost_seconds + self._beside_seconds()
         self._tell(problem, told)
-        if problem is None and self._begun_step is not None and copies.is_first_here:
-            copies.memory.keep_only([writer.generation(self._begun_step), writer.generation(step)])
+        if self._begun_step is not None and copies.is_first_here:
+            self._make_room(copies.memory, writer, is_whole=problem is None, step=step)
         parts, extra = state_to_save(self._world, self._setup)
         if self._begun_step is None:
             writer.agree(parts)
@@ -89,6 +92,17 @@ class Copier:
         self._cost_seconds, self._num_copies = time.perf_counter() - begun, self._num_copies + 1
         self._next = step + (self._job.copies_every or _steps_between(told))
         return True
+
+    def _make_room(self, memory: Memory, writer: CopyWriter, *, is_whole: bool, step: int) -> None:
+        """Forget what is older than a copy that is whole. One that failed is forgotten itself: what there was stays."""
+        assert self._begun_step is not None, "there was a copy"
+        if not is_whole:
+            memory.forget_one(writer.generation(self._begun_step))
+            return
+        if not self._is_apart:
+            self._sure_step = self._begun_step
+        kept = {self._begun_step, step, self._begun_step if self._sure_step is None else self._sure_step}
+        memory.keep_only(map(writer.generation, kept))
 
     def close(self, *, is_over: bool) -> None:
         """Let go of it; where the run is over, of the copies too."""

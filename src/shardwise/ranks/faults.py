@@ -78,8 +78,7 @@ class Waitable(Protocol):
 class Watch:
     """One rank's part: tells where it stands, and waits on behalf of it.
 
-    They talk over the store of the default process group. Everything but `at`, `wait` and `check` happens in a side
-    thread.
+    They talk over the store of the default process group. All but `at`, `wait` and `check` is done by a side thread.
     """
 
     def __init__(

@@ -19,7 +19,6 @@ from shardwise.training.finite import explain
 from shardwise.training.job import Job
 from shardwise.training.outcome import StoppedError
 from shardwise.training.progress import Progress
-from shardwise.training.safekeeping import Kept
 from shardwise.training.setup import Setup
 from shardwise.training.verify import Verifier
 from shardwise.training.world import World
@@ -63,19 +62,19 @@ class Health:
             self._checked = step
             self.verifier.check_weights(step)
 
-    def kept(self, step: int, kept: Kept) -> None:
+    def kept(self, step: int, *, saved: bool = False, copied: bool = False) -> None:
         """It was. Copies are many, and of some alone there is a line."""
         now = time.monotonic()
-        if kept.saved and step != self._saved:
+        if saved and step != self._saved:
             self._saved = step
             self._note("checkpoint", step=step)
-        if kept.copied and (self._copy_noted is None or now - self._copy_noted > _SECONDS_BETWEEN_COPIES_NOTED):
+        if copied and (self._copy_noted is None or now - self._copy_noted > _SECONDS_BETWEEN_COPIES_NOTED):
             self._copy_noted = now
             self._note("copy", step=step)
         if self._exporter is not None:
             facts = self._exporter.facts
-            facts.saved = now if kept.saved else facts.saved
-            facts.copied = now if kept.copied else facts.copied
+            facts.saved = now if saved else facts.saved
+            facts.copied = now if copied else facts.copied
 
     def tell(self, step: int, trace: Trace | None, measured: Mapping[str, Any], loss: float) -> None:
         """A line of progress has been printed of this step, which was recorded."""

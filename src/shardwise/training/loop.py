@@ -26,7 +26,7 @@ from shardwise.training.machine import peak_share
 from shardwise.training.metrics import MetricLog
 from shardwise.training.outcome import Outcome, Result
 from shardwise.training.progress import Progress, told_of
-from shardwise.training.safekeeping import Kept, Safekeeping
+from shardwise.training.safekeeping import Safekeeping
 from shardwise.training.setup import Setup, on_device
 from shardwise.training.speed import Speed
 from shardwise.training.stop import StopSignals, name_of
@@ -100,7 +100,7 @@ class Loop:
             self._evaluate(step)
         self._health.before_keeping(step)
         self._safe.save(step)
-        self._health.kept(step, Kept(saved=True))
+        self._health.kept(step, saved=True)
         return Outcome(
             result=self._result(step, stopped_by),
             model=setup.model,
@@ -224,7 +224,7 @@ class Loop:
         if self._safe.is_due(step):
             self._read()
             self._health.before_keeping(step)
-            self._health.kept(step, self._safe.look_up(step))
+            self._health.kept(step, **self._safe.look_up(step)._asdict())
         self._speed.go_on()
 
     def _evaluate(self, step: int) -> None:

@@ -1,0 +1,77 @@
+"""What a loss is, found by one rank or by all, and the same on all of them."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from shardwise.engine.options import Options
+from shardwise.engine.row_counters import check_row_counters, find_row_counters
+from shardwise.execution.compute_policy import ComputePolicy
+from shardwise.nets.moe import MoE
+from shardwise.planner.plan import Plan
+from shardwise.ranks.wires import Wires
+from shardwise.stages.batch import home_of
+from shardwise.stages.loss_kind import LossKind, Tried
+from shardwise.stages.loss_trial import try_backward, try_loss
+from shardwise.stages.no_collectives import CollectiveMetError
+from shardwise.stages.rows import RowRule
+from shardwise.stages.stage import Batch, Loss
+
+#: What a loss is, and the buffers that count rows.
+_Found = tuple[Tried, list[str]]
+
+
+def agree_on_loss(
+    module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options, wires: Wires
+) -> tuple[Tried, bool]:
+    """What the loss is, if anything of a batch is cut, and whether ranks are known to be quiet in it; on all alike."""
+    tried, is_quiet = Tried(LossKind.UNTRIED), False
+    is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
+    if plan.dp * plan.microbatches * plan.cp > 1 and options.verify and not is_meta:
+        # Under cp a loss has to be a pair anyway.
+        attempt = partial(try_loss, meets=_has_capacity(module)) if plan.cp == 1 else try_backward
+        precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
+
+        def try_both(*, for_all: bool = False) -> _Found:
+            found = attempt(module, loss, example, rule, precision, for_all=for_all)
+            looks = plan.dp > 1 and options.buffers is None and not found.writes_none
+            return found, find_row_counters(module, example, rule.look(example), precision) if looks else []
+
+        (tried, counters), is_quiet = _tried(try_both, options, wires)
+        tried.check()
+        check_row_counters(counters, plan.dp)
+    if tried.decides is not None and wires.rank == 0:
+        warnings.warn(
+            f"{tried.decides} decides by a number of all rows that it is given, and the loss depends on it: each of"
+            f" {plan.dp * plan.microbatches} parts of a batch decides by its own rows. Decide for each row by itself,"
+            " or between steps; return loss, 1 says that each part's own is meant",
+            stacklevel=2,
+        )
+    return tried, is_quiet
+
+
+def _tried(attempt: Callable[..., _Found], options: Options, wires: Wires) -> tuple[_Found, bool]:
+    """What comes of a trial by the first rank, for all have the same module and example. Where in it ranks talk to each
+    other, or have examples of their own, all of them try. And whether ranks are known to be quiet in it."""
+    if not options.is_local:
+        mine: _Found | None = Tried(LossKind.UNTRIED), []
+        if wires.rank == 0:
+            try:
+                mine = attempt(for_all=True)
+            except CollectiveMetError:
+                mine = None
+        first: _Found | None = wires.gather(mine)[0]
+        if first is not None:
+            return first, not first[0].failed
+    mine = attempt()
+    found: list[_Found] = wires.gather(mine)
+    problem = next((each for each, _ in found if each.problem), None)
+    tried = problem or next((each for each, _ in found if each.kind is not LossKind.UNTRIED), mine[0])
+    return (tried, max(counters for _, counters in found)), False
+
+
+def _has_capacity(module: nn.Module) -> bool:
+    """Whether experts of ours drop tokens where many come: those of a part, as is said of them."""
+    return any(isinstance(each, MoE) and each.mixture.capacity is not None for each in module.modules())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
 from shardwise.execution.recording import ACTIVATIONS
-from shardwise.stages.recalled import DEAR
+from shardwise.stages.recalled import DEAR, recalling
 from shardwise.torch_private import TorchDispatchMode
 from tests.engine.test_engine import NUM_TOKENS, Dropping, an_engine, tokens
 from tests.same import gradients_of
@@ -138,3 +138,14 @@ def test_evaluations_keep_nothing_and_recompute_nothing() -> None:
         other.evaluate(tokens())
     assert found.count == plain.count
     assert gradients_of(engine.parameters)
+
+
+def test_what_a_trial_on_shapes_multiplies_is_not_given_again() -> None:
+    # Found by plans of random questions: under cp the last stage tries its loss on shapes within its first forward.
+    first, second = recalling()
+    values, weight = torch.randn(2, 4), torch.randn(4, 4)
+    with first:
+        torch.empty(3, 4, device="meta") @ torch.empty(4, 4, device="meta")
+        made = values @ weight
+    with second:
+        assert torch.equal(values @ weight, made)

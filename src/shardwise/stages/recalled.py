@@ -4,7 +4,8 @@
     second forward     it is given that again, in the same order; all else is computed
 
 Something that was written into since (`relu_` on what a linear layer made) is computed again. A function of autograd
-that sums over ranks what it multiplies notes the sum itself: `taken` and `keep`.
+that sums over ranks what it multiplies notes the sum itself: `taken` and `keep`. What a trial on shapes multiplies
+(under context parallelism the last stage has one before its first loss) is not noted.
 """
 
 import threading
@@ -61,6 +62,11 @@ def _tensors(made: Any) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(made) if isinstance(each, Tensor)]
 
 
+def _is_a_trial(args: Any) -> bool:
+    """Whether tensors have shapes and no numbers: somebody tries a layer within the first forward, and not again."""
+    return any(each.is_meta for each in args if isinstance(each, Tensor))
+
+
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation. Functions of ours find it by its thread."""
 
@@ -82,14 +88,14 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _First(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func in DEAR:
+        if func in DEAR and not _is_a_trial(args):
             self.notes.add(func, made)
         return made
 
 
 class _Second(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = self.notes.take(func) if func in DEAR else None
+        found = self.notes.take(func) if func in DEAR and not _is_a_trial(args) else None
         return func(*args, **(kwargs or {})) if found is None else found
 
 

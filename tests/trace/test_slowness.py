@@ -22,7 +22,7 @@ def a_step(start: float, compute: list[float], data: list[float] | None = None) 
 
 
 def found(looker: Slowness, steps: list[Trace]) -> set[tuple[int, SlowCause]]:
-    told = [looker.look(each) for each in steps][-1]
+    told = [looker.look(each, 100 * number) for number, each in enumerate(steps, start=round(steps[0].start))][-1]
     return {(each.rank, each.cause) for each in told}
 
 
@@ -52,8 +52,10 @@ def test_stages_may_differ_and_are_held_against_their_own_first_steps() -> None:
 
 
 def test_looks_that_follow_each_other_at_once_count_once() -> None:
-    soon = [a_step(slowness.SECONDS_BETWEEN_LOOKS * number / 100, [0.01, 0.02]) for number in range(50)]
-    assert found(Slowness([0, 0], has_links=False), soon) == set()
+    looker = Slowness([0, 0], has_links=False)
+    seconds = slowness.SECONDS_BETWEEN_LOOKS / 100
+    told = [looker.look(a_step(0.0, [seconds / 2, seconds]), step) for step in range(100 * LOOKS)]
+    assert next(step for step, slow in enumerate(told) if slow) == 100 * (SLOW_LOOKS - 1)
 
 
 @pytest.mark.parametrize("has_links", [True, False])

@@ -94,14 +94,17 @@ class Slowness:
             (rank, cause): deque(maxlen=LOOKS) for rank in range(len(alike)) for cause in self._causes
         }
         self._first: list[list[float]] = [[] for _ in alike]
-        self._looked: float | None = None
+        self._looked: int | None = None
         self._found: list[SlowRank] = []
 
-    def look(self, trace: Trace) -> list[SlowRank]:
-        """Take a step into account; those that are slow now. All ranks have the trace, and find the same."""
-        if self._looked is not None and trace.start - self._looked < SECONDS_BETWEEN_LOOKS:
+    def look(self, trace: Trace, step: int) -> list[SlowRank]:
+        """Take a step of this number into account; those that are slow now.
+
+        All ranks have the trace, and find the same: so how long ago the last look was is told by steps, and no clock.
+        """
+        if self._looked is not None and (step - self._looked) * trace.makespan < SECONDS_BETWEEN_LOOKS:
             return self._found
-        self._looked = trace.start
+        self._looked = step
         parts = parts_of_ranks(trace)
         for cause in self._causes:
             seconds = [sum(mine[part] for part in _PARTS[cause]) for mine in parts]

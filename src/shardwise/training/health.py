@@ -80,7 +80,7 @@ class Health:
         """A line of progress has been printed of this step, which was recorded."""
         # In the first step memory is allocated and kernels are chosen, by each rank as quickly as it can.
         if trace is not None and self._world.size > 1 and step > self._setup.step + 1:
-            self._tell_slow(step, self._slowness.look(trace))
+            self._tell_slow(step, self._slowness.look(trace, step))
         if self._exporter is not None:
             self._export(step, trace, measured, loss)
 

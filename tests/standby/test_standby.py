@@ -90,3 +90,20 @@ def test_without_a_process_on_standby_it_runs_itself(tmp_path: Path, monkeypatch
     with ask(tmp_path / "none", tmp_path, "5") as process:
         assert int(told(process)[0]) == process.pid
         assert process.wait(20) == 5
+
+
+def test_what_was_forked_ends_when_the_agent_is_killed(run: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "shardwise.standby", "--folder", str(run), "asked", "0", "wait"]
+    agent = f"import subprocess; subprocess.run({words!r})"
+    with subprocess.Popen(
+        [sys.executable, "-c", agent],
+        env={**os.environ, "COLOUR": "red"},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        own = int(told(process)[0])
+        process.kill()
+        process.wait()
+        while not is_gone(own):
+            time.sleep(0.01)

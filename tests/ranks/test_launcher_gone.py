@@ -1,0 +1,30 @@
+"""A rank whose agent is killed ends by itself: nobody would start it again, and it would hold the folder of its run."""
+
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+
+from shardwise.ranks.worker import _look_for
+
+
+def test_a_rank_ends_when_its_agent_is_killed() -> None:
+    reads, writes = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        agent = os.fork()
+    if not agent:
+        rank = os.fork()
+        if not rank:
+            _look_for(os.getppid())
+        os.write(writes, str(rank).encode())
+        signal.pause()
+    rank = int(os.read(reads, 20))
+    os.close(reads)
+    os.close(writes)
+    os.kill(agent, signal.SIGKILL)
+    os.waitpid(agent, 0)
+    path = Path(f"/proc/{rank}/stat")
+    while path.exists() and path.read_text().split()[2] != "Z":
+        time.sleep(0.01)

@@ -17,7 +17,6 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from fcntl import LOCK_EX, flock
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,6 +104,8 @@ class Memory:
     @contextmanager
     def alone_with(self, path: Path) -> Iterator[None]:
         """Within it no other process of this machine brings this file."""
+        from fcntl import LOCK_EX, flock  # Not every system has it, and who has no copies needs none.
+
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(f".{path.name}.lock")
         handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)

@@ -228,8 +228,7 @@ class Watch:
         if not self._stopped.wait(_SETTLE_SECONDS):
             places = self._board.read(self._mine())
             if peer is None:
-                others = [place for place in places if place.rank != self.rank] or places
-                peer = max(others, key=lambda place: place.silent_seconds).rank
+                peer = max(places, key=lambda place: (place.rank != self.rank, place.silent_seconds)).rank
             told = [f"rank {peer} is gone: its connection to rank {self.rank} broke at {self._place}"]
             told += [*map(str, places), f"({str(error).partition(chr(10))[0]})"]
             self._publish(RankError("\n  ".join(told), rank=peer))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
+_SPAWN = util.spawnv_passfds
 #: This thread, and in a worker of xdist the one that reads what it is told.
 _MOST_THREADS = 2
 
@@ -40,9 +41,17 @@ def _forked(_: Any, arguments: Sequence[str], passed: Sequence[int]) -> int:
 def _serve(program: str, passed: Sequence[int]) -> NoReturn:
     try:
         _forget_tests(passed)
+        _forget_server()
         exec(program, {"__name__": "rank_server"})
     finally:
         os._exit(0)
+
+
+def _forget_server() -> None:
+    """It was forked while its lock was held, and while servers were forked. What is forked from it may start one too:
+    a script of a test that starts ranks."""
+    forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]
+    util.spawnv_passfds = _SPAWN
 
 
 def _forget_tests(passed: Sequence[int]) -> None:

@@ -43,9 +43,9 @@ TWO = (
     "dp=2,offload.parameters=1.0", "pp=2,microbatches=2,recompute=full", "cp=2", "dp=2,ep=2",
 )  # fmt: skip
 FOUR = ("dp=2,pp=2,microbatches=2,zero=1", "dp=2,tp=2,zero=3")
-#: Of a file with more programs than these every other, one in three or one in four is tried by default: each takes an
-#: engine's time or more.
-_MANY = (8, 16, 24)
+#: Of a file with more programs than these every other, or one in three, is tried by default: each takes an engine's
+#: time or more.
+_MANY = (8, 16)
 _TOLERANCE = 1e-5
 
 Result = Mapping[str, Any]

@@ -24,8 +24,9 @@ from shardwise.training.setup import Setup
 from shardwise.training.world import World
 from shardwise.units import format_bytes
 
-#: What copies may cost of the time of a run, and of the memory that a machine has left: at most half of it unasked.
-_BUDGET, _MEMORY_SHARE, _MEMORY_SHARE_ASKED = 0.01, 0.5, 0.9
+#: What copies may cost of the time of a run (1 %, and the first two come early), and of the memory that a machine has
+#: left: at most half of it unasked.
+_BUDGET, _MEMORY_SHARE, _MEMORY_SHARE_ASKED = 0.006, 0.5, 0.9
 #: The first copy comes after a step or two: those before it allocate. Steps that are counted on are this many at most.
 _FIRST, _MOST_STEPS = 2, 10_000
 #: Of each generation a machine has its own pieces and its neighbour's; and one is whole while the next is made.

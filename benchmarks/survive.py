@@ -26,15 +26,11 @@ from record import kept, record
 
 from shardwise.standby.asker import find_server
 from shardwise.trace.journal import read_journal
-from shardwise.trace.metrics import read_metrics
 from tests.training.kills import Kills, forget, stop
 from tests.training.nodes import Nodes, kill, train_words
+from tests.training.programs import losses_of
 
 PLAN = "dp=2,zero=1"
-
-
-def losses_of(folder: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(folder) if "loss" in row]
 
 
 def calm(folder: Path, steps: int) -> list[float]:

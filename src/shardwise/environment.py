@@ -20,6 +20,8 @@ COPIES_ROOT = "SHARDWISE_COPIES"
 _AGREED = "SHARDWISE_AGREED_ATTEMPT"
 # The process that was forked from one on standby: it does not ask for another.
 _STANDBY = "SHARDWISE_STANDBY"
+# Threads of a process, counted when torch is loaded.
+_THREADS = "OMP_NUM_THREADS"
 #: What a launcher's script calls the attempt that it starts.
 ATTEMPT = "SHARDWISE_ATTEMPT"
 
@@ -77,6 +79,17 @@ def changed(variables: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def threads_limited(num_threads: int) -> Iterator[None]:
+    """Processes that begin meanwhile have so many threads each, unless the user has said another number.
+
+    `torch.set_num_threads` does not reach oneDNN's own threads (torch 2.13 on aarch64): they are counted when torch is
+    loaded, and ranks with as many as there are cores took each other's (a pipeline of 2 on 2 cores was 15 % slower).
+    """
+    with changed({} if _THREADS in os.environ else {_THREADS: str(max(1, num_threads))}):
+        yield
 
 
 def find_variable(name: str) -> str | None:

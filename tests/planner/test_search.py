@@ -42,10 +42,12 @@ def ask(model: str = "llama3-8b", cluster: str = "8xh100", batch: int = 32, **mo
 
 
 def everything(question: Question) -> Layouts:
-    """Every candidate, whatever the bounds say."""
-    axes = spread_axes(question, Tally(), 1)
+    """Every candidate that engines run, whatever the bounds say."""
+    axes, choices = spread_axes(question, Tally(), 1), offloads(question)
     layouts = with_schedules(axes, schedules(question), recomputations(question), question.model.num_layers)
-    return with_offloads(with_zeros(layouts, zeros(question, 8)), offloads(question))
+    layouts = with_zeros(layouts, zeros(question, 8))
+    may_have = offloads_by_recomputation(question, choices)[layouts.recompute]
+    return with_offloads(layouts, choices).take(np.flatnonzero(may_have))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,7 @@ def everything(question: Question) -> Layouts:
         pytest.param("llama3-8b", "8xh100", 16, marks=pytest.mark.whole),
         ("llama2-13b", "8xa100-40g", 8),
         ("gpt2-xl", "6xl40s", 12),
+        ("llama2-7b", "4xl4", 4),
     ],
 )
 def test_no_candidate_of_all_is_faster_than_what_was_found(model: str, cluster: str, batch: int) -> None:

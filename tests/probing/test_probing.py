@@ -9,9 +9,10 @@ import pytest
 from shardwise.cli import main
 from shardwise.cluster.curve import COLLECTIVES
 from shardwise.cluster.file import to_toml
+from shardwise.cluster.kernel import KINDS
 from shardwise.cluster.probe import Probe
 from shardwise.cluster.probed import cluster_of
-from shardwise.probing import collectives, devices, links
+from shardwise.probing import collectives, devices, kernels, links
 from shardwise.probing.collectives import groupings_of
 from shardwise.probing.links import rounds_of
 from shardwise.probing.measure import SUBJECTS, probe_rank
@@ -60,6 +61,8 @@ def quick_probe() -> Probe | None:
         patch.object(collectives, "SIZES", (4096, 32768, 262144)),
         patch.object(collectives, "LIMIT_SECONDS", 0.02),
         patch.object(devices, "LIMIT_SECONDS", 0.05),
+        patch.object(kernels, "LIMIT_SECONDS", 0.02),
+        patch.object(kernels, "_ROWS", 1),
         patch.object(links, "_SIZE_SECONDS", 0.05),
         patch.object(links, "_LARGEST", 2**22),
     ):
@@ -76,6 +79,8 @@ def test_two_processes_are_measured_into_a_cluster_that_fit_takes(
     assert min(found.pairs.bytes_per_second[0][1], found.pairs.bytes_per_second[1][0]) > 1e6
     assert [curve.collective for curve in found.curves] == list(COLLECTIVES)
     assert all(rate > 0 for curve in found.curves for rate in curve.bus_rates())
+    assert {each.kind for each in found.devices[0].kernels} == set(KINDS)
+    assert all(min(each.forward, each.backward) > 0 for each in found.devices[0].kernels)
     assert make_probe_page(found).count("<rect") == 4
     monkeypatch.chdir(tmp_path)
     Path("here.toml").write_text(to_toml(cluster_of(found)))

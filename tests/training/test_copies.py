@@ -63,12 +63,16 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget_copies(tmp_path / "wild")
 
 
-def killed_at(job: Job, memory: Path, step: int) -> None:
-    """Run it, and kill -9 its last rank after a step."""
+def killed_at(job: Job, memory: Path, step: int, *, copied: int = 0) -> None:
+    """Run it, and kill -9 its last rank after a step, when its neighbour has its copy of step `copied` too."""
     with Ranks(2) as ranks:
 
+        def has_copy() -> bool:
+            holders = holders_of(survey(job.folder)) if copied else {}
+            return not copied or any(each.step >= copied and "node0" in held[1] for each, held in holders.items())
+
         def kill() -> None:
-            while not any(row["step"] >= step for row in read_metrics(job.folder)):
+            while not any(row["step"] >= step for row in read_metrics(job.folder)) or not has_copy():
                 time.sleep(0.01)
             os.kill(ranks.process_ids[1], signal.SIGKILL)
 
@@ -89,7 +93,7 @@ def node_memory(memory: Path, run: Path, node: str) -> Path:
 
 def test_a_killed_rank_costs_no_disk_and_a_lost_machine_neither(two: Ranks, memory: Path, tmp_path: Path) -> None:
     job = replace(make_job(tmp_path / "wild", "dp=2,zero=1", steps=STEPS), copies_every=2)
-    killed_at(job, memory, 5)
+    killed_at(job, memory, 5, copied=4)
     assert not (job.folder / "checkpoints").exists(), "nothing was on disk"
     # The whole machine of rank 1 is gone, with its keeper.
     lost = node_memory(memory, job.folder, "node1")

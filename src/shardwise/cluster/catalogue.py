@@ -6,6 +6,7 @@ program gets of what the sheet says (in GB, taken as GiB): 0.99, since an H200 o
 """
 
 from shardwise.cluster.device import Device
+from shardwise.cluster.kernel import Kernel
 from shardwise.cluster.topology import Fabric, Host, Link, NodeKind
 from shardwise.errors import ShardwiseError, nearest
 
@@ -48,6 +49,25 @@ def _gpu(
     )
 
 
+# One core of an aarch64 server with torch 2.13, fp32, as a probe measured it: amounts a second, in the units of
+# `cluster/kernel.py`, and seconds of a call.
+_PROCESSOR = tuple(
+    Kernel(kind=kind, forward=forward * _GIGA, backward=backward * _GIGA, forward_call=calls[0], backward_call=calls[1])
+    for kind, forward, backward, calls in (
+        ("matmul", 52.0, 36.0, (30e-6, 125e-6)),
+        ("operands", 0.8, 5.5, (0.0, 0.0)),
+        ("attention", 28.0, 19.0, (36e-6, 134e-6)),
+        ("scores", 0.23, 0.16, (0.0, 0.0)),
+        ("norm", 34.0, 16.0, (67e-6, 180e-6)),
+        ("nonlinearity", 4.6, 6.6, (20e-6, 84e-6)),
+        ("rotation", 11.0, 17.0, (220e-6, 305e-6)),
+        ("loss", 4.0, 3.6, (47e-6, 83e-6)),
+        ("elementwise", 24.0, 19.0, (9e-6, 66e-6)),
+        ("optimizer", 8.6, 8.6, (0.0, 0.0)),
+    )
+)
+
+
 # Best matmul, as a share of the peak (3.2): A100 .869, A100 PCIe .81, H100 and H200 .803, B200 .776, GB200 .729, B300
 # 1769 of 2250, MI300X .51, MI325X .60, MI355X 1565 of 2500. Where nothing was measured: .8 for NVIDIA, .51 for AMD.
 # fp32 without tensor cores, and fp4, are from memory (M).
@@ -87,7 +107,8 @@ DEVICES = {
         _gpu("tpu-v5e", 16, 0.82, 1, 0.80, bf16=197),
         _gpu("tpu-v5p", 95, 2.76, 2, 0.80, bf16=459),
         # One process on one core: stated defaults, which a probe replaces. One thread of torch 2.13 on a two-core
-        # machine: 36 GFLOP/s of fp32 matmul (1024 cubed), 34 GB/s read and written by a long copy (measured).
+        # machine: 36 GFLOP/s of fp32 matmul (1024 cubed), 34 GB/s read and written by a long copy, and what a probe
+        # measures of each kind of operation (measured).
         Device(
             name="cpu",
             memory_bytes=4 * 2**30,
@@ -97,6 +118,7 @@ DEVICES = {
             matmul_efficiency=0.9,
             memory_efficiency=1.0,
             architecture="cpu",
+            kernels=_PROCESSOR,
         ),
     )
 }

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardwise.cluster.kernel import Kernel
 from shardwise.errors import ShardwiseError, unknown
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
@@ -18,7 +19,7 @@ class Device:
     `memory_efficiency` is the share of `memory_bytes_per_second` that a long copy reaches. `num_units` are streaming
     multiprocessors (compute units, cores): what a matmul's tiles are dealt out to. `cache_bytes` is the
     last cache before that memory. `architecture` is the generation, for
-    what kernels of one generation have in common.
+    what kernels of one generation have in common. `kernels` are what a probe of a processor has measured of each kind.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Device:
     memory_efficiency: float = 0.9
     cache_bytes: int = 0
     architecture: str = "other"
+    kernels: tuple[Kernel, ...] = ()
 
     @property
     def streaming_bytes_per_second(self) -> float:

@@ -8,7 +8,8 @@ devices_per_node = 8
 [pool.fabric]                  # what is not said is as the catalogue has it
 bytes_per_second = 25e9
 
-`shardwise probe` writes what it has measured besides: [[pool.curve]] for collectives, and [pairs].
+`shardwise probe` writes what it has measured besides: [[pool.kernel]] for operations on a processor, [[pool.curve]] for
+collectives, and [pairs].
 """
 
 import tomllib
@@ -21,11 +22,12 @@ from shardwise.cluster.catalogue import DEVICES, NODES, get_device
 from shardwise.cluster.cluster import Cluster, Pool
 from shardwise.cluster.curve import COLLECTIVES, SCOPES, Curve
 from shardwise.cluster.device import PRECISIONS, Device
+from shardwise.cluster.kernel import KINDS, Kernel
 from shardwise.cluster.pairs import Pairs
 from shardwise.cluster.topology import Fabric, Host, Link, NodeKind
 from shardwise.errors import ShardwiseError, unknown
 
-_KEYS = ("device", "num_nodes", "devices_per_node", "domain", "device_is", "link", "fabric", "host", "curve")
+_KEYS = ("device", "num_nodes", "devices_per_node", "domain", "device_is", "link", "fabric", "host", "kernel", "curve")
 _DESCRIBED = Device(
     name="",
     memory_bytes=0,
@@ -58,16 +60,18 @@ def to_toml(cluster: Cluster) -> str:
             entries = {field.name: getattr(part, field.name) for field in fields(part)}
             if name == "device_is":
                 entries.pop("name")
+                entries.pop("kernels")
             lines += [f"[pool.{name}]", *(f"{key} = {_value(value)}" for key, value in entries.items())]
-        for curve in pool.node.curves:
-            lines += [
-                "[[pool.curve]]",
-                *(f"{each.name} = {_value(getattr(curve, each.name))}" for each in fields(curve)),
-            ]
+        for table, measured in (("kernel", pool.device.kernels), ("curve", pool.node.curves)):
+            for one in measured:
+                lines += [f"[[pool.{table}]]", *_entries(one)]
     if cluster.pairs is not None:
-        lines += ["", "[pairs]"]
-        lines += [f"{each.name} = {_value(getattr(cluster.pairs, each.name))}" for each in fields(cluster.pairs)]
+        lines += ["", "[pairs]", *_entries(cluster.pairs)]
     return "\n".join(lines) + "\n"
+
+
+def _entries(part: Kernel | Curve | Pairs) -> list[str]:
+    return [f"{each.name} = {_value(getattr(part, each.name))}" for each in fields(part)]
 
 
 def from_toml(text: str, *, source: str = "the cluster file") -> Cluster:
@@ -110,7 +114,7 @@ def _read_pool(entry: Any, source: str) -> Pool:
     name = entry.get("device")
     if not isinstance(name, str):
         raise ShardwiseError(f"a pool in {source} names no device", remedy='device = "h100-80g"')
-    device = _read_device(name, entry, source)
+    device = _with_kernels(_read_device(name, entry, source), entry, source)
     usual = NODES[device.name] if device.name in NODES else NODES["a100-80g"]
     sized = usual.resized(_read_count(entry, "devices_per_node", usual.devices_per_node, source))
     node = NodeKind(
@@ -152,7 +156,7 @@ def _read_part(usual: _Part, entry: Mapping[str, Any], name: str, source: str) -
         raise ShardwiseError(f"{name} = {table!r} in {source} is no table", remedy=f"[pool.{name}]")
     known = asdict(usual)
     if name == "device_is":
-        known.pop("name")
+        known = {key: value for key, value in known.items() if key not in ("name", "kernels")}
     for key, value in table.items():
         if key not in known:
             raise unknown(f"key of {name} in {source}", key, known)
@@ -171,6 +175,35 @@ def _tables(entry: Mapping[str, Any], key: str, source: str) -> list[dict[str, A
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise ShardwiseError(f"{key} in {source} is no list of tables", remedy=f"[[pool.{key}]]")
     return found
+
+
+def _with_kernels(device: Device, entry: Mapping[str, Any], source: str) -> Device:
+    """The device with what was measured of its kernels; what is not said is as the catalogue has it."""
+    tables = _tables(entry, "kernel", source)
+    if not tables:
+        return device
+    found = tuple(_read_kernel(each, source) for each in tables)
+    if "elementwise" not in [kernel.kind for kernel in found]:
+        raise ShardwiseError(
+            f"kernels of {device.name} in {source} have no elementwise, which stands for all that is not named",
+            remedy="shardwise probe, which writes such files",
+        )
+    return replace(device, kernels=found)
+
+
+def _read_kernel(table: Mapping[str, Any], source: str) -> Kernel:
+    """A measured kind of operation."""
+    names = [each.name for each in fields(Kernel)]
+    for key in table:
+        if key not in names:
+            raise unknown(f"key of a kernel in {source}", key, names)
+    if table.get("kind") not in KINDS:
+        raise unknown(f"kind of a kernel in {source}", str(table.get("kind")), KINDS)
+    rates = _numbers([table.get(key) for key in names[1:3]], "a kernel", source)
+    calls = _numbers([table.get(key, 0.0) for key in names[3:]], "a kernel", source, least=0.0)
+    return Kernel(
+        kind=table["kind"], forward=rates[0], backward=rates[1], forward_call=calls[0], backward_call=calls[1]
+    )
 
 
 def _read_curve(table: Mapping[str, Any], source: str) -> Curve:

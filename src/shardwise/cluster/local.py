@@ -21,6 +21,7 @@ def local_cluster(num_processes: int) -> Cluster:
         memory_bytes=int(_FOR_RANKS * memory_bytes() / num_processes),
         flops_per_second={name: rate * turns for name, rate in pool.device.flops_per_second.items()},
         memory_bytes_per_second=pool.device.memory_bytes_per_second * turns,
+        kernels=tuple(kernel.taking_turns(turns) for kernel in pool.device.kernels),
     )
     return Cluster(pools=(replace(pool, device=device),))
 

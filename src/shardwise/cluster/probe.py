@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwise.cluster.curve import Curve
+from shardwise.cluster.kernel import Kernel
 from shardwise.cluster.pairs import Pairs, SlowDevice, SlowLink, slow_devices, slow_in_links, slow_links
 
 
@@ -13,6 +14,7 @@ class DeviceFigures:
 
     `to_device`, `to_host` and `both_ways` (each of the two at once) are the way between host and device, 0 where there
     is none. `spread` is the distance of the samples from their median, as a share, of the worst of the figures.
+    `kernels` are of a processor alone.
     """
 
     host: str
@@ -29,6 +31,7 @@ class DeviceFigures:
     num_cores: int = 1
     host_bytes: int = 0
     spread: float = 0.0
+    kernels: tuple[Kernel, ...] = ()
 
     @property
     def name(self) -> str:

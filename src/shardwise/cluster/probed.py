@@ -11,6 +11,7 @@ from shardwise.cluster.catalogue import DEVICES, NODES, find_device
 from shardwise.cluster.cluster import Cluster, Pool
 from shardwise.cluster.curve import Curve
 from shardwise.cluster.device import Device
+from shardwise.cluster.kernel import Kernel
 from shardwise.cluster.pairs import Pairs, neighbours
 from shardwise.cluster.probe import DeviceFigures, Probe
 from shardwise.cluster.topology import Fabric, Link, NodeKind
@@ -61,7 +62,28 @@ def _device(kind: str, figures: list[DeviceFigures]) -> Device:
         matmul_efficiency=1.0,
         memory_efficiency=1.0,
         architecture="other" if is_gpu else "cpu",
+        kernels=() if is_gpu else _kernels([each.kernels for each in figures]) or _usual_kernels(flops["fp32"]),
     )
+
+
+def _usual_kernels(flops_per_second: float) -> tuple[Kernel, ...]:
+    """Those of the catalogue, where none were measured, by how much faster or slower matmuls are here."""
+    usual = DEVICES["cpu"]
+    share = flops_per_second / (usual.peak("fp32") * usual.matmul_efficiency)
+    return tuple(kernel.taking_turns(share) for kernel in usual.kernels)
+
+
+def _kernels(measured: list[tuple[Kernel, ...]]) -> tuple[Kernel, ...]:
+    """Of each kind the median of the devices."""
+    found = []
+    for alike in zip(*measured, strict=True):
+        forward, backward, first, second = (
+            median(getattr(each, name) for each in alike)
+            for name in ("forward", "backward", "forward_call", "backward_call")
+        )
+        kind = alike[0].kind
+        found.append(Kernel(kind=kind, forward=forward, backward=backward, forward_call=first, backward_call=second))
+    return tuple(found)
 
 
 def _plain(kind: str) -> str:

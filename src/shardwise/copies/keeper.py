@@ -141,8 +141,7 @@ def keep(folder: Path, node: str, addresses: Sequence[str], patience: float) -> 
         place = folder / COPIES / f"{memory.folder.name}.json"
         told = {"node": node, "addresses": list(addresses), "port": server.server_address[1], "token": token,
                 "process": os.getpid()}  # fmt: skip
-        write_whole(place, json.dumps(told))
-        place.chmod(0o600)
+        write_whole(place, json.dumps(told), is_private=True)
         while not keeper.is_over.wait(_LOOK_SECONDS) and not keeper.is_forgotten(patience) and memory.folder.is_dir():
             if find_id(folder) != run_id:  # The folder of the run was deleted, or is another run's.
                 break

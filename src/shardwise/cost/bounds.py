@@ -28,8 +28,9 @@ def least_seconds(
         stages = pricer.stages(plain)
         others = np.maximum(layouts.pp - 2, 0)
         through = stages.first.total + others * stages.middle.total + np.where(layouts.pp > 1, stages.last.total, 0.0)
-        found = np.maximum(found, layouts.num_microbatches * through / layouts.pp)
-    return found + constants.step_seconds
+        least = layouts.num_microbatches * through / layouts.pp + pricer.constants.step_seconds
+        found = np.maximum(found, least)
+    return found
 
 
 def least_bytes(

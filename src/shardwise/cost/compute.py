@@ -134,6 +134,10 @@ class Engine:
         gain = 1.0 + (self.constants.cached - 1.0) * np.clip(2.0 - moved / max(room, 1), 0.0, 1.0)
         return moved / (self._streaming * gain)
 
+    def optimizer(self, num_bytes: Floats) -> Floats:
+        """Seconds of an optimizer's step in which so many bytes pass through memory."""
+        return np.asarray(self.constants.optimizer * num_bytes / self._streaming)
+
     @property
     def _streaming(self) -> float:
         return self.device.streaming_bytes_per_second * self.constants.streaming

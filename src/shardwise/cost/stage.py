@@ -13,6 +13,7 @@ from shardwise.cost.constants import Constants
 from shardwise.cost.deal import Deal, deal
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.numbers import Floats, Number
+from shardwise.cost.processor import constants_on, engine_on
 from shardwise.cost.software import Software
 from shardwise.model.model import Block, Model
 from shardwise.model.operations import Attention, Permutation
@@ -106,9 +107,12 @@ class Pricer:
     constants: Constants
     sequence: int
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "constants", constants_on(self.pool, self.constants))
+
     @property
     def engine(self) -> Engine:
-        return Engine(device=self.pool.device, software=self.software, constants=self.constants)
+        return engine_on(Engine(device=self.pool.device, software=self.software, constants=self.constants))
 
     @property
     def wires(self) -> Wires:

@@ -176,8 +176,7 @@ def optimizer_seconds(pricer: Pricer, layouts: Layouts, counts: Counts) -> Float
     """Adam on the states that a rank owns: 30 bytes of each parameter pass through memory (facts 4.4), and the norm."""
     owned = counts.trained.fullest.spread(layouts, 1)[:, 0]
     moved = owned * (30 + 2 * pricer.software.gradient_bytes)
-    rate = pricer.pool.device.streaming_bytes_per_second * pricer.constants.streaming
-    return np.asarray(pricer.constants.optimizer * moved / rate)
+    return pricer.engine.optimizer(moved)
 
 
 def _searching(pricer: Pricer, layouts: Layouts, held: StepBytes) -> Floats:

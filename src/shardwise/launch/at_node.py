@@ -23,6 +23,7 @@ from zlib import crc32
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError, os_errors_as
+from shardwise.launch.membership import left_out, take_part
 from shardwise.trace.journal import Event, note, read_journal
 from shardwise.units import format_seconds
 
@@ -117,6 +118,18 @@ def begin(folder: Path, port: int | None, nodes: Sequence[str], job: str, restar
     return chosen, mark
 
 
+def begin_on(
+    folder: Path, hosts: Sequence[str], job: str, restart: int, *, ssh: str, least: int
+) -> tuple[str, list[str]]:
+    """The same on hosts over ssh. Returns the mark and those that take part: at first all, who were asked before."""
+    mark, events = write_mark(folder), read_journal(folder)
+    taking, why = (list(hosts), None) if restart == 0 else take_part(hosts, ssh, events, job, least=least)
+    if why is not None:
+        print(f"going on with {', '.join(taking)}: {why}", file=sys.stderr)
+    note(folder, "attempt", job=job, restart=restart, nodes=taking, after=why or _why_again(events))
+    return mark, taking
+
+
 def _why_again(events: Sequence[Event]) -> str | None:
     """Why an attempt before this one ended without a word; None if there was none, or it has told."""
     attempts = [number for number, each in enumerate(events) if each["event"] == "attempt"]
@@ -141,10 +154,11 @@ def _nodes_that_are_gone(nodes: Iterable[str]) -> list[str]:
     return [f"{node} ({state})" for node, state in states.items() if state.startswith(words) or state.endswith("*")]
 
 
-def end(folder: Path, status: int, script: str | None = None) -> str:
+def end(folder: Path, status: int, script: str | None = None, nodes: Sequence[str] = ()) -> str:
     """What is to be done when ranks have ended: `requeue` if time was up, `again` if they had begun, else `over`.
 
-    With a `script` of Slurm, a run that is to go on without a host is handed over anew, and is `over` here.
+    With a `script` of Slurm, a run that is to go on without a host is handed over anew, and is `over` here; of several
+    `nodes` it goes on with the others.
     """
     note(folder, "attempt end", status=status)
     events = read_journal(folder)
@@ -154,6 +168,8 @@ def end(folder: Path, status: int, script: str | None = None) -> str:
     if status == 0:
         return "requeue" if ends and ends[-1]["why"] == "SIGUSR1" else "over"
     hosts = [host for each in ends for host in each.get("leave_out", ())]
+    if hosts and set(nodes) - set(hosts):
+        return "again"
     if hosts and script is None:
         print(f"started again without {', '.join(hosts)}, it goes on from its last checkpoint", file=sys.stderr)
         return "over"
@@ -161,11 +177,6 @@ def end(folder: Path, status: int, script: str | None = None) -> str:
         return "over"
     # What went wrong before the first step would go wrong again; so would what a run has stopped itself for.
     return "again" if started and not any(each.get("is_final") for each in ends) else "over"
-
-
-def left_out(events: Sequence[Event]) -> tuple[str, ...]:
-    """Hosts that a run has ended for, to go on without them."""
-    return tuple(dict.fromkeys(str(host) for each in events for host in each.get("leave_out", ())))
 
 
 def _hand_over_without(folder: Path, hosts: Sequence[str], script: str) -> bool:
@@ -206,10 +217,16 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--job", default="")
     parser.add_argument("--restart", type=int, default=0)
     parser.add_argument("--status", type=int, default=0)
+    parser.add_argument("--ssh", help="nodes are hosts that this reaches")
+    parser.add_argument("--least", type=int, default=1)
     parser.add_argument("--script", help="of Slurm, to be handed over again where a host is left out")
     told = parser.parse_args(words)
     try:
-        if told.verb == "begin":
+        if told.verb == "begin" and told.ssh is not None:
+            hosts = told.nodes.split()
+            mark, taking = begin_on(told.folder, hosts, told.job, told.restart, ssh=told.ssh, least=told.least)
+            print("-", mark, *taking)
+        elif told.verb == "begin":
             port, mark = begin(told.folder, told.port, told.nodes.split(), told.job, told.restart)
             print(port, mark)
         elif told.verb == "report":
@@ -217,7 +234,7 @@ def main(words: Sequence[str]) -> int:
         elif told.verb == "judge":
             judge([json.loads(line) for line in sys.stdin if line.strip()], told.folder)
         else:
-            print(end(told.folder, told.status, told.script))
+            print(end(told.folder, told.status, told.script, told.nodes.split()))
     except ShardwiseError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -3,6 +3,8 @@
 import argparse
 import math
 import shlex
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 from shardwise import environment
@@ -18,6 +20,19 @@ from shardwise.launch.slurm_script import SlurmJob
 from shardwise.launch.target import Target
 from shardwise.launch.work import Work
 from shardwise.units import parse_seconds
+
+
+def placed(arguments: argparse.Namespace, work: Work) -> Work:
+    """The training with the cluster that launch was told of as its own: its ranks are placed as the placer says.
+
+    Pods do not see the file, and a server has no axes over hosts.
+    """
+    given = arguments.cluster or ""
+    if work.kind != "train" or arguments.on == "kubernetes" or not given.endswith(".toml"):
+        return work
+    if any(word.partition("=")[0] == "--cluster" for word in work.words):
+        return work
+    return replace(work, words=(*work.words, "--cluster", given))
 
 
 def layout_of(arguments: argparse.Namespace, work: Work) -> Layout:
@@ -51,8 +66,16 @@ def target_of(arguments: argparse.Namespace, work: Work, layout: Layout) -> Targ
         raise ShardwiseError("serve runs on one machine", remedy=f"ssh {hosts[0]} shardwise serve, or --on slurm")
     return OnHosts(
         work=work, layout=layout, python=arguments.python, hosts=hosts, ssh=arguments.ssh, port=arguments.port,
-        restarts=arguments.restarts, variables=_variables(arguments.env),
+        restarts=arguments.restarts, variables=_variables(arguments.env), least=_least(arguments.least_hosts, hosts),
     )  # fmt: skip
+
+
+def _least(asked: int | None, hosts: tuple[str, ...]) -> int:
+    if asked is not None and not 1 <= asked <= len(hosts):
+        raise ShardwiseError(
+            f"--least-hosts {asked}: from 1 to the {len(hosts)} that are named", remedy=f"--least-hosts {len(hosts)}"
+        )
+    return asked or 1
 
 
 def _kubernetes(arguments: argparse.Namespace, work: Work, layout: Layout) -> OnKubernetes:
@@ -118,4 +141,24 @@ def _variables(words: list[str]) -> dict[str, str]:
 
 
 def _hosts(arguments: argparse.Namespace) -> tuple[str, ...]:
-    return tuple(filter(None, (arguments.hosts or "").split(","))) if arguments.on == "hosts" else ()
+    if arguments.on != "hosts":
+        return ()
+    named = tuple(filter(None, (arguments.hosts or "").split(",")))
+    cluster = None if arguments.cluster is None else find_cluster(arguments.cluster)
+    return named if cluster is None or cluster.pairs is None else _as_measured(named, cluster.pairs.hosts)
+
+
+def _as_measured(named: tuple[str, ...], measured: Sequence[str]) -> tuple[str, ...]:
+    """Hosts in the order in which a probe has numbered their devices, where it knows all of them by name."""
+    order = list(dict.fromkeys(measured))
+    for short in (False, True):
+        known = {_plain_name(host, short=short): host for host in named}
+        found = list(dict.fromkeys(_plain_name(host, short=short) for host in order))
+        if len(known) == len(named) and set(known) == set(found):
+            return tuple(known[name] for name in found)
+    return named
+
+
+def _plain_name(host: str, *, short: bool) -> str:
+    name = host.rpartition("@")[2]
+    return name.partition(".")[0] if short else name

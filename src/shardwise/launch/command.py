@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardwise.answer import Answer, Canvas
 from shardwise.errors import ShardwiseError, os_errors_as
-from shardwise.launch.chosen import layout_of, target_of
+from shardwise.launch.chosen import layout_of, placed, target_of
 from shardwise.launch.layout import notes_on
 from shardwise.launch.target import Submitted, Target, follow
 from shardwise.launch.work import Work, command_line, read_work
@@ -45,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hosts = parser.add_argument_group("on hosts")
     hosts.add_argument("--hosts", metavar="A,B", help="machines that ssh reaches, first to last")
     hosts.add_argument("--ssh", default="ssh", metavar="S", help="with its options (ssh)")
+    hosts.add_argument(
+        "--least-hosts", type=int, metavar="N", help="with how many a run goes on if others are lost or slow (1)"
+    )
     slurm = parser.add_argument_group("on slurm")
     slurm.add_argument("--partition", metavar="P", help="the queue (the site's default)")
     slurm.add_argument(
@@ -80,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     work = read_work(arguments.work, arguments.folder)
     layout = layout_of(arguments, work)
+    work = placed(arguments, work)
     target = target_of(arguments, work, layout)
     notes = notes_on(work, layout)
     data = {

@@ -31,6 +31,7 @@ class OnHosts:
     ssh: str = "ssh"
     port: int | None = None
     restarts: int = 3
+    least: int = 1
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -53,7 +54,7 @@ class OnHosts:
             )
         return hosts_script(
             self.work, self.layout, self.hosts, python=self.python, directory=directory, ssh=self.ssh,
-            port=self._port, restarts=self.restarts, variables=self.variables,
+            port=self._port, restarts=self.restarts, variables=self.variables, least=self.least,
         )  # fmt: skip
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shardwise.copies.keepers import holders_of, survey
 from shardwise.errors import ShardwiseError
-from shardwise.launch.at_node import left_out
+from shardwise.launch.membership import left_out
 from shardwise.launch.on_kubernetes import object_state
 from shardwise.launch.slurm_site import find_job
 from shardwise.trace.history import Start, slow_now, starts_of

@@ -1,5 +1,6 @@
 """A run on this machine, or on given hosts over ssh, as a script for a shell."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 
@@ -20,25 +21,41 @@ _SERVE = """
 exec {start}
 """
 
-#: Every host's processes in the background; the first that fails ends the others, and all are started again.
+#: What only the shell knows of a host that it starts: its name, its number, how many there are, and where they meet. No
+#: word of a user has such letters.
+_HOST, _NUMBER, _COUNT, _ADDRESS = (f"\0{name}\0" for name in ("host", "number", "count", "address"))
+_KNOWN = {
+    _HOST: '"$(printf %q "$1")"',
+    _NUMBER: '"$number"',
+    _COUNT: '"${#nodes[@]}"',
+    _ADDRESS: '"${nodes[0]##*@}"',
+}
+
+#: Every node's processes in the background; the first that fails ends the others, and all are started again: of hosts
+#: those that are left. `exec`: what is ended is what was started, and no shell around it.
 _TRAIN = """at_node() {{ "$python" -m shardwise.launch.at_node "$@" --folder "$folder"; }}
+start() {{ {start}; }}
 started=()
 stop() {{ [ ${{#started[@]}} = 0 ] || kill -TERM "${{started[@]}}" 2>/dev/null; started=(); }}
 told=
 trap 'told=1; stop' TERM INT HUP
 
 for restart in $(seq 0 {restarts}); do
-    begun=$(at_node begin --nodes {nodes} --job $$ --restart "$restart"{port}) || exit 1
-    read -r port mark <<<"$begun"
+    begun=$(at_node begin --nodes {nodes} --job $$ --restart "$restart"{asked}) || exit 1
+    read -r port mark taking <<<"$begun"
+    read -ra nodes <<<"${{taking:-localhost}}"
     export SHARDWISE_ATTEMPT="{on} process $$, restarted $restart"
     started=()
-{starts}
+    for number in "${{!nodes[@]}}"; do
+        start "${{nodes[$number]}}" &
+        started+=($!)
+    done
     status=0
     # 127: nobody is left. A signal ends a wait too, and `stop` has been called by then.
     while wait -n; ended=$?; [ "$ended" != 127 ]; do
         if [ "$ended" != 0 ] && [ "$status" = 0 ]; then status=$ended; stop; fi
     done
-    next=$(at_node end --status "$status")
+    next=$(at_node end --status "$status"{left})
     [ "$next" = again ] && [ -z "$told" ] || break
 done
 exit "$status"
@@ -47,52 +64,53 @@ exit "$status"
 
 def local_script(work: Work, layout: Layout, *, python: str, directory: str, port: int | None, restarts: int) -> str:
     """All ranks on this machine."""
-    start = f'"$python" {module_words(work)}'
-    if work.kind == "train":
-        options = torchrun_options(layout, address="127.0.0.1", port='"$port"')
-        start = f'"$python" {torchrun_module(work)} --node-rank 0 {options} {module_words(work)}'
-    return _script(work, "this machine", [start], ["localhost"], "local", python, directory, port, restarts)
+    head = _head(work, "this machine", python, directory)
+    if work.kind == "serve":
+        return head + _SERVE.format(start=f'"$python" {module_words(work)}')
+    options = torchrun_options(layout, address="127.0.0.1", port='"$port"')
+    return head + _TRAIN.format(
+        start=f'exec "$python" {torchrun_module(work)} --node-rank 0 {options} {module_words(work)}',
+        restarts=restarts, nodes="localhost", asked="" if port is None else f" --port {port}", on="local", left="",
+    )  # fmt: skip
 
 
 def hosts_script(
     work: Work, layout: Layout, hosts: Sequence[str], *,
-    python: str, directory: str, ssh: str, port: int, restarts: int, variables: Mapping[str, str],
+    python: str, directory: str, ssh: str, port: int, restarts: int, variables: Mapping[str, str], least: int = 1,
 ) -> str:  # fmt: skip
-    """One node for each host, numbered as they are named. A host that loses this shell ends its ranks.
+    """One node for each host that takes part, numbered as they are named. A host that loses this shell ends its ranks.
 
     Where ranks meet is a port of the first host, which is no other in the next attempt.
     """
-    address = hosts[0].rpartition("@")[2]
-    options = torchrun_options(layout, address=address, port=port)
-    starts = []
-    for number, host in enumerate(hosts):
-        given = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-        inner = (
-            f"cd {shlex.quote(directory)} && exec env {given} NODE_NAME={shlex.quote(host)} {shlex.quote(python)}"
-            f" {torchrun_module(work)} --node-rank {number} {options} {module_words(work)}"
-        )
-        # With a terminal of its own, what runs there hears when the connection is gone.
-        starts.append(f"{ssh} -tt {shlex.quote(host)} {shlex.quote(inner)} </dev/null")
-    return _script(work, ", ".join(hosts), starts, hosts, "hosts", python, directory, None, restarts)
+    given = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    options = torchrun_options(layout, address=_ADDRESS, port=port, num_nodes=_COUNT)
+    inner = (
+        f"cd {shlex.quote(directory)} && exec env {given} NODE_NAME={_HOST} {shlex.quote(python)}"
+        f" {torchrun_module(work)} --node-rank {_NUMBER} {options} {module_words(work)}"
+    )
+    # With a terminal of its own, what runs there hears when the connection is gone.
+    start = f'exec {ssh} -tt "$1" {_filled(inner)} </dev/null'
+    return _head(work, ", ".join(hosts), python, directory) + _TRAIN.format(
+        start=start,
+        restarts=restarts,
+        nodes=shlex.quote(" ".join(hosts)),
+        asked=f" --ssh {shlex.quote(ssh)} --least {least}",
+        on="hosts",
+        left=' --nodes "${nodes[*]}"',
+    )
 
 
-def _script(
-    work: Work, where: str, starts: Sequence[str], nodes: Sequence[str], on: str,
-    python: str, directory: str, port: int | None, restarts: int,
-) -> str:  # fmt: skip
-    head = _HEAD.format(
+def _filled(text: str) -> str:
+    """A text for another shell as one word of this one, with what only this one knows put in."""
+    parts = re.split("(" + "|".join(map(re.escape, _KNOWN)) + ")", text)
+    return "".join(_KNOWN.get(part) or (shlex.quote(part) if part else "") for part in parts)
+
+
+def _head(work: Work, where: str, python: str, directory: str) -> str:
+    return _HEAD.format(
         command=as_comment(work),
         where=where,
         directory=shlex.quote(directory),
         python=shlex.quote(python),
         folder=shlex.quote(str(work.folder)),
-    )
-    if work.kind == "serve":
-        return head + _SERVE.format(start=starts[0])
-    return head + _TRAIN.format(
-        restarts=restarts,
-        nodes=shlex.quote(" ".join(nodes)),
-        port="" if port is None else f" --port {port}",
-        on=on,
-        starts="\n".join(f"    {start} &\n    started+=($!)" for start in starts),
     )

@@ -10,10 +10,10 @@ from shardwise.launch.layout import Layout
 from shardwise.launch.work import Work
 
 
-def torchrun_options(layout: Layout, *, address: str, port: str | int) -> str:
-    """Its options but for the node's number, for a shell: `address` and `port` may be variables of it."""
+def torchrun_options(layout: Layout, *, address: str, port: str | int, num_nodes: str | None = None) -> str:
+    """Its options but for the node's number, for a shell: `address`, `port` and `num_nodes` may be variables of it."""
     return (
-        f"--nnodes {layout.num_nodes} --nproc-per-node {layout.devices_per_node}"
+        f"--nnodes {num_nodes or layout.num_nodes} --nproc-per-node {layout.devices_per_node}"
         f" --master-addr {address} --master-port {port}"
     )
 

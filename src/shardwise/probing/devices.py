@@ -17,6 +17,7 @@ from shardwise import environment
 from shardwise.cluster.local import available_bytes, memory_bytes
 from shardwise.cluster.probe import DeviceFigures
 from shardwise.dataflow.cuda import new_event, new_stream
+from shardwise.probing.kernels import Timing, measure_kernels
 from shardwise.probing.steady import Steady, steady
 from shardwise.torch_private import scaled_mm
 
@@ -32,8 +33,10 @@ _BLOCK = 2**20
 _FP8 = (8, 9)
 
 
-def measure_device(device: torch.device, host: str, name: str, sharing: int) -> DeviceFigures:
-    """Figures of this rank's device, of which it is one of so many that share the host's memory."""
+def measure_device(
+    device: torch.device, host: str, name: str, sharing: int, meet: Callable[[], object]
+) -> DeviceFigures:
+    """Figures of this rank's device, of which it is one of so many that share the host's memory; all ranks `meet`."""
     found: list[Steady] = []
 
     def rate(amount: float, once: Callable[[], float]) -> float:
@@ -67,6 +70,7 @@ def measure_device(device: torch.device, host: str, name: str, sharing: int) -> 
         num_cores=environment.num_cores(),
         host_bytes=memory_bytes(),
         spread=max(each.spread for each in found),
+        kernels=() if is_gpu else measure_kernels(Timing(meet=meet)),
     )
 
 

@@ -15,7 +15,7 @@ from shardwise.cluster.curve import COLLECTIVES, Curve
 from shardwise.cluster.pairs import Pairs, neighbours
 from shardwise.cluster.probe import Probe
 from shardwise.errors import ShardwiseError
-from shardwise.probing import collectives, devices, links
+from shardwise.probing import collectives, devices, kernels, links
 from shardwise.ranks.gpus import Gpus, check_one_each, find_gpus
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
@@ -57,7 +57,7 @@ def probe_rank(subjects: Sequence[str]) -> Probe | None:
         if "devices" in subjects or world.size == 1:
             sharing = Counter(hosts)[hosts[world.rank]]
             world.wait()
-            mine = devices.measure_device(world.device, hosts[world.rank], names[world.rank], sharing)
+            mine = devices.measure_device(world.device, hosts[world.rank], names[world.rank], sharing, world.wait)
         else:
             mine = devices.name_device(world.device, hosts[world.rank], names[world.rank])
         figures = tuple(world.gather(mine))
@@ -85,7 +85,9 @@ def probe_rank(subjects: Sequence[str]) -> Probe | None:
 
 def most_seconds(subjects: Sequence[str], hosts: Sequence[str]) -> float:
     """How long it takes on a quiet machine without slow links: every figure has its limit, and stops when stable."""
-    total = devices.NUM_FIGURES * devices.LIMIT_SECONDS if "devices" in subjects else 0.0
+    total = 0.0
+    if "devices" in subjects:
+        total += devices.NUM_FIGURES * devices.LIMIT_SECONDS + kernels.NUM_FIGURES * kernels.LIMIT_SECONDS
     if len(hosts) > 1 and "links" in subjects:
         total += 2 * links.LIMIT_SECONDS * len(links.rounds_of(hosts))
     if len(hosts) > 1 and "collectives" in subjects:

@@ -1,10 +1,9 @@
 """This machine as a cluster, from what a profile has measured: prices that the planner takes.
 
 Of a GPU that the catalogue knows, everything stays as it is there but what was measured. A processor has no data sheet
-here: its matmuls and copies are timed.
+here: its matmuls and copies are timed, and told in the words of a probe, which measures more: `shardwise probe`.
 """
 
-import timeit
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,10 @@ from shardwise.cluster.cluster import Cluster, Pool
 from shardwise.cluster.device import Device
 from shardwise.cluster.file import to_toml
 from shardwise.cluster.local import memory_bytes
-from shardwise.cluster.topology import Fabric, Host, Link, NodeKind
+from shardwise.cluster.pairs import Pairs
+from shardwise.cluster.probe import DeviceFigures, Probe
+from shardwise.cluster.probed import cluster_of
+from shardwise.cluster.topology import NodeKind
 from shardwise.errors import ShardwiseError
 from shardwise.output import save_output
 from shardwise.placing.places import copied_bytes_per_second, matmul_flops
@@ -29,25 +31,44 @@ def calibrate(measured: Measured, path: Path) -> None:
 
 
 def _cluster_of(measured: Measured) -> Cluster:
-    """The devices of a profile as one node."""
-    device = _known_gpu() if measured.device == "cuda" else _processor()
-    node = NODES.get(device.name)
-    link = node.link if node else _own_link(device)
+    """The devices of a profile as one node. Of processors it is a probe's, of which a profile knows less."""
+    if measured.device != "cuda":
+        return cluster_of(_as_probe(measured))
+    device = _known_gpu()
+    node = NODES[device.name]
+    link = node.link
     if measured.link is not None:
         latency, rate = measured.link
         link = replace(link, name="measured", latency_seconds=latency, bytes_per_second=rate)
-    speed = device.memory_bytes_per_second
-    host = Host(memory_bytes=memory_bytes(), device_bytes_per_second=speed, num_cores=environment.num_cores())
-    # There is one machine: nothing goes further than its link.
-    fabric = Fabric(name="none", bytes_per_second=link.bytes_per_second, latency_seconds=link.latency_seconds)
-    kind = NodeKind(
-        devices_per_node=measured.num_ranks,
-        domain=measured.num_ranks,
-        link=link,
-        fabric=node.fabric if node else fabric,
-        host=node.host if node else host,
-    )
+    count = measured.num_ranks
+    kind = NodeKind(devices_per_node=count, domain=count, link=link, fabric=node.fabric, host=node.host)
     return Cluster(pools=(Pool(device=device, num_nodes=1, node=kind),))
+
+
+def _as_probe(measured: Measured) -> Probe:
+    """What a profile has seen of processes, each of which has one thread: a link is that of the first two."""
+    count, host = measured.num_ranks, environment.node_name()
+    names = tuple(f"cpu:{number}" for number in range(count))
+    rate = matmul_flops(torch.device("cpu"), torch.float32, size=512)
+    one = DeviceFigures(
+        host=host,
+        device=names[0],
+        kind=environment.processor_name(),
+        memory_bytes=memory_bytes() // environment.num_cores(),
+        flops_per_second={"fp32": rate},
+        copied=copied_bytes_per_second(),
+        num_cores=environment.num_cores(),
+        host_bytes=memory_bytes(),
+    )
+    pairs = None
+    if measured.link is not None:
+        latency, speed = (_to_all_others(each, count) for each in measured.link)
+        pairs = Pairs(hosts=(host,) * count, devices=names, bytes_per_second=speed, latency_seconds=latency)
+    return Probe(backend="gloo", devices=tuple(replace(one, device=name) for name in names), pairs=pairs)
+
+
+def _to_all_others(value: float, count: int) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(value * (i != j) for j in range(count)) for i in range(count))
 
 
 def _known_gpu() -> Device:
@@ -58,23 +79,3 @@ def _known_gpu() -> Device:
     known = DEVICES[name]
     rate = matmul_flops(torch.device("cuda"), torch.bfloat16, size=8192)
     return replace(known, matmul_efficiency=min(rate / known.peak("bf16"), 1.0))
-
-
-def _processor() -> Device:
-    """One process of this machine, with one thread."""
-    rate = matmul_flops(torch.device("cpu"), torch.float32, size=512)
-    return Device(
-        name="processor",
-        memory_bytes=memory_bytes() // environment.num_cores(),
-        flops_per_second={"fp32": rate},
-        memory_bytes_per_second=copied_bytes_per_second(),
-        num_units=1,
-        matmul_efficiency=1.0,
-        memory_efficiency=1.0,
-    )
-
-
-def _own_link(device: Device) -> Link:
-    """One process alone sends to itself."""
-    seconds = min(timeit.repeat(torch.zeros(2).clone, number=1))
-    return Link(name="memory", bytes_per_second=device.memory_bytes_per_second / 2, latency_seconds=seconds)

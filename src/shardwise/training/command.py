@@ -192,7 +192,7 @@ def ask(arguments: argparse.Namespace, recipe: Recipe, num_here: int) -> Asked:
         with_masks,
         with_precision,
     )
-    from shardwise.training.seating import find_seats
+    from shardwise.training.seating import find_seats, fitting
 
     own = _find_own_plan(arguments, num_here)
     given = own.plan if arguments.plan is None else None if arguments.plan == "auto" else read_plan(arguments.plan)
@@ -203,7 +203,8 @@ def ask(arguments: argparse.Namespace, recipe: Recipe, num_here: int) -> Asked:
     recipe = with_precision(recipe, precision.value)
     plan, num_devices, resized = _plan_of(arguments, given, recipe, num_here)
     compile = choose_compile(recipe, plan)
-    seats = find_seats(recipe, plan, num_devices, arguments.cluster)
+    cluster = arguments.cluster if resized is None else fitting(arguments.cluster, num_devices)
+    seats = find_seats(recipe, plan, num_devices, cluster)
     told = None if seats is None else str(seats)
     said = "\n".join(filter(None, (own.said, resized, line_of_choices(precision, compile), told))) or None
     is_chosen, devices = recipe.compile == "auto", None if seats is None else seats.devices

@@ -24,6 +24,11 @@ def cluster_of_ranks(word: str | None, count: int) -> Cluster | None:
     return cluster
 
 
+def fitting(word: str | None, count: int) -> str | None:
+    """The same if it has a device for each rank: of a run that has come back with others it describes another time."""
+    return word if word is not None and find_cluster(word).num_devices == count else None
+
+
 def choose_plan_on(recipe: Recipe, count: int, word: str | None) -> Plan:
     """The fastest plan for a recipe's step on so many devices of the cluster that was named, or of this machine."""
     return choose_plan(recipe, count, cluster_of_ranks(word, count))
@@ -34,7 +39,7 @@ def resize_plan_on(plan: Plan, recipe: Recipe, count: int, word: str | None) -> 
     with other replicas where the batch allows it, else what the planner finds."""
     resized = find_resized(plan, count, recipe.batch)
     how = "the same with other replicas" if resized is not None else "chosen anew"
-    found = resized if resized is not None else choose_plan_on(recipe, count, word)
+    found = resized if resized is not None else choose_plan_on(recipe, count, fitting(word, count))
     ranks = counted(plan.num_ranks, "rank")
     return found, f"plan {plan} is for {ranks}, and there are {count}: it goes on under {found}, {how}"
 

@@ -208,9 +208,9 @@ def _seconds(
                 np.full_like(layouts.pp, code), layouts.pp, chunks, layouts.num_microbatches, first, middle, last, hop,
                 steps_overlap=software.steps_overlap,
             )  # fmt: skip
-            found[:, index] = np.maximum(found[:, index], played.seconds)
+            found[:, index] = np.maximum(found[:, index], played.seconds + pricer.constants.step_seconds)
         pools.append((pricer, stages, slowest_stage(*works, layouts)))
-    return found + CONSTANTS.step_seconds, pools
+    return found, pools
 
 
 def _beside(question: Question, software: Software, layouts: Layouts, pools: list[_Priced]) -> _Beside:

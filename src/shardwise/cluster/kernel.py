@@ -1,0 +1,38 @@
+"""How fast operations of one kind are on a device: measured, forward and backward, as `shardwise probe` does it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: What is measured by itself. Matmuls and attention are counted in FLOPs, `operands` in the bytes that matmuls read and
+#: write, `scores` in pairs of a query and a key, everything else in the bytes that pass through memory where nothing is
+#: fused; `elementwise` is every operation without a kind of its own, and `optimizer` has no backward.
+KINDS = (
+    "matmul", "operands", "attention", "scores", "norm", "nonlinearity", "rotation", "loss", "elementwise", "optimizer",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One kind: how much of it a second, and the seconds of a call however little there is to do."""
+
+    kind: str
+    forward: float
+    backward: float
+    forward_call: float = 0.0
+    backward_call: float = 0.0
+
+    def taking_turns(self, share: float) -> "Kernel":
+        """The same where a process has this share of a core."""
+        return Kernel(
+            kind=self.kind,
+            forward=self.forward * share,
+            backward=self.backward * share,
+            forward_call=self.forward_call / share,
+            backward_call=self.backward_call / share,
+        )
+
+
+def get_kernel(kernels: Sequence[Kernel], kind: str) -> Kernel:
+    """The kernel of this kind; a kind that was not measured is as any elementwise operation."""
+    found = {kernel.kind: kernel for kernel in kernels}
+    return found.get(kind) or found["elementwise"]

@@ -1,0 +1,145 @@
+"""Operations on a processor, whose kernels were measured by kind.
+
+What GPUs' constants describe is not there: no tiles that are dealt out in waves, no launches beside the work, no
+collectives beside the compute. The core that calls a kernel computes it, and the calls, the work and what moves bytes
+to other processes add up:
+
+    seconds = call + amount / rate                           by kind
+    matmul:     FLOPs / rate  +  bytes of operands / rate    operands are packed before they are multiplied
+    attention:  FLOPs / rate  +  scores / rate               their exponentials, however long a head is; masked ones too
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardwise.cluster.cluster import Pool
+from shardwise.cluster.kernel import Kernel, get_kernel
+from shardwise.cost.compute import ZERO, Engine, Seconds
+from shardwise.cost.constants import Constants
+from shardwise.cost.numbers import Floats, Number
+from shardwise.model.flops import Passes, flops, gemm
+from shardwise.model.model import Block
+from shardwise.model.operations import (
+    Attention,
+    Convolution,
+    CrossEntropy,
+    Elementwise,
+    Matmul,
+    Norm,
+    Operation,
+    Product,
+)
+from shardwise.model.share import Share
+from shardwise.model.traffic import traffic
+
+# Seconds of a step beside its instructions: the batch, the norm of the gradients, what is told. Measured of our own
+# engine on one core of an aarch64 server: 2 to 4 ms.
+_STEP_SECONDS = 0.003
+
+
+def amounts(operation: Operation, share: Share) -> list[tuple[str, Passes]]:
+    """How much an operation has of each kind that was measured."""
+    plain = replace(share, fused=False)
+    match operation:
+        case Matmul() | Convolution():
+            work, moved = flops(operation, share), traffic(operation, plain)
+            # Gradients of weights are added to those that are there: read, read and written.
+            added = Passes(0, 0, 3 * moved.written.weight)
+            return [("matmul", work), ("operands", moved.moved), ("elementwise", added)]
+        case Product():
+            return [("matmul", flops(operation, share))]
+        case Attention():
+            work = flops(operation, replace(share, flash=False))
+            pairs = work.forward // (2 * (operation.qk_dim + operation.v_dim))
+            return [("attention", work), ("scores", Passes(pairs, pairs, 0))]
+        case Norm(kind="rms"):
+            kind = "norm"
+        case CrossEntropy():
+            kind = "loss"
+        case Elementwise(name="nonlinearity" | "rotation"):
+            kind = operation.name
+        case _:
+            kind = "elementwise"
+    return [(kind, traffic(operation, plain).moved)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessorEngine(Engine):
+    """A device whose kernels were measured by kind."""
+
+    def block(self, block: Block, share: Share) -> Seconds:
+        return self._sum(block, block.operations, share)
+
+    def operation(self, operation: Operation, share: Share, *, narrow: bool = True) -> Seconds:  # noqa: ARG002
+        total = ZERO
+        for index, (kind, amount) in enumerate(amounts(operation, share)):
+            # A call counts once, however many ways its work is counted in.
+            kernel, calls = self._kernel(kind), _num_calls(operation, share) if index == 0 else 0
+            total = _add(total, _seconds(kernel, amount, calls))
+        return total
+
+    def stream(self, num_bytes: Number) -> Floats:
+        return np.asarray(num_bytes, dtype=np.float64) / self._kernel("elementwise").forward
+
+    def optimizer(self, num_bytes: Floats) -> Floats:
+        return num_bytes / self._kernel("optimizer").forward
+
+    def _kernel(self, kind: str) -> Kernel:
+        return get_kernel(self.device.kernels, kind)
+
+
+def _seconds(kernel: Kernel, amount: Passes, calls: Number) -> Seconds:
+    """Where there are gradients of weights, half of a backward's call is theirs."""
+    forward, inputs, weights = (np.asarray(each, dtype=np.float64) for each in amount)
+    halves = np.where(weights > 0, 0.5, 1.0)
+    return Seconds(
+        forward / kernel.forward + calls * kernel.forward_call,
+        inputs / kernel.backward + calls * kernel.backward_call * halves,
+        weights / kernel.backward + calls * kernel.backward_call * (1.0 - halves),
+    )
+
+
+def _num_calls(operation: Operation, share: Share) -> Number:
+    """Projections that are not fused are called one by one, and so are experts."""
+    if not isinstance(operation, Matmul):
+        return 1
+    return len(operation.outputs) * np.asarray(gemm(operation, share).num_products)
+
+
+def _add(*each: Seconds) -> Seconds:
+    return Seconds(*(_total(passes) for passes in zip(*each, strict=True)))
+
+
+def _total(seconds: Iterable[Floats]) -> Floats:
+    return sum(seconds, np.zeros(()))
+
+
+def engine_on(engine: Engine) -> Engine:
+    """The engine of a device: where its kernels were measured by kind, they price it."""
+    if not engine.device.kernels:
+        return engine
+    return ProcessorEngine(device=engine.device, software=engine.software, constants=engine.constants)
+
+
+def constants_on(pool: Pool, constants: Constants) -> Constants:
+    """The constants on a pool. Where kernels were measured, so were collectives, as they are between processes.
+
+    Bytes are moved by the cores that compute: what runs beside compute takes its time from it, unless there are more
+    cores than processes.
+    """
+    if not pool.device.kernels:
+        return constants
+    spare = min(max(pool.node.host.num_cores / pool.node.devices_per_node - 1.0, 0.0), 1.0)
+    return replace(
+        constants,
+        sync_seconds=0.0,
+        sync_rate=1.0,
+        exchange_rate=1.0,
+        hop_rate=1.0,
+        gather_rate=1.0,
+        dp_hidden=constants.dp_hidden * spare,
+        overlap_loss=1.0 - spare,
+        step_seconds=_STEP_SECONDS,
+    )

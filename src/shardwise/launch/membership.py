@@ -1,0 +1,64 @@
+"""Which of the hosts of a run take part in its next attempt: those that answer, and that it has not been slow on.
+
+A host that comes back takes part again from the next attempt on. Left out are those that the run has named since it was
+started with these hosts; whoever starts it anew with one of them asks for it.
+"""
+
+import shlex
+import subprocess
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from shardwise.errors import ShardwiseError
+from shardwise.trace.journal import Event
+from shardwise.units import counted
+
+#: A host that does not answer in time is asked once more, after a pause: it may be about to come back.
+_ANSWER_SECONDS, _PAUSE_SECONDS = 15.0, 3.0
+
+
+def left_out(events: Sequence[Event], job: str | None = None) -> tuple[str, ...]:
+    """Hosts that a run has ended for, to go on without them; of one job, those since it began."""
+    begun = next((n for n, each in enumerate(events) if each["event"] == "attempt" and each.get("job") == job), 0)
+    since = events if job is None else events[begun:]
+    return tuple(dict.fromkeys(str(host) for each in since for host in each.get("leave_out", ())))
+
+
+def take_part(
+    hosts: Sequence[str], ssh: str, events: Sequence[Event], job: str, *, least: int
+) -> tuple[list[str], str | None]:
+    """Those that take part, in their order, and why others do not. Fewer than the least are refused."""
+    slow = [host for host in left_out(events, job) if host in hosts]
+    lost = _silent([host for host in hosts if host not in slow], ssh)
+    taking = [host for host in hosts if host not in slow and host not in lost]
+    whys = [f"{host} does not answer" for host in lost] + [f"{host} is left out as it was slow" for host in slow]
+    why = ", ".join(whys) or None
+    if len(taking) < least:
+        raise ShardwiseError(
+            f"{counted(len(taking), 'host')} of {len(hosts)} can take part, and --least-hosts is {least}: {why}",
+            remedy="the same launch when they are back: it goes on from its last checkpoint",
+        )
+    return taking, why
+
+
+def _silent(hosts: Sequence[str], ssh: str) -> list[str]:
+    silent = list(hosts)
+    for pause in (0.0, _PAUSE_SECONDS):
+        if silent:
+            time.sleep(pause)
+            with ThreadPoolExecutor(len(silent)) as pool:
+                answers = list(pool.map(lambda host: _answers(host, ssh), silent))
+            silent = [host for host, answer in zip(silent, answers, strict=True) if not answer]
+    return silent
+
+
+def _answers(host: str, ssh: str) -> bool:
+    try:
+        told = subprocess.run(
+            [*shlex.split(ssh), host, "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_SECONDS,
+            check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return told.returncode == 0

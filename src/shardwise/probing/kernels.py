@@ -1,0 +1,246 @@
+"""Operations of a transformer on a processor, timed by kind: what the planner prices steps with.
+
+Each is called a few times with its results kept, as a forward keeps them, and then the backwards of all are run: so
+memory is as new to a kernel here as it is in a step. Once with much to do for the rate, once with little for the call.
+All ranks of a machine time the same at the same moment, and for as long: caches and memory are shared in a step too.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.cluster.kernel import Kernel
+from shardwise.cost.processor import amounts
+from shardwise.kernels.rotary import rotate_plain
+from shardwise.model.load import load_model
+from shardwise.model.operations import Attention, Matmul, Operation, Width
+from shardwise.model.share import Share
+from shardwise.probing.steady import settled
+
+#: One kind of one size takes so long, on every rank.
+LIMIT_SECONDS = 0.15
+#: Kinds and sizes that are timed.
+NUM_FIGURES = 19
+_KEPT = 8
+_ROWS, _TOKENS, _WIDTH, _MLP, _HEADS, _VOCABULARY = 8, 128, 256, 688, 4, 512
+_FEW = 4  # Tokens of the one row with which calls are timed.
+_NARROW, _WIDE = 64, 256
+_SHORT_HEAD, _LONG_HEAD = 32, 128
+_PARAMETERS, _PARAMETER = 16, (512, 512)
+#: Bytes of a parameter that pass through memory in a step of Adam and in the norm, as `cost/` counts them.
+_OPTIMIZER_BYTES = 38
+
+_LEAST = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """How long a kind is timed, and what all ranks wait at before it is."""
+
+    meet: Callable[[], object] = lambda: None
+
+    def goes_on(self, count: int, begun: float) -> bool:
+        return count < _LEAST or perf_counter() - begun < LIMIT_SECONDS
+
+
+class Both(NamedTuple):
+    """Seconds of a call, and of its backward."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A kind of operation as torch computes it, and as the cost model counts it, for rows of so many tokens."""
+
+    operation: Operation
+    run: Callable[..., Tensor | list[Tensor]]
+    inputs: Callable[[int, int], Sequence[Tensor]]
+
+
+def measure_kernels(timing: Timing) -> tuple[Kernel, ...]:
+    """Every kind, on this thread. Every rank calls this."""
+    found = []
+    for kind, trial in _simple().items():
+        much, few = (_time(trial, rows, tokens, timing) for rows, tokens in ((_ROWS, _TOKENS), (1, _FEW)))
+        found.append(_kernel(kind, _amount(trial, _ROWS, _TOKENS)[0], much, _amount(trial, 1, _FEW)[0], few))
+    found += _two_ways("matmul", "operands", [_linear(_NARROW), _linear(_WIDE)], timing)
+    found += _two_ways("attention", "scores", [_attention(_SHORT_HEAD), _attention(_LONG_HEAD)], timing)
+    rate = _optimizer_rate(timing)
+    return (*found, Kernel(kind="optimizer", forward=rate, backward=rate))
+
+
+def _simple() -> dict[str, Trial]:
+    """Those whose work is counted in one way."""
+    model = load_model({
+        "model_type": "llama", "hidden_size": _WIDTH, "intermediate_size": _MLP, "num_attention_heads": _HEADS,
+        "num_key_value_heads": _HEADS, "num_hidden_layers": 1, "vocab_size": _VOCABULARY,
+        "max_position_embeddings": _TOKENS, "tie_word_embeddings": False,
+    })  # fmt: skip
+    operations = {each.name: each for block in model.blocks for each in block.operations}
+    head = _WIDTH // _HEADS
+    return {
+        "norm": Trial(
+            operation=operations["input_layernorm"],
+            run=lambda x, weight: functional.rms_norm(x, (_WIDTH,), weight),
+            inputs=lambda rows, tokens: [torch.randn(rows, tokens, _WIDTH), torch.ones(_WIDTH)],
+        ),
+        "nonlinearity": Trial(
+            operation=operations["nonlinearity"],
+            run=lambda gate, up: functional.silu(gate) * up,
+            inputs=lambda rows, tokens: [torch.randn(rows, tokens, _MLP) for _ in range(2)],
+        ),
+        "rotation": Trial(
+            operation=operations["rotation"],
+            run=_rotate,
+            inputs=lambda rows, tokens: [torch.randn(rows, tokens, _HEADS, head).transpose(1, 2) for _ in range(2)],
+        ),
+        "loss": Trial(
+            operation=operations["loss"],
+            run=_loss,
+            inputs=lambda rows, tokens: [torch.randn(rows, tokens, _VOCABULARY)],
+        ),
+        "elementwise": Trial(
+            operation=operations["residual"],
+            run=torch.add,
+            inputs=lambda rows, tokens: [torch.randn(rows, tokens, _WIDTH) for _ in range(2)],
+        ),
+    }
+
+
+def _rotate(query: Tensor, key: Tensor) -> list[Tensor]:
+    angle = torch.ones(1, query.shape[2], query.shape[3] // 2)
+    return [rotate_plain(each, angle, angle, interleaved=False) for each in (query, key)]
+
+
+def _loss(logits: Tensor) -> Tensor:
+    flat = logits.flatten(0, 1)
+    return functional.cross_entropy(flat, torch.zeros(flat.shape[0], dtype=torch.long))
+
+
+def _linear(width: int) -> Trial:
+    """A layer on rows of tokens: with two dims torch may take another way."""
+    return Trial(
+        operation=Matmul(name="linear", inputs=Width(width), outputs=(Width(width),)),
+        run=functional.linear,
+        inputs=lambda rows, tokens: [torch.randn(rows, tokens, width), torch.randn(width, width)],
+    )
+
+
+def _attention(head: int) -> Trial:
+    return Trial(
+        operation=Attention(name="attention", heads=_HEADS, kv_heads=_HEADS, qk_dim=head, v_dim=head),
+        run=partial(functional.scaled_dot_product_attention, is_causal=True),
+        inputs=lambda rows, tokens: [torch.randn(rows, _HEADS, tokens, head) for _ in range(3)],
+    )
+
+
+def _amount(trial: Trial, rows: int, tokens: int) -> list[Both]:
+    """What the cost model counts, in each of its ways."""
+    share = Share(sequence=tokens, microbatch=rows, width=4)
+    return [
+        Both(float(passes.forward), float(passes.input + passes.weight))
+        for _, passes in amounts(trial.operation, share)[:2]
+    ]
+
+
+def _time(trial: Trial, rows: int, tokens: int, timing: Timing) -> Both:
+    """Seconds of one call, of several whose results are kept."""
+    inputs = [[each.requires_grad_() for each in trial.inputs(rows, tokens)] for _ in range(_KEPT)]
+    timing.meet()
+    forward, backward, begun = list[float](), list[float](), perf_counter()
+    while timing.goes_on(len(forward), begun):
+        start = perf_counter()
+        made = [trial.run(*each) for each in inputs]
+        middle = perf_counter()
+        outputs = [tensor for each in made for tensor in (each if isinstance(each, list) else [each])]
+        gradients = [torch.ones_like(each) for each in outputs]
+        begin = perf_counter()
+        torch.autograd.backward(outputs, gradients)
+        end = perf_counter()
+        forward.append((middle - start) / _KEPT)
+        backward.append((end - begin) / _KEPT)
+        for each in inputs:
+            for tensor in each:
+                tensor.grad = None
+    return Both(settled(forward[1:]).seconds, settled(backward[1:]).seconds)
+
+
+def _kernel(kind: str, much: Both, seconds: Both, few: Both, little: Both) -> Kernel:
+    """The rate and the call that explain both sizes."""
+    lines = [_line(*each) for each in zip(much, seconds, few, little, strict=True)]
+    return Kernel(
+        kind=kind,
+        forward=lines[0][0],
+        backward=lines[1][0],
+        forward_call=lines[0][1],
+        backward_call=lines[1][1],
+    )
+
+
+def _line(much: float, seconds: float, few: float, little: float) -> tuple[float, float]:
+    """Rate and call: `seconds = call + amount / rate` for both amounts, with a call that is not negative."""
+    rate = (much - few) / max(seconds - little, 1e-9)
+    call = little - few / rate
+    return (rate, call) if call > 0 else (much / seconds, 0.0)
+
+
+def _two_ways(first: str, second: str, trials: Sequence[Trial], timing: Timing) -> list[Kernel]:
+    """Kinds whose work is counted in two ways: both rates, of two shapes that have them in different parts."""
+    seconds = [_time(trial, _ROWS, _TOKENS, timing) for trial in trials]
+    calls = _time(trials[0], 1, _FEW, timing)
+    amount = [_amount(trial, _ROWS, _TOKENS) for trial in trials]
+    rates = []
+    for index in range(2):  # Forward, then backward.
+        work = [[each[index] for each in ways] for ways in amount]
+        taken = [max(each[index] - calls[index], 1e-9) for each in seconds]
+        rates.append(_rates(work, taken))
+    return [
+        Kernel(
+            kind=kind,
+            forward=rates[0][way],
+            backward=rates[1][way],
+            forward_call=calls.forward if way == 0 else 0.0,
+            backward_call=calls.backward if way == 0 else 0.0,
+        )
+        for way, kind in enumerate((first, second))
+    ]
+
+
+#: What costs nothing, as a rate.
+_FREE = 1e18
+
+
+def _rates(work: list[list[float]], seconds: list[float]) -> tuple[float, float]:
+    """`seconds = a / rate + b / other rate` of two shapes. Where noise would have one below zero, it costs nothing."""
+    (a, b), (c, d) = work
+    determinant = a * d - b * c
+    first, second = (
+        (seconds[0] * d - seconds[1] * b) / determinant,
+        (a * seconds[1] - c * seconds[0]) / determinant,
+    )
+    if first <= 0 or second <= 0:
+        return c / seconds[1], _FREE
+    return 1.0 / first, 1.0 / second
+
+
+def _optimizer_rate(timing: Timing) -> float:
+    """Bytes/s of AdamW's step, of more parameters than a cache holds."""
+    parameters = [nn.Parameter(torch.randn(_PARAMETER)) for _ in range(_PARAMETERS)]
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    optimizer = torch.optim.AdamW(parameters)
+    timing.meet()
+    seconds, begun = list[float](), perf_counter()
+    while timing.goes_on(len(seconds), begun):
+        start = perf_counter()
+        optimizer.step()
+        seconds.append(perf_counter() - start)
+    return _OPTIMIZER_BYTES * sum(each.numel() for each in parameters) / settled(seconds[1:]).seconds

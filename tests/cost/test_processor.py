@@ -1,0 +1,98 @@
+"""Steps on processors: calls, work and bytes add up, and nothing of GPUs is in it."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.cluster.catalogue import get_device
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.file import from_toml, to_toml
+from shardwise.cluster.kernel import KINDS, Kernel, get_kernel
+from shardwise.cost.constants import CONSTANTS
+from shardwise.cost.processor import constants_on
+from shardwise.cost.software import Software
+from shardwise.cost.stage import Pricer
+from shardwise.errors import ShardwiseError
+from shardwise.model.catalogue import get_model
+from shardwise.model.model import Block
+from shardwise.model.operations import Attention, Matmul, Width
+from shardwise.model.share import Share
+from tests.cost.priced import ask
+
+SHARE = Share(sequence=128, microbatch=4, width=4)
+
+
+def pricer_with(**rates: float) -> Pricer:
+    """Every kind takes no time, but for what is said: seconds of one unit of it."""
+    kernels = tuple(Kernel(kind=kind, forward=1e30, backward=1e30) for kind in KINDS if kind not in rates)
+    kernels += tuple(Kernel(kind=kind, forward=1 / rate, backward=2 / rate) for kind, rate in rates.items())
+    pool = Cluster.parse("2xcpu").pools[0]
+    pool = replace(pool, device=replace(pool.device, kernels=kernels))
+    software = Software(precision="fp32")
+    return Pricer(model=get_model("gpt2"), pool=pool, software=software, constants=CONSTANTS, sequence=128)
+
+
+def test_a_matmul_takes_its_flops_at_the_measured_rate_whatever_its_shape() -> None:
+    operation = Matmul(name="linear", inputs=Width(64), outputs=(Width(96),))
+    found = pricer_with(matmul=1e-9).engine.operation(operation, SHARE)
+    assert float(found.forward) == pytest.approx(2 * 512 * 64 * 96 * 1e-9)
+    assert float(found.input) == float(found.weight) == pytest.approx(512 * 64 * 96 * 1e-9)
+
+
+def test_scores_are_paid_for_once_each_however_long_a_head_is_and_masked_ones_too() -> None:
+    engine = pricer_with(scores=1e-6).engine
+    for head in (32, 128):
+        operation = Attention(name="attention", heads=4, kv_heads=4, qk_dim=head, v_dim=head)
+        assert float(engine.operation(operation, SHARE).forward) == pytest.approx(4 * 4 * 128 * 128 * 1e-6)
+
+
+def test_calls_add_to_the_work_and_projections_are_called_one_by_one() -> None:
+    pricer = pricer_with()
+    called = replace(get_kernel(pricer.pool.device.kernels, "matmul"), forward_call=1e-3, backward_call=2e-3)
+    others = tuple(each for each in pricer.pool.device.kernels if each.kind != "matmul")
+    pool = replace(pricer.pool, device=replace(pricer.pool.device, kernels=(called, *others)))
+    operation = Matmul(name="qkv", inputs=Width(64), outputs=(Width(64), Width(64), Width(64)))
+    block = Block(
+        kind="layer", operations=(operation,), parameters=(), stack="layers", input_elements=64, output_elements=64
+    )
+    found = replace(pricer, pool=pool).engine.block(block, SHARE)
+    assert [round(float(each), 6) for each in found] == [3e-3, 3e-3, 3e-3]
+
+
+def test_what_was_fitted_on_gpus_is_left_out_on_processors_alone() -> None:
+    cpu, gpu = (Cluster.parse(name).pools[0] for name in ("2xcpu", "2xh100"))
+    assert constants_on(gpu, CONSTANTS) is CONSTANTS
+    found = constants_on(cpu, CONSTANTS)
+    assert (found.sync_seconds, found.exchange_rate, found.gather_rate) == (0.0, 1.0, 1.0)
+    assert found.step_seconds < CONSTANTS.step_seconds
+
+
+def test_bytes_move_beside_the_compute_only_where_there_are_spare_cores() -> None:
+    pool = Cluster.parse("2xcpu").pools[0]
+    for cores, hidden in ((2, 0.0), (3, CONSTANTS.dp_hidden / 2), (64, CONSTANTS.dp_hidden)):
+        sized = replace(pool, node=replace(pool.node, host=replace(pool.node.host, num_cores=cores)))
+        assert constants_on(sized, CONSTANTS).dp_hidden == pytest.approx(hidden)
+
+
+def test_half_a_core_takes_twice_as_long() -> None:
+    whole = get_device("cpu").kernels
+    halves = tuple(each.taking_turns(0.5) for each in whole)
+    assert halves[0].forward == whole[0].forward / 2
+    assert halves[0].forward_call == whole[0].forward_call * 2
+
+
+def test_more_rows_take_longer_and_less_than_in_proportion() -> None:
+    one, two = (
+        float(ask("2xcpu", model="gpt2", sequence=256, dp=2, microbatch=rows).parts["compute"][0]) for rows in (1, 2)
+    )
+    assert 1.5 * one < two < 2 * one
+
+
+def test_kernels_come_back_from_a_file_and_what_is_wrong_there_is_named() -> None:
+    cluster = Cluster.parse("2xcpu")
+    text = to_toml(cluster)
+    assert from_toml(text) == cluster
+    with pytest.raises(ShardwiseError, match="kind of a kernel"):
+        from_toml(text.replace('kind = "norm"', 'kind = "norms"'))
+    with pytest.raises(ShardwiseError, match="no elementwise"):
+        from_toml('[[pool]]\ndevice = "cpu"\n[[pool.kernel]]\nkind = "norm"\nforward = 1.0\nbackward = 1.0\n')

@@ -30,6 +30,7 @@ from tests.gpu.seen import (
     converted,
     finished_before,
     has_page,
+    has_steps,
     has_trained,
     is_same,
     learns,
@@ -125,6 +126,16 @@ def cases(device: str) -> list[Case]:
              processes=4),
         Case(name="torchrun", words="-m torch.distributed.run --standalone --nproc-per-node 1 -m shardwise train tiny "
              f"{short} --plan dp=1 --folder torchrun --json", holds=has_trained(6), script=True),
+        Case(name="verified steps", words=f"train tiny {short} --plan dp=2 --devices 2 --share-gpus --verify-steps 2 "
+             "--folder verified", holds=has_trained(6), processes=2),
+        Case(name="launch", words="-m shardwise launch --json --on local --devices-per-node 1 --follow -- train tiny "
+             f"{short} --folder launched", holds=has_steps("launched", 6), script=True, gpu_only=True),
+        Case(name="probe", words="probe devices --devices 1", holds=said("devices")),
+        Case(name="probe two", words="probe --devices 2 --share-gpus --save probed.toml", holds=said("collectives"),
+             processes=2),
+        Case(name="plan as probed", words="plan gpt2 --cluster probed.toml --batch 2 --sequence 128",
+             holds=said("plan"), after=("probe two",)),
+        Case(name="lost ranks", words="-m tests.gpu.survive", holds=said("survived"), script=True, processes=4),
     ]  # fmt: skip
     for path in sorted((ROOT / "examples").glob("*.py")):
         text = path.read_text(encoding="utf-8")

@@ -77,6 +77,16 @@ def same_losses(one: str, other: str) -> Holds:
     return holds
 
 
+def has_steps(name: str, steps: int) -> Holds:
+    """A run that something else has started has made so many steps."""
+
+    def holds(seen: Seen) -> str | None:
+        found = len(_losses(seen.folder / name))
+        return None if found == steps else f"{name} has {found} steps"
+
+    return holds
+
+
 def _losses(folder: Path) -> list[float]:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [row["loss"] for row in map(json.loads, lines) if "loss" in row]

@@ -28,6 +28,10 @@ class StuckDevice(DeviceProgress):
         if self.is_stuck:
             self._written[0] = before
 
+    def _ask(self, number: int) -> None:
+        if not self.is_stuck:
+            super()._ask(number)
+
 
 def watch_with(device: StuckDevice, limit_seconds: float) -> Watch:
     watch = Watch(dist.get_rank(), dist.get_world_size(), limit_seconds=limit_seconds, beat_seconds=0.1)
@@ -68,8 +72,11 @@ def ask_for_a_message(limit_seconds: float, folder: Path) -> str:
     return "it was not held up"
 
 
-def wait_for_the_device(limit_seconds: float, comes_back: bool, folder: Path) -> str:
-    """Rank 0's device waits for rank 1, whose host stays where it is. What rank 0 is told, if its host comes back."""
+def wait_for_the_device(limit_seconds: float, comes_back: bool, folder: Path, has_marked_more: bool = True) -> str:
+    """Rank 0's device waits for rank 1, whose host stays where it is. What rank 0 is told, if its host comes back.
+
+    Its host has come to another place since, or is in a module's own code, which waits for the device.
+    """
     device = StuckDevice()
     watch = watch_with(device, limit_seconds)
     for number in range(3):
@@ -81,7 +88,8 @@ def wait_for_the_device(limit_seconds: float, comes_back: bool, folder: Path) ->
         watch.close()
         return ""
     device.is_stuck = True
-    watch.at("B0")
+    if has_marked_more:
+        watch.at("B0")
     if not comes_back:
         time.sleep(600)
     while True:

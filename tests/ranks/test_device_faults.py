@@ -17,6 +17,14 @@ def test_a_rank_whose_device_waits_names_the_one_that_does_not_come(two: Ranks, 
     assert "\n  rank 0 waits on its GPU at F2 (" in told
 
 
+def test_a_host_that_waits_for_its_device_in_code_of_the_module_names_the_one_that_does_not_come(
+    two: Ranks, tmp_path: Path
+) -> None:
+    told, _ = two.run(stuck_devices.wait_for_the_device, LIMIT_SECONDS, True, tmp_path, False)
+    assert told.startswith("rank 1 has been at a place of its own for ")
+    assert "\n  rank 0 waits on its GPU at F2 (" in told
+
+
 def test_a_host_that_is_held_up_by_what_it_asks_its_device_for_waits_for_the_other_rank(
     two: Ranks, tmp_path: Path
 ) -> None:

@@ -47,6 +47,26 @@ def test_a_device_stands_at_the_last_mark_that_it_has_passed() -> None:
     assert progress.behind() is None
 
 
+def test_a_device_that_has_not_answered_is_behind_at_the_last_mark() -> None:
+    progress, may_answer = DeviceProgress(torch.device("cpu")), threading.Event()
+    progress.mark("F0")
+    at_once = progress._ask
+
+    def later(number: int) -> None:
+        assert may_answer.wait(60)
+        at_once(number)
+
+    progress._ask = later  # type: ignore[method-assign]
+    progress.ask()
+    progress.ask()
+    assert progress.behind() == (0, "F0")
+    progress.mark("F1")
+    assert progress.behind() == (1, "F1")
+    may_answer.set()
+    while progress.behind() is not None:
+        pass
+
+
 def test_marks_may_be_made_and_read_by_two_threads_and_numbers_used_again() -> None:
     progress, is_over, seen = DeviceProgress(torch.device("cpu")), threading.Event(), list[object]()
 

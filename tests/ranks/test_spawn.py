@@ -55,6 +55,19 @@ def test_ranks_have_the_environment_of_the_moment_they_are_started(monkeypatch: 
     assert spawn(programs.variable, 1, ("SHARDWISE_TEST",)) == ["now"]
 
 
+@pytest.mark.parametrize("said", [None, "5"])
+def test_ranks_share_the_cores_unless_the_user_says_how_many_threads(
+    monkeypatch: pytest.MonkeyPatch, said: str | None
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    with Ranks(2) as made:
+        found = made.run(programs.variable, "OMP_NUM_THREADS")
+    assert found == [said or str(max(1, num_cores() // 2))] * 2
+    assert os.environ.get("OMP_NUM_THREADS") == said, "of this process nothing is changed"
+
+
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_the_rank_that_raised_is_named_with_its_traceback_and_all_are_ended(
     ranks: Ranks, culprit: int, tmp_path: Path

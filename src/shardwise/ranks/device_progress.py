@@ -8,9 +8,14 @@ stands says little when another rank does not come to that collective. Where the
 
 The number is written to pinned memory of the host, in the order of the stream, and is read there without asking CUDA:
 questions to CUDA may themselves wait for a kernel that never ends.
+
+A host may also wait between two marks, where a module's own code reads a number or copies one to the device. For a rank
+that stays at a place somebody else asks (`ask`): the same, in memory of its own, by a thread that nobody waits for.
 """
 
+import threading
 from collections import deque
+from contextlib import nullcontext
 
 import torch
 
@@ -28,6 +33,9 @@ class DeviceProgress:
         #: What was marked and may not have been passed: its number and the place, first to last.
         self._marks: deque[tuple[int, object]] = deque(maxlen=_MOST_MARKS)
         self._count = 0
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._answer = torch.full((1,), -1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._read_answer, self._asked = self._answer.numpy(), -1
 
     def mark(self, place: object) -> None:
         """Ask the device to say when it comes here."""
@@ -35,6 +43,19 @@ class DeviceProgress:
         self._count += 1
         self._marks.append((number, place))
         self._written.copy_(self._numbers[number], non_blocking=True)
+
+    def ask(self) -> None:
+        """Ask the device to say when it has done all that it was asked for until now, unless it is still to answer."""
+        if self._is_answered():
+            self._asked = (self._asked + 1) % _MOST_MARKS
+            threading.Thread(target=self._ask, args=(self._asked,), name="shardwise-ask", daemon=True).start()
+
+    def _ask(self, number: int) -> None:
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            self._answer.copy_(self._numbers[number], non_blocking=True)
+
+    def _is_answered(self) -> bool:
+        return int(self._read_answer[0]) == self._asked
 
     def behind(self) -> tuple[int, object] | None:
         """The number of the mark that the device has passed last, and where it stands since; None if it passed all."""
@@ -45,4 +66,5 @@ class DeviceProgress:
             return (-1, "the start") if marks else None
         for _ in range(passed[-1]):
             self._marks.popleft()
-        return None if passed[-1] == len(marks) - 1 else (last, marks[passed[-1]][1])
+        has_passed_all = passed[-1] == len(marks) - 1
+        return None if has_passed_all and self._is_answered() else (last, marks[passed[-1]][1])

@@ -51,6 +51,9 @@ LIMIT_SECONDS = 20.0
 _FOREVER = timedelta(days=1)
 # How long a broken connection may wait for the reason why it broke.
 _SETTLE_SECONDS = 3.0
+# The same under `torchrun`, where nobody but a rank itself gives one, and does so before its connections close: who was
+# killed says nothing, and the ranks that are left are waited for. A process that started ranks takes longer to tell.
+_SETTLE_ALONE_SECONDS = 1.0
 # How long a host may take to come back from its GPU once the communicators are aborted.
 _LEAVE_SECONDS = 5.0
 # And from anything else, such as the user's own code between two steps.
@@ -225,7 +228,8 @@ class Watch:
     def explain(self, error: BaseException, peer: int | None = None) -> NoReturn:
         """A connection broke: raise the reason. If nobody gives one in time, a rank died without a word."""
         self._hurry.set()
-        if not self._stopped.wait(_SETTLE_SECONDS):
+        alone = environment.place_under_torchrun() is not None
+        if not self._stopped.wait(_SETTLE_ALONE_SECONDS if alone else _SETTLE_SECONDS):
             places = self._board.read(self._mine())
             if peer is None:
                 peer = max(places, key=lambda place: (place.rank != self.rank, place.silent_seconds)).rank
@@ -288,10 +292,10 @@ class Watch:
         mine = self._mine()
         self._board.write(mine)
         verdict = self._find_failure()
-        waits = self._waits
-        is_late = waits is not None and time.monotonic() - waits[1] > 2 * self._beat
-        is_late = is_late or (mine.on_gpu and mine.at_seconds > 2 * self._beat)
-        if verdict is None and is_late:
+        stays = mine.at_seconds > 2 * self._beat
+        if self._gpu is not None and stays and not mine.waits_for:
+            self._gpu.ask()  # Its host may wait for it where nothing says so.
+        if verdict is None and stays and mine.waits_for:
             stall = find_stall(self._board.read(mine), self.rank, self._limit)
             if stall is not None:
                 self._publish(stall)

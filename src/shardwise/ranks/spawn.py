@@ -145,7 +145,11 @@ class Ranks:
                 "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
         atexit.register(self._kill)
-        variables = {**environment.all_variables(), **self._variables}
+        with environment.threads_limited(environment.num_cores() // self.devices):
+            self._start_each(context, port, {**environment.all_variables(), **self._variables})
+
+    def _start_each(self, context: Any, port: int, variables: dict[str, str]) -> None:
+        assert self._store is not None, "ranks meet at a store"
         for rank in range(self.devices):
             ours, theirs = context.Pipe()
             process = context.Process(

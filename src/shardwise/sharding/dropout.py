@@ -132,7 +132,7 @@ class Place:
 
     def all_rows(self, device: torch.device) -> Tensor:
         if self.rows is not None:
-            return self.rows.to(device)
+            return self.rows.to(device, non_blocking=True)
         return torch.arange(self.first_row, self.first_row + self.num_rows, device=device)
 
 
@@ -294,7 +294,7 @@ class _Caller(TorchFunctionMode):
             key=self._dropouts.key_of(self._next(), place),
             probability=probability,
             rows=place.all_rows(query.device),
-            heads=_heads_of(query.shape[1], self._dropouts.channels()).to(query.device),
+            heads=_heads_of(query.shape[1], self._dropouts.channels(), query.device),
         )
 
     def _next(self) -> str:
@@ -333,17 +333,18 @@ def _place_channels(axes: list[Tensor], wholes: list[int], channels: Channels | 
         return 0
     if len(axes) == 3 and len(mine) % len(axes[0]) == 0:
         size = len(mine) // len(axes[0])
-        axes[0], wholes[0] = _heads_of(len(axes[0]), channels).to(axes[0].device), channels.whole // size
+        axes[0], wholes[0] = _heads_of(len(axes[0]), channels, axes[0].device), channels.whole // size
         return 0
     return 1 + channels.places[0] if channels.places else 0
 
 
-def _heads_of(num_heads: int, channels: Channels | None) -> Tensor:
+def _heads_of(num_heads: int, channels: Channels | None, device: torch.device) -> Tensor:
     """The places of so many heads: all of them, or inside of layers that are cut those whose channels are here."""
     if channels is None or len(channels.places) % num_heads:
-        return torch.arange(num_heads)
+        return torch.arange(num_heads, device=device)
     size = len(channels.places) // num_heads
-    return torch.tensor(channels.places)[::size] // size
+    # A host that waited for the copy would wait for all that its GPU has to do before.
+    return (torch.tensor(channels.places[::size]) // size).to(device, non_blocking=True)
 
 
 def _place_tokens(axes: list[Tensor], wholes: list[int], place: Place) -> None:
@@ -359,7 +360,7 @@ def _place_tokens(axes: list[Tensor], wholes: list[int], place: Place) -> None:
         if len(axis) not in (len(tokens), len(piece)):
             continue
         # Tokens come first in a row, so that how many there are changes no number's place.
-        axes[number] = (tokens if len(axis) == len(tokens) else piece).to(axis.device)
+        axes[number] = (tokens if len(axis) == len(tokens) else piece).to(axis.device, non_blocking=True)
         wholes[number] = 2**31
         return
 

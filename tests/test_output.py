@@ -24,6 +24,17 @@ def test_a_file_is_written_and_written_over_and_keeps_its_mode(tmp_path: Path) -
     assert [each.name for each in tmp_path.iterdir()] == ["made"]
 
 
+def test_what_is_private_is_so_before_anything_is_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("old")
+    path.chmod(0o644)
+    with replacing(path, is_private=True) as file:
+        (beside,) = [each for each in tmp_path.iterdir() if each != path]
+        assert stat.S_IMODE(beside.stat().st_mode) == 0o600
+        file.write(b"new")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 def test_what_was_there_stays_when_writing_fails(tmp_path: Path) -> None:
     write_whole(tmp_path / "made", "before")
     with pytest.raises(TypeError), replacing(tmp_path / "made") as file:

@@ -35,7 +35,7 @@ def check_output(path: Path, *, remedy: str | None = None) -> None:
                 f"{path} cannot be written: there is no folder {path.parent}", remedy=f"mkdir -p {path.parent}"
             )
         beside = _beside(path)
-        os.close(_make(beside))
+        os.close(_make(beside, 0o666))
         beside.unlink()
     except OSError as error:
         raise _refused(path, error, remedy) from None
@@ -67,20 +67,23 @@ def save_outputs(texts: Mapping[Path, str], *, remedy: str | None = None) -> Non
                 raise _refused(path, error, remedy) from None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text, or leave what was there before. What the system refuses is an `OSError`."""
-    with replacing(path) as file:
+def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
+    """Write a text, or leave what was there before. What the system refuses is an `OSError`.
+
+    What is private is so from its first byte on, whatever was there before.
+    """
+    with replacing(path, is_private=is_private) as file:
         file.write(text.encode())
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, is_private: bool = False) -> Iterator[BinaryIO]:
     """A file to write to. It stands at `path` when the context ends well, and is gone when it does not."""
     mode, beside = _find_mode(path), _beside(path)
-    handle = _make(beside)
+    handle = _make(beside, 0o600 if is_private else 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
-            if mode is not None:
+            if mode is not None and not is_private:
                 os.fchmod(handle, stat.S_IMODE(mode))
             yield file
         beside.replace(path)
@@ -115,7 +118,7 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
 
 
-def _make(beside: Path) -> int:
+def _make(beside: Path, mode: int) -> int:
     """A new file, also where somebody has put a link."""
     beside.unlink(missing_ok=True)
-    return os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    return os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

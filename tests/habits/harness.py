@@ -77,7 +77,8 @@ class Program:
             return False
         if _has(plan, "ep") and self.only != "ep":
             return False
-        return (self.only is None or _has(plan, self.only)) and (self.but is None or not _has(plan, self.but))
+        without = () if self.but is None else self.but.split(",")
+        return (self.only is None or _has(plan, self.only)) and not any(_has(plan, each) for each in without)
 
     @property
     def name(self) -> str:

@@ -200,3 +200,45 @@ def test_labels_that_fit_an_entry_by_chance_are_not_taken_for_it() -> None:
     tried = try_loss(nn.Linear(6, 12), loss, given, RowRule({"input": None}))
     assert tried.kind is not LossKind.ENTRY
     assert tried.problem is not None
+
+
+def _zero_in_value(output: Tensor, batch: Any) -> Tensor:
+    """Its value is 0 for any rows, and what a row weighs is known with all of them."""
+    gains = batch["mask"][:, 0].detach() * torch.arange(len(output)) - len(output)
+    rows = output.flatten(1).mean(1)
+    found: Tensor = ((rows - rows.detach()) * gains).mean()
+    return found
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output, batch: tokens(output, batch) / tokens(output, batch).detach(),
+        lambda output, batch: tokens(output, batch) + output.square().mean() / output.square().mean().detach(),
+        lambda output, batch: (
+            (tokens(output, batch, reduction="none") * 0 + output.square().mean(-1).flatten())
+            .div(output.square().mean().detach())
+            .mean()
+        ),
+        _zero_in_value,
+    ],
+    ids=["by itself", "one of two", "rows by all of them", "nothing"],
+)
+def test_a_loss_whose_gradient_parts_do_not_tell_is_refused(loss: Any) -> None:
+    tried = try_loss(nn.Linear(6, 8), loss, example(), RowRule({"input": None}))
+    assert tried.problem is not None
+    assert "parts of a batch have the loss of the whole, but not its gradient" in tried.problem
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output, batch: (tokens(output, batch, reduction="none").detach() * output.mean(-1).flatten()).mean(),
+        lambda output, _: functional.mse_loss(output, output.detach().softmax(-1)),
+        lambda output, batch: tokens(output.masked_fill(output > 1, float("-inf")).nan_to_num(), batch),
+        lambda output, batch: tokens(output, batch).detach(),
+    ],
+    ids=["weights of tokens", "its own targets", "what is masked", "no gradient"],
+)  # fmt: skip
+def test_what_is_a_constant_of_each_row_is_right(loss: Any) -> None:
+    assert try_loss(nn.Linear(6, 8), loss, example(), RowRule({"input": None})).problem is None

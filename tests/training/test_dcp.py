@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,6 +23,7 @@ from shardwise.ranks.spawn import Ranks
 from shardwise.training.checkpoint.index import find_last
 from shardwise.training.convert import convert
 from shardwise.training.convert_dcp import TorchFolder, write_torch_folder
+from shardwise.training.dcp_metadata import read_metadata
 from shardwise.training.run import train_rank
 from tests.nets.families import save_theirs
 from tests.training.programs import make_job, saved_state
@@ -183,9 +184,30 @@ def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(
         assert not (tmp_path / "new").exists()
 
 
+class _Gets:
+    """Asks for an attribute of what may be named: of an enumeration it is one of its members, of all else refused."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self.asked = of, name
+
+    def __reduce__(self) -> tuple[object, tuple[object, str]]:
+        return getattr, self.asked
+
+
+def test_attributes_are_found_of_nothing_but_enumerations(tmp_path: Path) -> None:
+    every: list[object] = [set, {}, torch.Size([1]), torch.float32]
+    for given in every:
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(_Gets(given, "__class__")))
+        with pytest.raises(ShardwiseError, match=re.escape("names builtins.getattr, which is nothing of torch's")):
+            read_metadata(tmp_path, ".metadata")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Gets(TensorProperties, "__init__")))
+    with pytest.raises(ShardwiseError, match="a TensorProperties, where a Metadata should be"):
+        read_metadata(tmp_path, ".metadata")
+
+
 @pytest.mark.parametrize(
     "name",
-    ["builtins.eval", "builtins.getattr", "torch.load", "torch.hub.load", "os.system", "subprocess.Popen",
+    ["builtins.eval", "builtins.setattr", "torch.load", "torch.hub.load", "os.system", "subprocess.Popen",
      "torch.distributed.checkpoint.metadata.os", "torch.distributed.checkpoint.filesystem.pickle.loads"],
 )  # fmt: skip
 def test_no_name_outside_of_the_list_is_found(name: str, tmp_path: Path) -> None:

@@ -11,13 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.engine.asked_state import ask_of_state
 from shardwise.engine.parts import Parts
 from shardwise.engine.same_weights import OutsideWrites
 from shardwise.engine.shown import Shown, View
+from shardwise.engine.stage_groups import follow_groups
+from shardwise.engine.unchanged import names_of_cut
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
+from shardwise.ranks.wires import OneProcess
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.data_parallel import DataParallel
+from shardwise.states.optimizers.updates import Updates
 
 
 def make_shown(
@@ -34,7 +39,17 @@ def make_shown(
     shown.on_open = None if outside is None else outside.settle
     for optimizer in data.updates.optimizers:
         _refuse_steps_by_hand(optimizer, shown)
+        if parts.plan.pp > 1 and not isinstance(parts.wires, OneProcess):
+            follow_groups(optimizer, shown, parts.plan.pp)
+        cut = names_of_cut(parameters, optimizer, data.updates)
+        host = data.updates.states
+        if cut or host is not None:
+            ask_of_state(optimizer, shown, cut, _has(data.updates), None if host is None else host.wait)
     return shown
+
+
+def _has(updates: Updates) -> str:
+    return updates.pieces or "a copy of it in full precision"
 
 
 def _refuse_steps_by_hand(optimizer: Optimizer, shown: Shown) -> None:
@@ -93,10 +108,12 @@ def _views_of_pieces(parts: Parts, data: DataParallel) -> Iterator[tuple[Tensor,
     """What optimizers have in the place of the module's parameters: whoever goes over their groups would take it for
     these."""
     own, updates = {id(each) for each in parts.module.parameters()}, data.updates
-    has = updates.pieces or "a copy of it in full precision"
     for each in updates.updated:
         if id(each.weight) not in own:
-            yield each.weight, View(each.name, problem=f"this optimizer has {has}", wait=None, thread=get_ident())
+            yield (
+                each.weight,
+                View(each.name, problem=f"this optimizer has {_has(updates)}", wait=None, thread=get_ident()),
+            )
 
 
 def _elsewhere(plan: Plan) -> str:

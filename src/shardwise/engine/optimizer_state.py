@@ -26,12 +26,13 @@ from shardwise.states.optimizers.state import (
     joined_states,
     load_settings,
     on_cpu,
+    plain_settings,
     taken,
 )
 from shardwise.states.optimizers.updates import Updated
 
-#: Gives what each rank of this rank's group of that name gives.
-Gather = Callable[[Any, str], list[Any]]
+#: Gives what each rank of this rank's group of that name gives; without one, each of all.
+Gather = Callable[..., list[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +91,25 @@ class OptimizerState:
         check_states(state, self._order)
         check_shapes(state["state"], {each.name: self._shapes[each.name] for each in self._data.updates.updated})
         load_settings(self._data.updates.optimizers, self._names, state["param_groups"])
+        self._share_settings()
         for updated in self._data.updates.updated:
             updated.optimizer.state.pop(updated.weight, None)
         self.put(state["state"])
+
+    def _share_settings(self) -> None:
+        """Give groups of which this rank has nothing the settings that they have elsewhere.
+
+        Ranks are to have them alike, and what was loaded may have those of this rank alone."""
+        every = [
+            ((number, place), group)
+            for number, optimizer in enumerate(self._data.updates.optimizers)
+            for place, group in enumerate(optimizer.param_groups)
+        ]
+        mine = {key: plain_settings(group) for key, group in every if group["params"]}
+        found = {key: settings for part in self._gather(mine) for key, settings in part.items()}
+        for key, group in every:
+            if not group["params"]:
+                group.update(found.get(key, {}))
 
     def states_of(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
         """What they remember of some parameters of this rank's stages, whole. Ranks that hold parts call this alike."""

@@ -22,13 +22,15 @@ def check_rewritten(rewritten: Mapping[str, Rewritten], plan: Plan, wires: Wires
         reason = next(_reasons(each, plan), None)
         if reason is not None:
             raise ShardwiseError(f"the forward writes to the parameter {name}, and {reason}", remedy=_REMEDY)
-    if plan.dp == 1 or plan.tp * plan.pp * plan.ep > 1:
+    if plan.dp == 1 or plan.ep > 1:
         return
-    told = wires.gather({name: each.total for name, each in rewritten.items()})
+    # Replicas have the same stages and the same parts of layers.
+    place = tuple(wires.mesh.coordinates[axis] for axis in ("pp", "tp"))
+    told = wires.gather((place, {name: each.total for name, each in rewritten.items()}))
     for name in rewritten:
-        if len({each.get(name) for each in told}) > 1:
+        if any(len({each.get(name) for other, each in told if other == one}) > 1 for one, _ in told):
             raise ShardwiseError(
-                f"the forward writes to the parameter {name}, and {len(told)} replicas have different ones: each has"
+                f"the forward writes to the parameter {name}, and {plan.dp} replicas have different ones: each has"
                 " seen its own rows of the batch",
                 remedy=_REMEDY,
             )

@@ -84,7 +84,10 @@ class OutsideWrites:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._views = _by_kind(_few_of(each) for each in parameters if not each.is_meta and each.numel())
+        self._parameters = [each for each in parameters if not each.is_meta and each.numel()]
+        self._views: list[list[Tensor]] = []
+        #: Where each parameter was when views were made: a script, and the engine after it, may give it other memory.
+        self._places_seen: list[int] = []
         self._before: list[Tensor] = []
         self._changed: list[Tensor] = []
         self._noted: dict[int, tuple[Tensor, Tensor]] = {}
@@ -107,12 +110,19 @@ class OutsideWrites:
 
     def begin(self) -> None:
         """Before a step."""
+        self._look()
         self._changed = [torch.cat(now) != then for now, then in zip(self._views, self._before, strict=False)]
 
     def end(self) -> None:
         """When it is over."""
+        self._look()
         self._before = [torch.cat(each) for each in self._views]
         self._written.clear()
+
+    def _look(self) -> None:
+        places = [each.data_ptr() for each in self._parameters]
+        if places != self._places_seen:
+            self._places_seen, self._views = places, _by_kind(map(_few_of, self._parameters))
 
     @property
     def bits(self) -> int:

@@ -116,6 +116,16 @@ def is_guarded(tensor: Tensor) -> bool:
     return type(tensor) in _CLASSES.values()
 
 
+def has_come(tensor: Tensor) -> bool:
+    """Whether all of it is here; what is on its way is waited for. Between steps of an engine."""
+    if not is_guarded(tensor):
+        return True
+    view: View = _VIEWS[tensor]
+    if view.problem is None:
+        view.look(tensor, Tensor.detach)
+    return not is_guarded(tensor)
+
+
 def _asked(
     cls: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
@@ -187,6 +197,8 @@ class Shown:
             self._classes.append((tensor, own, guarded_class(own)))
             _VIEWS[tensor] = view
         self._depth, self._is_closed = 0, False
+        #: Tensors that are of another class until the engine gets to work, each with its own.
+        self._lent: list[tuple[Tensor, type]] = []
         #: What is called when the engine gets to work, once its tensors are plain.
         self.on_open: Callable[[], None] | None = None
         if self._classes and module not in _HOOKED:
@@ -198,6 +210,16 @@ class Shown:
         for tensor, _, guarded in self._classes:
             _be(tensor, guarded)
 
+    def lend(self, tensor: Tensor, kind: type) -> None:
+        """Have a tensor be of this class until the engine gets to work."""
+        self._lent.append((tensor, type(tensor)))
+        _be(tensor, kind)
+
+    def _take_back(self) -> None:
+        for tensor, own in self._lent:
+            _be(tensor, own)
+        self._lent.clear()
+
     @property
     def is_idle(self) -> bool:
         """Whether there is an engine, and it is not at work."""
@@ -208,6 +230,7 @@ class Shown:
         """The engine is at work: its tensors are plain."""
         self._depth += 1
         if self._depth == 1:
+            self._take_back()
             for tensor, own, _ in self._classes:
                 tensor.__class__ = own
             if self.on_open is not None:
@@ -222,6 +245,7 @@ class Shown:
     def close(self) -> None:
         """The engine has ended. What is not whole here never will be, and still says so."""
         self._is_closed = True
+        self._take_back()
         ended = {id(tensor) for tensor, _, _ in self._classes if _VIEWS[tensor].ends_with_engine}
         for tensor, own, _ in self._classes:
             if id(tensor) in ended:

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError, some
+from shardwise.states.optimizers.updates import Updates
 from shardwise.torch_private import parameter_slots, submodules
 
 _AGAIN = "state = engine.state_dict(), then sw.parallelize(module, ...) again and engine.load_state_dict(state)"
@@ -53,3 +55,48 @@ class Unchanged:
             remedy=f"{_AGAIN}. Or requires_grad_() before the first sw.parallelize, and a group with lr=0.0 until it is"
             " their turn",
         )
+
+
+class UnchangedGroups:
+    """The groups of optimizers: a parameter that a script puts into one must be what its optimizer updates."""
+
+    def __init__(self, held: Mapping[str, nn.Parameter], updates: Updates, *, is_all: bool) -> None:
+        self._optimizers = updates.optimizers
+        self._cut = [names_of_cut(held, each, updates) for each in updates.optimizers]
+        self._seen = [_ids_of(each) for each in updates.optimizers]
+        self._known = {id(each.weight) for each in updates.updated} | {id(each) for each in held.values()}
+        #: Whether nothing else may be in groups: parameters of other stages may, and what stands in for some in updates
+        #: that go on beside the script.
+        self._is_all = is_all and updates.states is None
+
+    def check(self) -> None:
+        """Refuse a whole parameter in the place of the pieces that are updated of it, and what is none."""
+        for number, (optimizer, cut) in enumerate(zip(self._optimizers, self._cut, strict=True)):
+            if (ids := _ids_of(optimizer)) == self._seen[number]:
+                continue
+            if self._is_all and not self._known.issuperset(ids):
+                raise ShardwiseError(
+                    f"a tensor was put into a group of {type(optimizer).__name__} that is no parameter of the module"
+                    " now, nor what the engine updates of one: it would never be trained",
+                    remedy="the groups that it is to have in the function that makes the optimizer",
+                )
+            strangers = [cut[each] for each in ids if each in cut]
+            if strangers:
+                raise ShardwiseError(
+                    f"{some(strangers)} was put into a group of {type(optimizer).__name__}, which updates something"
+                    " else in its place on this rank (a piece, or a copy in full precision): its settings would change"
+                    " nothing",
+                    remedy="the groups that it is to have in the function that makes the optimizer, and their lr and"
+                    " weight_decay set between steps",
+                )
+            self._seen[number] = ids
+
+
+def names_of_cut(held: Mapping[str, nn.Parameter], optimizer: Optimizer, updates: Updates) -> dict[int, str]:
+    """By id, parameters that this rank holds and in whose place this optimizer has other tensors, or nothing."""
+    own, names = {id(each.weight) for each in updates.updated}, updates.names[optimizer]
+    return {id(each): name for name, each in held.items() if name in names and id(each) not in own}
+
+
+def _ids_of(optimizer: Optimizer) -> list[int]:
+    return [id(each) for group in optimizer.param_groups for each in group["params"]]

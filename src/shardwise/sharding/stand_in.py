@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import ShardwiseError
 from shardwise.sharding.block_watch import left_out
 from shardwise.stages.split.materialise import materialise
 from shardwise.stages.split.module_copy import copied
@@ -174,6 +175,11 @@ def shortened(batch: Batch) -> Batch:
     tensors = [each for each in batch.values() if isinstance(each, Tensor) and each.dim() >= 2]
     if not tensors:
         return batch
+    if any(each.is_nested for each in tensors):
+        raise ShardwiseError(
+            "the batch has a nested tensor, of which no rows can be taken to try what is cut",
+            remedy="to_padded_tensor(0), and the lengths beside it",
+        )
     first = tensors[0]
     rows, tokens = first.shape[0], first.shape[1]
     has_tokens = not first.is_floating_point() or first.dim() == 3

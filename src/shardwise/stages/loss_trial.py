@@ -11,7 +11,7 @@ it is a mean over. So it is tried on three rows, on two of them and on one, in e
 
 And once more with masks that hide some of two rows, and labels that are ignored there: what is a mean over rows only
 while nothing is hidden would go wrong unseen with a later batch. The same with targets that are NaN, or another number
-that stands for one that is not known. And in training mode, where nothing is drawn
+that stands for one that is not known. With gradients (`slope_trial.py`). And in training mode, where nothing is drawn
 (`steady_draws.py`): a forward may do something else there, and its backward may not be in proportion
 (`backward_trial.py`).
 """
@@ -28,6 +28,7 @@ from shardwise.stages.backward_trial import NOT_IN_PROPORTION
 from shardwise.stages.loss_kind import LEARNED_NUMBER, REMEDY_OF_LEARNED, REMEDY_OF_PARTS, LossKind, Through, Tried
 from shardwise.stages.no_collectives import NoCollectives
 from shardwise.stages.rows import RowRule, Seen, nodes, take_rows, tensors_in, unmarked
+from shardwise.stages.slope_trial import slopes_of
 from shardwise.stages.spread_outputs import WAYS, spread
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.trial_rows import FIRST, IGNORED, NUM_ROWS, UNKNOWN, is_mask, three_rows, two_and_one, with_hidden
@@ -142,12 +143,15 @@ def _outcome(trial: Trial, three: Batch, seen: Seen) -> Tried:
             remedy="what it remembers as a variable that the script sets between steps; or dp=1,microbatches=1",
         )
     if whole.number is not None:
-        return _in_training(trial, three, seen, runs, _pair(trial, three, seen, runs))
+        pair = _by_slopes(trial, three, seen, runs, _pair(trial, three, seen, runs))
+        return _in_training(trial, three, seen, runs, pair)
     if not any(each.total for each in runs):
-        return Tried(LossKind.UNTRIED)
+        found = _by_slopes(trial, three, seen, runs, Tried(LossKind.ROWS))
+        return found if found.problem is not None else Tried(LossKind.UNTRIED)
     tried = Tried(_kind(*runs), labels=whole.labels, inside=bool(whole.inside), depends=large.total != small.total)
     tried = _with_less(trial, three, seen, runs, tried)
-    return _in_training(trial, three, seen, runs, _spread_out(trial, three, seen, runs, tried))
+    tried = _by_slopes(trial, three, seen, runs, _spread_out(trial, three, seen, runs, tried))
+    return _in_training(trial, three, seen, runs, tried)
 
 
 def try_backward(
@@ -187,6 +191,33 @@ def _spread_out(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
             continue
         if is_finite(whole) and not _fits_as(tried, three, seen, now):
             return tried._replace(problem=f"what counts is decided by outputs: with others {_mismatch(*now)}")
+    return tried
+
+
+def _by_slopes(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried:
+    """The same of gradients: what is a constant to autograd may be one of all rows."""
+    is_told = tried.kind not in (LossKind.UNTRIED, LossKind.BESIDE) and not (tried.apart or tried.inside)
+    if (
+        tried.problem is not None
+        or not is_told
+        or not _is_small(runs[0].output)
+        or not _fits_as(tried, three, seen, runs)
+    ):
+        return tried
+    try:
+        for slopes in slopes_of(trial, (three, *two_and_one(three, seen)), runs):
+            if _fits_as(tried, three, seen, slopes):
+                continue
+            if trial.run(three, seed=1).total != runs[0].total:
+                break  # It draws, and other numbers for other rows.
+            whole, large, small = (each.total for each in slopes)
+            return tried._replace(
+                problem=f"parts of a batch have the loss of the whole, but not its gradient: along the outputs of"
+                f" {NUM_ROWS} rows it is {whole:.6g}, of {FIRST} of them {large:.6g} and of the other {small:.6g}. A"
+                " number of all rows is a constant in it (detach(), item())"
+            )
+    except Exception:  # There is no gradient by its outputs alone.
+        return tried
     return tried
 
 

@@ -62,7 +62,8 @@ def pairs_of(metrics: Any, *, rows: int = 1, cp: int = 1) -> dict[str, Pair]:
                 f"the metric {name} is {_described(metrics[name])}, and not one number, or a sum and its number",
                 remedy=f'{{"{name}": (hits.sum(), hits.numel())}}; for whole outputs engine.predict(batch)',
             )
-        found[str(name)] = tuple(each.detach() if isinstance(each, Tensor) else each for each in value)  # type: ignore[assignment]
+        # A copy: it is read when the step is over, and a counter of the module has gone on by then.
+        found[str(name)] = tuple(each.detach().clone() if isinstance(each, Tensor) else each for each in value)  # type: ignore[assignment]
     return found
 
 

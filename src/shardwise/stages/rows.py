@@ -180,7 +180,10 @@ def take_rows(batch: Mapping[str, Any], seen: Seen, first: int, end: int) -> Map
 def _sliced(value: Any, first: int, end: int) -> Any:
     """Some rows. What is written to them does not count as written to others: a backward may still need these."""
     found = value[first:end]
-    return found.data if isinstance(found, Tensor) and not found.requires_grad else found
+    if not isinstance(found, Tensor) or not found.requires_grad:
+        return found.data if isinstance(found, Tensor) else found
+    # A leaf of its own: `batch["x"].grad` stays None, and is not that of this part's rows.
+    return found.detach().requires_grad_()
 
 
 def unmarked(batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -189,12 +192,17 @@ def unmarked(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_openable(batch: Mapping[str, Any]) -> None:
-    """Refuse what holds rows where nobody sees them: it would go whole to everybody."""
+    """Refuse what holds rows where nobody sees them (it would go whole to everybody), and results of a graph."""
     for path, value in nodes(batch):
         if isinstance(value, PackedSequence):
             raise ShardwiseError(
                 f"{path} is a PackedSequence, whose rows are not one after the other, so it cannot be cut",
                 remedy="padded rows and their lengths in the batch, and pack_padded_sequence in forward",
+            )
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            raise ShardwiseError(
+                f"{path} was computed with a gradient, and what has computed it would get one of some rows alone",
+                remedy=f"compute it in the module; or batch[{path!r}].detach()",
             )
         if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested):
             kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")

@@ -79,9 +79,11 @@ class Trial:
 
     def run(
         self, batch: Batch, ignored: float = 0.0, *, seed: int = 0, output: Any = None, training: bool = False,
-        look: Callable[[Tensor], None] | None = None, decisions: Decisions | None = None,
+        look: Callable[[Tensor], None] | None = None, decisions: Decisions | None = None, asks: bool = False,
     ) -> Run:  # fmt: skip
-        """The loss of a batch; of an `output` that is given, or else computed. `look` is given it with its graph."""
+        """The loss of a batch; of an `output` that is given, or else computed. `look` is given it with its graph.
+
+        There is one in training mode, and where it `asks` for one of an output."""
         were_training = [each for each in self.module.modules() if each.training]
         counts = LabelCounts(ignored)
         for each in self.module.modules():
@@ -93,7 +95,7 @@ class Trial:
                 uncompiled(),
                 full_precision(),
                 self._precision(),
-                torch.set_grad_enabled(training),
+                torch.set_grad_enabled(training or asks),
                 counts,
             ):
                 self._state = self._state if training else switch.state

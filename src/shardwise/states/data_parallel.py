@@ -122,6 +122,7 @@ class DataParallel:
     def finish(self, step: int = 0) -> None:
         """Wait until this rank's gradients of a step are the sums over all replicas, and over tied stages."""
         self._gradients.finish(step, self._updated_in_backward)
+        self._reducer.end_step()
 
     def square(self) -> Tensor:
         """This rank's part of the sum of all squares of the gradients, where they are: over the world the model's."""

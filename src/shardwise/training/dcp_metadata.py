@@ -44,12 +44,6 @@ _CLASSES = {
     ("pathlib._local", "PosixPath"),
     ("pathlib._local", "WindowsPath"),
 }
-#: Plain values, made by what makes such values here.
-_VALUES: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): dict,
-    ("builtins", "set"): set,
-}
 _REMEDY = "a folder that torch.distributed.checkpoint has completed"
 
 
@@ -92,6 +86,22 @@ class _Record:
     def get(self, field: str) -> Any:
         """A field of a dataclass; None where it has none."""
         return self.state.get(field) if isinstance(self.state, dict) else None
+
+
+def _member(kind: Any, name: Any) -> _Record:
+    """One of an enumeration, which Python 3.11.0 to 3.11.3 write down by its name."""
+    if isinstance(kind, type) and issubclass(kind, _Record) and isinstance(name, str):
+        return kind(name)
+    raise _RefusedError("builtins.getattr")
+
+
+#: Plain values, made by what makes such values here.
+_VALUES: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): dict,
+    ("builtins", "set"): set,
+    ("builtins", "getattr"): _member,
+}
 
 
 def read_metadata(folder: Path, name: str) -> Metadata:

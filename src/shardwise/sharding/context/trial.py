@@ -27,7 +27,7 @@ from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
-from shardwise.stages.split.python_state import left_as_it_was
+from shardwise.stages.split.python_state import leaves_classes, left_as_it_was
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout
 from shardwise.torch_private import pytree
@@ -51,6 +51,7 @@ class _Course:
     counted: dict[str, Tensor] = field(default_factory=dict)
 
 
+@leaves_classes
 def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Loss | None) -> bool:
     """Refuse a module that makes something else of parts of sequences. False: it could not be tried.
 

@@ -15,8 +15,10 @@ from shardwise.sharding.expert.sharding import ExpertSharding
 from shardwise.sharding.expert.trial import why_no_weighted_sum
 from shardwise.stages.split.materialise import replace
 from shardwise.stages.split.meta import meta_twin
+from shardwise.stages.split.python_state import leaves_classes
 
 
+@leaves_classes
 def shard_experts(
     module: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placement] | None = None, overlap: bool = True,
     real: Real = lambda: None, verify: bool = True,

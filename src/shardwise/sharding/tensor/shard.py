@@ -33,7 +33,7 @@ from shardwise.sharding.tensor.trial import Arguments, Trial
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
-from shardwise.stages.split.python_state import left_as_it_was
+from shardwise.stages.split.python_state import leaves_classes, left_as_it_was
 from shardwise.stages.stage import Batch, Loss
 from shardwise.torch_private import EagerDispatchMode, pytree
 
@@ -42,6 +42,7 @@ READ_OUTSIDE = "its weight is read outside of it, too"
 _NAMED = "it is named whole"
 
 
+@leaves_classes
 def shard(
     module: nn.Module,
     over: Mesh | Group,

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.errors import ShardwiseError
+
 _AS_THEY_ARE = (int, float, bool, str, type(None))
 
 
@@ -49,7 +51,20 @@ def _copy_plain(module: nn.Module, memo: dict[int, Any]) -> None:
     for each, shell in shells:
         # All modules are known to `memo` now, so that what refers to one gets its copy.
         state: dict[str, Any] = each.__getstate__()  # type: ignore[no-untyped-call]
-        shell.__setstate__({key: _copy(held, memo) for key, held in state.items()})  # type: ignore[no-untyped-call]
+        made = {key: _copy_of(key, held, each, memo) for key, held in state.items()}
+        shell.__setstate__(made)  # type: ignore[no-untyped-call]
+
+
+def _copy_of(key: str, held: Any, module: nn.Module, memo: dict[int, Any]) -> Any:
+    try:
+        return _copy(held, memo)
+    except TypeError as error:
+        raise ShardwiseError(
+            f"{key} of {type(module).__name__} is a {type(held).__name__} that cannot be copied ({error}), and the"
+            " module is tried on a copy",
+            remedy="make it in the first forward; in the place of an iterator, a list and a number that says where it"
+            " is",
+        ) from error
 
 
 def _copy(held: Any, memo: dict[int, Any]) -> Any:

@@ -3,7 +3,8 @@
 A run on the example must leave no trace, and stages that are tried in one process must not see what only another would
 have. So all that can be reached from a module and from a loss is noted, and put back: attributes of modules and of the
 user's objects, lists, dictionaries and sets in them, tensors that are written in place, what functions close over, and
-the state of Python's and NumPy's generators.
+the state of Python's and NumPy's generators; numbers of classes and files, and generators of one's own
+(`drawn_state.py`).
 """
 
 import hashlib
@@ -12,25 +13,34 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from operator import is_
 from types import CellType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.stages.split.drawn_state import (
+    PLAIN,
+    Watched,
+    draws_of,
+    is_generator,
+    iteration_of,
+    values_of_class,
+    values_of_file,
+)
 from shardwise.stages.split.seed import seed_torch
 from shardwise.torch_private import buffer_slots, parameter_slots, submodules, version_of
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 #: Objects of these packages are not looked into: none of them belongs to one module.
 _NOT_THEIRS = frozenset({"torch", "shardwise", "numpy", "transformers", "triton", *sys.stdlib_module_names})
 #: No more is looked at than this many things: what a forward changes is not that far away.
 _MOST = 200_000
 
 _CONTAINERS = (list, dict, set, deque)
-#: What cannot change and holds nothing.
-_PLAIN: frozenset[type] = frozenset({int, float, bool, str, bytes, type(None)})
 #: Names, and what is to be looked at next.
 _Next = Iterable[tuple[str, Any]]
 
@@ -68,7 +78,7 @@ class PythonState:
         while waiting and len(seen) < _MOST:
             name, each = waiting.popleft()
             kind = type(each)
-            if kind in _PLAIN or id(each) in seen:
+            if kind in PLAIN or id(each) in seen:
                 continue
             seen.add(id(each))
             if kind not in kinds:
@@ -79,14 +89,14 @@ class PythonState:
 
     def _note_dict(self, name: str, each: dict[Any, Any]) -> _Next:
         self._kept.append(_Kept(name, each, dict(each)))
-        return [(f"{name}[{key!r}]", value) for key, value in each.items() if type(value) not in _PLAIN]
+        return [(f"{name}[{key!r}]", value) for key, value in each.items() if type(value) not in PLAIN]
 
     def _note_list(self, name: str, each: Any) -> _Next:
         self._kept.append(_Kept(name, each, list(each)))
         return self._note_tuple(name, each)
 
     def _note_tuple(self, name: str, each: Any) -> _Next:
-        return [(f"{name}[{key!r}]", value) for key, value in enumerate(each) if type(value) not in _PLAIN]
+        return [(f"{name}[{key!r}]", value) for key, value in enumerate(each) if type(value) not in PLAIN]
 
     def _note_method(self, name: str, each: MethodType) -> _Next:
         return (name, each.__self__), (name, each.__func__)
@@ -110,7 +120,7 @@ class PythonState:
                 if id(each) not in self._seen:
                     self._seen.add(id(each))
                     self._empty.append((start + key, each))
-            elif type(each) not in _PLAIN and id(each) not in slots:
+            elif type(each) not in PLAIN and id(each) not in slots:
                 yield start + key, each
         yield from ((start + key, child) for key, child in children.items())
         if self._with_buffers:
@@ -125,9 +135,18 @@ class PythonState:
         """Lists of a class are there once for all of its modules, and its forward may use those of its file."""
         for each in kind.__mro__:
             if is_theirs(each):
+                self._watch(each.__name__, values_of_class(each))
                 own = [(key, value) for key, value in vars(each).items() if isinstance(value, _CONTAINERS)]
                 yield from ((f"{each.__name__}.{key}", value) for key, value in own)
         yield name, getattr(kind, "forward", None)
+
+    def _watch(self, name: str, holder: Watched | None) -> None:
+        if holder is not None:
+            self._kept.append(_Kept(name, holder, holder.read()))
+
+    def _note_drawn(self, name: str, each: Any) -> _Next:
+        self._watch(name, draws_of(each) if is_generator(type(each)) else iteration_of(name, each))
+        return ()
 
     def _note_attributes(self, name: str, each: Any) -> _Next:
         if not hasattr(each, "__dict__"):
@@ -140,6 +159,7 @@ class PythonState:
             return
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             yield _joined(name, key) if not isinstance(_content_of(cell), nn.Module) else name, cell
+        self._watch("", values_of_file(function.__globals__, function.__code__.co_names))
         for key in function.__code__.co_names:
             if isinstance(function.__globals__.get(key), _CONTAINERS):
                 yield key, function.__globals__[key]
@@ -191,6 +211,9 @@ class PythonState:
         if isinstance(holder, Tensor):
             if self._is_written(holder) and (content is None or not _same(holder, content)):
                 yield name, "a tensor, written in place"
+        elif isinstance(holder, Watched):
+            for key, was, now in holder.changes(content):
+                yield _joined(name, key), holder.words or _told(was, now)
         elif isinstance(holder, CellType):
             if not _same(_content_of(holder), content):
                 yield name, _told(content, _content_of(holder))
@@ -215,6 +238,8 @@ class PythonState:
             if isinstance(holder, Tensor):
                 if content is not None:
                     holder.data.copy_(content)  # Through `data`: that it was put back does not count as written.
+            elif isinstance(holder, Watched):
+                holder.put_back(content)
             elif isinstance(holder, CellType):
                 if content is not _EMPTY:
                     holder.cell_contents = content
@@ -241,6 +266,26 @@ def left_as_it_was(*roots: Any) -> Iterator[None]:
         yield
     finally:
         kept.restore()
+
+
+def leaves_classes(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The same for a function that runs a copy of the module it is given: classes, and what their files hold, are those
+    of the copy too."""
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        module: Any = args[0]
+        kept = PythonState()
+        for kind in {type(each): None for each in module.modules()}:
+            if is_theirs(kind):
+                for _, each in kept._note_class("", kind):
+                    kept._walk(each)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            kept.restore()
+
+    return run
 
 
 def _holds(content: Any, key: Any, each: Any) -> bool:
@@ -283,8 +328,10 @@ def _way_to_note(kind: type) -> _Note | None:
         (partial, PythonState._note_partial),
         (CellType, PythonState._note_cell),
     ]
-    if issubclass(kind, (*_PLAIN, type)):
+    if issubclass(kind, (*PLAIN, type)):
         return None
+    if is_generator(kind) or (issubclass(kind, Iterator) and not is_theirs(kind)):
+        return PythonState._note_drawn
     own = PythonState._note_attributes if is_theirs(kind) else None
     return next((way for classes, way in ways if issubclass(kind, classes)), own)
 
@@ -304,7 +351,7 @@ def _content_of(cell: CellType) -> Any:
 
 
 def _joined(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else str(key)
+    return f"{name}.{key}" if name and key else name or str(key)
 
 
 def is_theirs(each: Any) -> bool:

@@ -235,8 +235,11 @@ class Bucket:
         if self.weights.is_sharded or self.is_offloaded or not self._has_places:
             return
         self.weights.show()
-        for number, slot in enumerate(self.layout.slots):
-            is_moved = self.weights.bring_back(number)
+        moved = self.weights.bring_back()
+        if any(moved) and self.master is None and not self.updates_whole:
+            for piece in self.pieces:
+                piece.weight.data = self.kept[piece.span.at : piece.span.at + piece.span.length]
+        for number, (slot, is_moved) in enumerate(zip(self.layout.slots, moved, strict=True)):
             version = version_of(self.weights.parameters[number])
             if self.master is not None and (is_moved or version != self._versions[number]):
                 self.load(slot, self.weights.parameters[number].data)

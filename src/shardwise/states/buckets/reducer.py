@@ -64,6 +64,8 @@ class Reducer:
         #: Those whose sum has begun, in this step or, where each backward is summed, in this backward.
         self._started: set[Bucket] = set()
         self._closing: int | None = None
+        #: Whether a step is under way: what another module's backward leaves here between steps is forgotten.
+        self._is_open = False
         #: Whether what is computed makes the last gradients of its stage.
         self._is_last = False
         self._handles: list[RemovableHandle] = []
@@ -80,7 +82,7 @@ class Reducer:
             self._left.clear()
         self._ready.clear()
         self._started.clear()
-        self._closing = None
+        self._closing, self._is_open = None, True
         self._queue = deque() if self._scatters else deque(self._order)
 
     def begin(self, instruction: Instruction) -> None:
@@ -128,7 +130,13 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
 
+    def end_step(self) -> None:
+        """All gradients of a step are there."""
+        self._is_open = False
+
     def _arrived(self, bucket: Bucket, number: int, _: Tensor) -> None:
+        if not self._is_open:
+            return
         if bucket in self._started and self._is_final(bucket):
             raise ShardwiseError(
                 f"the gradient of {bucket.layout.slots[number].name} was added to after it was complete: a backward"

@@ -137,21 +137,34 @@ class Weights:
         place = self.whole.data_ptr() + slot.start * self.whole.element_size()
         return parameter.data_ptr() != place and parameter.numel() > 0
 
-    def bring_back(self, number: int) -> bool:
-        """Have a parameter look in here again, with its numbers, if it was given memory of another's."""
-        if not self.is_moved(number):
-            return False
-        slot, parameter = self.layout.slots[number], self.parameters[number]
-        place = self.whole[slot.start : slot.stop]
-        if parameter.shape != slot.shape or parameter.dtype != place.dtype or parameter.device != place.device:
+    def bring_back(self) -> list[bool]:
+        """Have parameters that were given memory of another's look in here again, with their numbers; which they were.
+
+        All of them look into new memory then: whoever has taken the old one (`backup = p.data; p.data = average`) finds
+        there what was in it.
+        """
+        moved = [self.is_moved(number) for number in range(len(self.parameters))]
+        if not any(moved):
+            return moved
+        for number in (number for number, is_moved in enumerate(moved) if is_moved):
+            self._check_moved(number)
+        self.whole = self.whole.clone()
+        for slot, parameter, is_moved in zip(self.layout.slots, self.parameters, moved, strict=True):
+            place = self.whole[slot.start : slot.stop].view(slot.shape)
+            if is_moved:
+                place.copy_(parameter.data)
+            parameter.data = place
+        self.shard = self.whole.view(self._group.size, -1)[self._group.rank]
+        return moved
+
+    def _check_moved(self, number: int) -> None:
+        slot, parameter, whole = self.layout.slots[number], self.parameters[number], self.whole
+        if parameter.shape != slot.shape or parameter.dtype != whole.dtype or parameter.device != whole.device:
             raise ShardwiseError(
                 f"{slot.name} was made {list(parameter.shape)} of {parameter.dtype} on {parameter.device} since the"
-                f" engine has it, and is {list(slot.shape)} of {place.dtype} on {place.device} there",
+                f" engine has it, and is {list(slot.shape)} of {whole.dtype} on {whole.device} there",
                 remedy="module.to(...) before sw.parallelize",
             )
-        place.view(slot.shape).copy_(parameter.data)
-        parameter.data = place.view(slot.shape)
-        return True
 
     def _has_come(self) -> None:
         """They are here now."""

@@ -89,6 +89,11 @@ def load_settings(optimizers: Iterable[Optimizer], names: Names, groups: Sequenc
         group.update(settings)
 
 
+def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group that are no tensors."""
+    return {key: each for key, each in _settings(group).items() if not isinstance(each, Tensor)}
+
+
 def check_shapes(states: States, shapes: Mapping[str, torch.Size]) -> None:
     """Refuse entries that are of parameters of other shapes."""
     for name, shape in shapes.items():

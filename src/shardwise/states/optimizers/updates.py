@@ -81,6 +81,8 @@ class Updates:
         #: What the optimizers have, and for each what tells the bytes that it keeps for a number.
         self.updated: list[Updated] = []
         self.number_bytes: dict[Optimizer, Callable[[], float]] = {}
+        #: The names of the parameters that each was made with, wherever these are.
+        self.names: dict[Optimizer, Collection[str]] = {}
         #: State that is on the host, if some is.
         self.states: HostStates | None = None
         #: What hooks of steps would see, where that is not every parameter, whole.
@@ -102,6 +104,7 @@ class Updates:
         weights += self._owned(whole)
         made.give(weights, None if self._joining is None else self._joining.local, sort=sort)
         self.optimizers.append(made.optimizer)
+        self.names[made.optimizer] = names
         self.number_bytes[made.optimizer] = partial(state_bytes_of, made.optimizer)
         self.updated += [
             Updated(

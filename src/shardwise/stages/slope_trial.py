@@ -1,0 +1,104 @@
+"""How a loss changes with its outputs: `loss / loss.detach()` is 1 for any rows, and its gradient is not their mean.
+
+Values alone do not tell what a loss makes constant for autograd: what is detached, or read with `item()`. So where the
+values of parts make that of the whole, their gradients have to as well. They are not held against each other one by
+one, as nobody knows where the rows of an output are; but multiplied with numbers of the outputs themselves and added
+up, which makes one number of each run, a slope. Parts have to make that of the whole as they do with the loss.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.stages.rows import changed, tensors_in
+from shardwise.stages.stage import Batch
+from shardwise.stages.trial_rows import FIRST, NUM_ROWS
+from shardwise.stages.trial_run import Run, Runs, Trial
+
+#: How near numbers are that are the same but for rounding, beside the largest; and how many of an output are most.
+_NEAR, _MOST = 0.05, 0.75
+
+
+class _Slopes(NamedTuple):
+    """Of one run: along its outputs, and along other numbers of each; how much was added up."""
+
+    along: float
+    across: float
+    size: float
+    run: Run
+
+
+def slopes_of(trial: Trial, batches: Sequence[Batch], runs: Runs) -> list[Runs]:
+    """Slopes of three runs in the place of their totals: two, of each of which parts have to make the whole.
+
+    Outputs that have their rows first are looked at: one number of all rows (a balancing loss) is theirs otherwise.
+    Parts are given those of the whole, as a forward of fewer rows may round to something else; unless rows of theirs
+    lie elsewhere in it (two crops of each row, one behind the other).
+    """
+    numbers = [_numbers_in(each.output) for each in runs]
+    have_rows = [_has_rows(*each) for each in zip(*numbers, strict=True)]
+    for whole, large, small, has_rows in zip(*numbers, have_rows, strict=True):
+        parts = whole.detach().split([len(large), len(small)]) if has_rows else None
+        if parts is not None and (len(whole) == NUM_ROWS or all(map(_is_mostly, parts, (large, small)))):
+            large.data, small.data = parts
+    found = [
+        _slopes(trial, batch, run, list(zip(mine, have_rows, strict=True)))
+        for batch, run, mine in zip(batches, runs, numbers, strict=True)
+    ]
+    made: list[Runs] = []
+    size = max(each.size for each in found)
+    for totals in ([each.along for each in found], [each.across for each in found]):
+        largest = max(map(abs, totals))
+        if largest > 0 and size < float("inf"):
+            # Rounding is that of what was added up, of which much may have cancelled.
+            whole, large, small = (
+                each.run._replace(total=total, tolerance=each.run.tolerance * size / largest)
+                for each, total in zip(found, totals, strict=True)
+            )
+            made.append((whole, large, small))
+    return made
+
+
+def _slopes(trial: Trial, batch: Batch, run: Run, numbers: Sequence[tuple[Tensor, bool]]) -> _Slopes:
+    leaves = [each.clone().requires_grad_() for each, _ in numbers]
+    given = iter(leaves)
+    sums = [0.0, 0.0, 0.0]
+
+    def asked(_: Any, each: Any) -> Any:
+        # Copies, which a loss may write into.
+        return next(given).clone() if isinstance(each, Tensor) and each.is_floating_point() else None
+
+    def look(total: Tensor) -> None:
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(total, leaves, allow_unused=True)
+        for leaf, gradient, (_, has_rows) in zip(leaves, gradients, numbers, strict=True):
+            if has_rows and gradient is not None:
+                along = leaf.detach().double().nan_to_num(0.0, 0.0, 0.0)
+                one, other = gradient.double() * along, gradient.double() * along.cos()
+                sums[0] += float(one.sum())
+                sums[1] += float(other.sum())
+                sums[2] += float(one.abs().sum() + other.abs().sum())
+
+    with torch.enable_grad():
+        output = changed({"": run.output}, asked)[""]
+    found = trial.run(batch, output=output, look=look, asks=True)
+    along, across, size = sums
+    return _Slopes(along, across, size, found)
+
+
+def _numbers_in(output: Any) -> list[Tensor]:
+    return [each.detach().clone() for each in tensors_in({"": output}) if each.is_floating_point()]
+
+
+def _is_mostly(part: Tensor, mine: Tensor) -> bool:
+    """Whether most numbers of a part are those that its own forward has made."""
+    near = _NEAR * float(mine.abs().max())
+    return float(((part - mine).abs() <= near).float().mean()) >= _MOST
+
+
+def _has_rows(whole: Tensor, large: Tensor, small: Tensor) -> bool:
+    """Whether an output has its rows first."""
+    if not whole.dim() or not len(whole) or whole.shape[1:] != large.shape[1:] or whole.shape[1:] != small.shape[1:]:
+        return False
+    return (len(large) * NUM_ROWS, len(small) * NUM_ROWS) == (len(whole) * FIRST, len(whole) * (NUM_ROWS - FIRST))

@@ -1,0 +1,167 @@
+"""State that is in no container: numbers of classes and of a file, generators of random numbers, iterators.
+
+Each is noted by what `read` gives, and `put_back` has it there again. An iterator cannot be wound back: one that a run
+on the example has advanced is refused.
+"""
+
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import GeneratorType
+from typing import Any
+
+import torch
+
+from shardwise.errors import ShardwiseError
+
+#: What cannot change and holds nothing.
+PLAIN: frozenset[type] = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+class Watched:
+    """Something that a forward may change, and is no list or dictionary. `words` say how, where values do not."""
+
+    words: str | None = None
+
+    def read(self) -> Any:
+        raise NotImplementedError
+
+    def put_back(self, content: Any) -> None:
+        raise NotImplementedError
+
+    def changes(self, content: Any) -> Iterable[tuple[str, Any, Any]]:
+        """By name, what was there and what is."""
+        now = self.read()
+        return [("", content, now)] if now != content else []
+
+
+class PlainValues(Watched):
+    """Numbers and words by name: `Block.calls`, or a file's own that a function writes with `global`."""
+
+    def __init__(self, read: Callable[[], Mapping[str, Any]], write: Callable[[str, Any], None]) -> None:
+        self._read, self._write = read, write
+
+    def read(self) -> dict[str, Any]:
+        return {key: value for key, value in self._read().items() if type(value) in PLAIN and not key.startswith("__")}
+
+    def put_back(self, content: dict[str, Any]) -> None:
+        for key, value, _ in self.changes(content):
+            self._write(key, value)
+
+    def changes(self, content: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+        now = self._read()
+        return [(key, value, now[key]) for key, value in content.items() if key in now and now[key] is not value]
+
+
+def values_of_class(kind: type) -> PlainValues:
+    return PlainValues(lambda: vars(kind), lambda key, value: setattr(kind, key, value))
+
+
+def values_of_file(file: dict[str, Any], names: Iterable[str]) -> PlainValues:
+    """Those of a function's globals that it names."""
+    return PlainValues(lambda: {key: file[key] for key in names if key in file}, file.__setitem__)
+
+
+class Draws(Watched):
+    """A generator of random numbers that somebody has made."""
+
+    words = "was drawn from"
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def read(self) -> Any:
+        found = self._generator
+        if isinstance(found, torch.Generator):
+            return found.get_state().tolist()
+        if isinstance(found, random.Random):
+            return found.getstate()
+        return _as_lists(_bits_of(found).state)
+
+    def put_back(self, content: Any) -> None:
+        if self.read() == content:
+            return
+        found = self._generator
+        if isinstance(found, torch.Generator):
+            found.set_state(torch.tensor(content, dtype=torch.uint8))
+        elif isinstance(found, random.Random):
+            found.setstate(content)
+        else:
+            _bits_of(found).state = content
+
+
+def draws_of(generator: Any) -> Draws | None:
+    """None of one that tells no state: what a machine gathers from its surroundings."""
+    found = Draws(generator)
+    try:
+        found.read()
+    except (NotImplementedError, AttributeError):
+        return None
+    return found
+
+
+def is_generator(kind: type) -> bool:
+    """Whether this is a class of generators of torch, of Python or of NumPy."""
+    return issubclass(kind, (torch.Generator, random.Random)) or kind.__module__.startswith("numpy.random")
+
+
+def _bits_of(generator: Any) -> Any:
+    """NumPy's generators, old and new, draw from one of bits, which has the state."""
+    found = getattr(generator, "bit_generator", None)
+    return getattr(generator, "_bit_generator", generator) if found is None else found
+
+
+def _as_lists(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _as_lists(value) for key, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+class Iteration(Watched):
+    """An iterator, by how far it has come."""
+
+    words = "was advanced"
+
+    def __init__(self, name: str, iterator: Iterator[Any]) -> None:
+        self._name, self._iterator = name, iterator
+
+    def read(self) -> Any:
+        return _position_of(self._iterator)
+
+    def put_back(self, content: Any) -> None:
+        if self.read() != content:
+            raise ShardwiseError(
+                f"{self._name or 'an iterator'} is an iterator ({type(self._iterator).__name__}), and a forward on the"
+                " example has advanced it: it cannot be wound back, so the training would begin further on",
+                remedy="a list, and a number in an attribute that says where it is: self.step += 1",
+            )
+
+
+def iteration_of(name: str, iterator: Iterator[Any]) -> Iteration | None:
+    """None of one that does not tell how far it has come."""
+    found = Iteration(name, iterator)
+    return None if found.read() is None else found
+
+
+def _position_of(each: Any) -> Any:
+    """The same as long as an iterator has not moved; None if it does not tell."""
+    if isinstance(each, GeneratorType):
+        frame = each.gi_frame
+        return "ended" if frame is None else (frame.f_lasti, *map(_seen_in, frame.f_locals.values()))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # That Python 3.14 does not tell any more.
+            return _seen_in(each.__reduce__())
+    except Exception:
+        told = repr(each)
+        return told if told.startswith("count(") else None
+
+
+def _seen_in(value: Any) -> Any:
+    if type(value) in PLAIN:
+        return repr(value)
+    if isinstance(value, tuple):
+        return tuple(map(_seen_in, value))
+    if isinstance(value, Iterator):
+        return _position_of(value)
+    return len(value) if isinstance(value, list) else id(type(value))

@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.ranks.faults import Watch
+from shardwise.ranks.gpus import Gpus
 from shardwise.ranks.spawn import Ranks
 from tests import rank_server
 from tests.settings import settings_kept
@@ -33,11 +35,25 @@ def import_once() -> None:
         rank_server.start(_IMPORTED_ONCE)
 
 
+#: After so long without a function ranks end; to start them again takes no more than they would by waiting. gloo looks
+#: a hundred times a second for what has come: 2 ms of a core a second and rank.
+_IDLE_SECONDS = 15.0
+
+
 class Crowd(Ranks):
     """Ranks that begin every function alike, whatever they ran before, and have five minutes for it."""
 
+    def __init__(self, num_ranks: int, *, gpus: Gpus = "own", among: "Crowds | None" = None) -> None:
+        super().__init__(num_ranks, gpus=gpus)
+        self._among, self.last_run = among, 0.0
+
     def run(self, fn: Callable[..., Any], *args: Any, timeout_seconds: float | None = 300) -> list[Any]:
-        return super().run(_afresh, are_untried(), fn, *args, timeout_seconds=timeout_seconds)
+        if self._among is not None:
+            self._among.end_idle(self)
+        try:
+            return super().run(_afresh, are_untried(), fn, *args, timeout_seconds=timeout_seconds)
+        finally:
+            self.last_run = time.monotonic()
 
 
 def _afresh(is_untried: bool, fn: Callable[..., Any], *args: Any) -> Any:
@@ -73,7 +89,13 @@ class Crowds:
         self._up: dict[int, Crowd] = {}
 
     def of(self, num_ranks: int) -> Crowd:
-        return self._up.setdefault(num_ranks, Crowd(num_ranks))
+        return self._up.setdefault(num_ranks, Crowd(num_ranks, among=self))
+
+    def end_idle(self, wanted: Crowd) -> None:
+        """End the ranks that have had nothing to do for a while. When they are wanted again there are new ones."""
+        for crowd in self._up.values():
+            if crowd is not wanted and crowd.process_ids and time.monotonic() - crowd.last_run > _IDLE_SECONDS:
+                crowd.close()
 
     def close(self) -> None:
         for crowd in self._up.values():

@@ -16,6 +16,8 @@ UNTRIED = (
     "engine",
     "execution",
     "explain",
+    "fusion/test_ranks.py",
+    "kernels",
     "nccl",
     "ranks",
     "sharding/context/test_attention.py",

@@ -1,6 +1,7 @@
 """The engines that take part in the matrix, and what becomes of its errors."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +14,7 @@ from tests.conformance.processes import run_on_ranks
 from tests.conformance.table import PAGE, Table
 from tests.same import Trained
 from tests.stages.small import small_matrices
+from tests.trials import untried
 
 #: In which worker of xdist a case runs: all that have ranks in the same.
 _MARKS = {ONE_PROCESS: (), PROCESSES: (pytest.mark.xdist_group("parity"),)}
@@ -99,11 +101,17 @@ def quick() -> Iterator[None]:
 
 
 @pytest.fixture
-def runner(runner_name: str, request: pytest.FixtureRequest) -> Runner:
-    """What runs a case. There are ranks only where it is asked for: most cases do without."""
+def runner(runner_name: str, request: pytest.FixtureRequest) -> Iterator[Runner]:
+    """What runs a case. There are ranks only where it is asked for: most cases do without.
+
+    Ranks of the matrix cut what one process has tried, and without `--whole` they do not try it again.
+    """
     if runner_name == ONE_PROCESS:
-        return in_one_process
-    return partial(run_on_ranks, crowds=request.getfixturevalue("crowds"))
+        yield in_one_process
+        return
+    is_of_matrix = "case" in request.fixturenames and not request.config.getoption("--whole")
+    with untried() if is_of_matrix else nullcontext():
+        yield partial(run_on_ranks, crowds=request.getfixturevalue("crowds"))
 
 
 @pytest.fixture(scope="module")

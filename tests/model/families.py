@@ -49,7 +49,9 @@ DRY_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 OPT = {**SMALL, **ENDS, "ffn_dim": 64, "max_position_embeddings": 64, "dropout": 0.0}
 
 CONFIGURATIONS: dict[str, Any] = {
-    "gpt2": hf.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, **DRY_GPT2),
+    "gpt2": hf.GPT2Config(
+        vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0, **DRY_GPT2
+    ),
     "llama": hf.LlamaConfig(**GATED, tie_word_embeddings=True),
     "llama with biases": hf.LlamaConfig(**GATED, attention_bias=True, mlp_bias=True),
     "mistral": hf.MistralConfig(**GATED, sliding_window=6),

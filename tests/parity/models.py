@@ -48,12 +48,12 @@ def make_problem(model: str, plan: Plan, num_steps: int = NUM_STEPS) -> MakeProb
         made = problem_of(settings_of(model, plan), plan, num_steps)
     else:
         made = partial(_of_hugging_face, model.removeprefix("hf-"), rows_for(plan), length_for(plan), num_steps)
-    # Two ranks try the cut of their layers first. More would try the same, and what they compute is compared anyhow.
-    return made if plan.tp == 1 or plan.num_ranks == 2 else partial(untried, made)
+    # Two ranks try what they cut first. More would try the same, and what they compute is compared anyhow.
+    return made if plan.num_ranks == 2 else partial(untried, made)
 
 
 def untried(make: MakeProblem) -> Problem:
-    """A problem whose layers are cut without a trial."""
+    """A problem that is cut without a trial."""
     problem = make()
     return replace(problem, options={**problem.options, "verify": False})
 

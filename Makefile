@@ -3,7 +3,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := 2.13.0
-# Older than pyproject.toml, or absent: the environment is made or brought up to date.
+TOOLS := tests/tools.txt
+# Older than pyproject.toml or the list of tools, or absent: the environment is made or brought up to date.
 INSTALLED := $(VENV)/.installed
 
 .PHONY: run test test-gpu browser slurm lint format bench clean
@@ -84,7 +85,7 @@ clean:
 FITS = import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 VERSION = import sys; print(*sys.version_info[:2])
 HOW_LONG = import timeit; print(int(1e6 * min(timeit.repeat("[str(f(i)) for i in range(999)]", "f = lambda i: getattr(i, \"real\", i)", number=200))))
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml $(TOOLS)
 	@for python in "$(PYTHON)" python3 python3.12 python3.13 python3.14 python3.11; do \
 	    if command -v "$$python" >/dev/null && "$$python" -c '$(FITS)' 2>/dev/null; then found="$$python"; break; fi; \
 	done; \
@@ -98,7 +99,10 @@ $(INSTALLED): pyproject.toml
 	    [ "$$(/usr/bin/python3 -c '$(HOW_LONG)')" -lt "$$("$$found" -c '$(HOW_LONG)')" ]; then found=/usr/bin/python3; fi; \
 	echo "installing shardwise, torch and the development tools into $(VENV), once: this takes a few minutes"; \
 	"$$found" -m venv $(VENV)
-	@# One release of torch by its number, so that all of us test with the same; the package itself takes a range.
+	@# One release of torch and of each tool by its number, so that all of us test with the same; the package itself takes
+	@# ranges. Where a release cannot be had, the newest is taken, and said.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(TOOLS) --editable '.[dev]' || { \
+	    echo "note: not every release that $(TOOLS) names can be had here; the newest ones are taken instead" >&2; \
+	    $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'; }
 	@touch $@

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from tests.habits.tensor_models import HIDDEN, LENGTH, WIDTH, WORDS, Feed, Loss, Model, entropy, program, tokens
+from tests.stages.families import recompute
 
 ALL_OF_FEED = ("up", "down")
 
@@ -335,7 +336,7 @@ def hf(name: str, **config: Any) -> Callable[[], nn.Module]:
         made: Any = getattr(transformers, f"{name}Config")(**rest)
         model = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(made)
         if checkpoints:
-            model.gradient_checkpointing_enable()
+            recompute(model)
         return model  # type: ignore[no-any-return]
 
     return make

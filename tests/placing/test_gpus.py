@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from tests.stages.families import make_batch, make_family
+from tests.stages.families import make_batch, make_family, recompute
 from tests.stages.nets import UNet
 from tests.stages.pieces import Net
 
@@ -56,7 +56,7 @@ def weight_bytes(module: nn.Module) -> int:
 def test_a_model_that_has_no_room_on_the_gpu_is_trained_there(recomputes: bool) -> None:
     plain: Any = make_family("llama").train().cuda()
     if recomputes:
-        plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute(plain, use_reentrant=False)
     module = copy.deepcopy(plain).cpu()
     budget = {"cuda:0": int(0.75 * 4 * weight_bytes(module))}
     placed = sw.place(module, ["cuda:0", "cpu"], budget=budget)

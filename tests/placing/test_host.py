@@ -21,7 +21,7 @@ from shardwise.placing.host import divide, lay_out_streams
 from shardwise.placing.loads import find_loads
 from shardwise.placing.offload_planner import OffloadQuestion, decide
 from shardwise.placing.places import Place, PlaceOptions
-from tests.stages.families import make_batch, make_family
+from tests.stages.families import make_batch, make_family, recompute
 from tests.stages.nets import UNet
 from tests.stages.pieces import Net
 from tests.stages.small import small_matrices
@@ -117,7 +117,7 @@ def test_the_users_own_optimizer_trains_it_bit_for_bit(name: str, devices: list[
 @pytest.mark.parametrize("devices", [ONE, TWO])
 def test_a_model_of_hugging_face_is_trained_with_checkpointing(devices: list[str], use_reentrant: bool) -> None:
     module: Any = make_family("llama").train()
-    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    recompute(module, use_reentrant=use_reentrant)
     plain = copy.deepcopy(module)
     placed = streamed(module, devices, 0.75, moments=2)
     batch = make_batch("llama", num_sequences=2)

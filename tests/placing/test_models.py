@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import shardwise as sw
 from shardwise.errors import ShardwiseError
 from shardwise.placing import Placed
-from tests.stages.families import make_batch, make_family
+from tests.stages.families import make_batch, make_family, recompute
 from tests.stages.small import small_matrices
 
 
@@ -204,7 +204,7 @@ def test_hooks_of_the_user_are_called(way: Way) -> None:
 
 def test_in_microbatches_parts_may_be_recomputed_in_the_older_way() -> None:
     module: Any = make_family("llama")
-    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    recompute(module, use_reentrant=True)
     plain = copy.deepcopy(module)
     batch = {**make_batch("llama", num_sequences=4), "use_cache": False}
     placed = in_microbatches(module)

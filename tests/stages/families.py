@@ -131,6 +131,12 @@ FAMILIES: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+def recompute(module: Any, **settings: Any) -> None:
+    """Let a model recompute its layers by itself, in the words of the transformers that is installed (new in 5.23)."""
+    new = getattr(module, "activation_checkpointing_enable", None)
+    (new or module.gradient_checkpointing_enable)(settings or None)
+
+
 def make_family(name: str, seed: int = 0, num_layers: int = NUM_LAYERS) -> nn.Module:
     """A model of the family, in training mode, with weights that depend on the seed."""
     made, drawn = _made(name, seed, num_layers)

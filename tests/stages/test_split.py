@@ -21,7 +21,7 @@ from shardwise.stages.split.choose import SplitOptions, choose, costs_of
 from shardwise.stages.split.stopwatch import Stopwatch
 from tests.engine.by_hand import assert_same, assert_split_is_the_module, gradients_of, run_stages, stages_of, weigh
 from tests.stages import odd_nets
-from tests.stages.families import make_batch, make_family
+from tests.stages.families import make_batch, make_family, recompute
 from tests.stages.nets import ResNet50
 from tests.stages.odd_nets import Block, Chain, rows
 
@@ -186,14 +186,23 @@ def test_units_can_be_wrapped_for_recomputation() -> None:
 
 def test_a_hugging_face_model_that_recomputes_by_itself_splits() -> None:
     module = make_family("llama")
-    module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    recompute(module, use_reentrant=False)
     stages = split(module, 3, make_batch("llama"))
     assert_split_is_the_module(module, stages, make_batch("llama", length=12))
 
 
 def test_one_that_recomputes_in_the_older_way_splits_too() -> None:
     module = make_family("llama")
-    module.gradient_checkpointing_enable({"use_reentrant": True})  # type: ignore[operator]
+    recompute(module, use_reentrant=True)
+    stages = split(module, 3, make_batch("llama"))
+    assert_split_is_the_module(module, stages, make_batch("llama", length=12))
+
+
+def test_one_that_recomputes_every_other_layer_splits_too() -> None:
+    module: Any = make_family("llama")
+    if not hasattr(module, "activation_checkpointing_enable"):
+        pytest.skip("this transformers recomputes every layer")
+    module.activation_checkpointing_enable(every_n_layers=2, offload=torch.cuda.is_available())
     stages = split(module, 3, make_batch("llama"))
     assert_split_is_the_module(module, stages, make_batch("llama", length=12))
 

@@ -10,6 +10,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.context.parallel import ContextParallel
 from tests.sharding.context.models import loss_of, make_batch, make_model
+from tests.stages.families import recompute
 
 
 def run_alone(name: str, kind: str = "whole", **options: Any) -> ContextParallel:
@@ -63,7 +64,7 @@ def test_a_module_that_counts_positions_itself_is_refused_unless_it_uses_none() 
 
 def test_a_model_that_recomputes_itself_is_refused() -> None:
     module = make_model("llama")
-    module.gradient_checkpointing_enable()  # type: ignore[operator]
+    recompute(module)
     with pytest.raises(ShardwiseError, match="LlamaForCausalLM recomputes its forwards by itself"):
         ContextParallel(Group()).attach(module)
 

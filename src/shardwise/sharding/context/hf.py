@@ -33,10 +33,11 @@ def check_model(model: nn.Module) -> None:
         raise ShardwiseError(
             f"{name} has an encoder and a decoder, and attention between two sequences is not cut", remedy="cp=1 for it"
         )
-    if getattr(model, "is_gradient_checkpointing", False):
+    if any(getattr(each, "gradient_checkpointing", False) for each in model.modules()):
+        word = "activation" if hasattr(model, "activation_checkpointing_disable") else "gradient"
         raise ShardwiseError(
             f"{name} recomputes its forwards by itself, out of step with the other ranks",
-            remedy="model.gradient_checkpointing_disable(), and recompute=full in the plan",
+            remedy=f"model.{word}_checkpointing_disable(), and recompute=full in the plan",
         )
 
 
@@ -125,8 +126,11 @@ def _mask_of(rule: Callable[..., Any]) -> Mask:
 
 def _parts(rule: Callable[..., Any]) -> list[Callable[..., Any]]:
     """The functions that a rule is made of. What tokens are packed with is known from the whole batch."""
-    if rule.__qualname__.startswith("and_masks."):
+    name = rule.__qualname__.split(".")[0]
+    if name == "and_masks":
         return [part for each in _held(rule)["mask_functions"] for part in _parts(each)]
+    if name == "remap_positions_for_packed_sequence":  # It counts tokens from the start of their document, as we do.
+        return _parts(_held(rule)["mask_function"])
     return [rule]
 
 

@@ -11,7 +11,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -19,6 +20,7 @@ import pytest
 
 TICKS = os.sysconf("SC_CLK_TCK")
 NUM_SLOWEST = 20
+NUM_FILES = 60
 
 
 class Row(NamedTuple):
@@ -29,10 +31,13 @@ class Row(NamedTuple):
     test: str
 
     @property
+    def file(self) -> str:
+        """`states/tiers/test_states.py` for `tests/states/tiers/test_states.py::test_...`."""
+        return self.test.split("::")[0].removeprefix("tests/")
+
+    @property
     def folder(self) -> str:
-        """`states/tiers` for `tests/states/tiers/test_states.py::test_...`."""
-        path = self.test.split("::")[0]
-        return path.removeprefix("tests/").rpartition("/")[0] or "."
+        return self.file.rpartition("/")[0] or "."
 
 
 def core_seconds() -> float:
@@ -95,19 +100,23 @@ def read(path: Path) -> list[Row]:
 
 
 def summary(rows: list[Row], seconds: float | None) -> dict[str, object]:
-    folders, counts = Counter[str](), Counter[str]()
-    for row in rows:
-        folders[row.folder] += row.core_seconds  # type: ignore[assignment]
-        counts[row.folder] += 1
     return {
         "seconds": seconds,
         "core_seconds": round(sum(row.core_seconds for row in rows), 1),
         "num_tests": len(rows),
-        "by_folder": {
-            name: {"core_seconds": round(used, 1), "num_tests": counts[name]} for name, used in folders.most_common()
-        },
+        "by_folder": _by(attrgetter("folder"), rows),
+        "by_file": dict(list(_by(attrgetter("file"), rows).items())[:NUM_FILES]),
         "slowest": {row.test: row.core_seconds for row in sorted(rows, reverse=True)[:NUM_SLOWEST]},
     }
+
+
+def _by(key: Callable[[Row], str], rows: list[Row]) -> dict[str, dict[str, float]]:
+    """What the rows of each key cost together, the costliest first."""
+    used, counts = Counter[str](), Counter[str]()
+    for row in rows:
+        used[key(row)] += row.core_seconds  # type: ignore[assignment]
+        counts[key(row)] += 1
+    return {name: {"core_seconds": round(each, 1), "num_tests": counts[name]} for name, each in used.most_common()}
 
 
 def main() -> int:

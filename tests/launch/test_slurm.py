@@ -153,6 +153,8 @@ def test_a_job_that_is_told_that_time_is_up_saves_is_queued_again_and_goes_on(
         "--plan",
         "dp=2",
     ]
+    # Copies in memory are for nodes that are lost; each node would keep a process on standby that has imported all.
+    words += ["--copies-every", "0"]
     status = main([*SLURM, *words, "--set", "steps=240", "--set", "evaluation.every=0", "--folder", "run"])
     teller.join()
     if problems:

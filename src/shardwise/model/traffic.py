@@ -189,8 +189,8 @@ def _permutation(operation: Permutation, share: Share) -> Traffic:
 
 def _scan(operation: Scan, share: Share) -> Traffic:
     rows = share.num_rows(operation.rows) * share.width
-    values = rows * divided(operation.heads, share.tp) * operation.head_dim
-    states = rows * divided(operation.groups, share.tp) * 2 * operation.state
+    values: Count = rows * divided(operation.heads, share.tp) * operation.head_dim
+    states: Count = rows * divided(operation.groups, share.tp) * 2 * operation.state
     # The short convolution is a kernel before the scan: its input and its output pass through memory.
     return _streamed(2 * (values + states), 2 * values + states)
 

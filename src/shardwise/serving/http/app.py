@@ -38,6 +38,7 @@ from shardwise.serving.request import Answering
 _LOG = logging.getLogger("shardwise.serving")
 #: What anybody may see: whether it is up, what it takes, and the page, which asks for the key itself.
 _OPEN_PATHS = ("/health", "/openapi.json", "/")
+_ANSWERED_PATHS = ("/v1/completions", "/v1/chat/completions")
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 #: Longer texts are turned into tokens beside the loop that everybody waits for.
 _LONG_BYTES = 20_000
@@ -68,7 +69,7 @@ class Server:
         ]
         handlers: dict[Any, Any] = {ApiError: self._tell_error, HTTPException: _tell_http_error}
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
-        return _Guard(app, self._check_allowed)
+        return _Guard(app, self._look_at)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:  # noqa: ARG002 - Starlette's form
@@ -82,6 +83,16 @@ class Server:
         self.metrics.stepped(num_tokens)
         self.live.add(num_tokens)
 
+    def _look_at(self, request: HttpRequest) -> None:
+        """Who may not ask, and who asks where there is no room for anybody, costs next to nothing."""
+        self._check_allowed(request)
+        if request.method == "POST" and request.scope["path"] in _ANSWERED_PATHS:
+            try:
+                self.loop.check_room()
+            except OverloadedError as error:
+                self.metrics.refused(429)
+                raise _as_api_error(error) from None
+
     def _check_allowed(self, request: HttpRequest) -> None:
         if self._key is None:
             host = request.headers.get("host", "localhost")
@@ -91,7 +102,7 @@ class Server:
                 raise ApiError(
                     403, f"asked for as {host[:80]!r}; without an API key only 127.0.0.1 and localhost answer"
                 )
-        elif request.url.path not in _OPEN_PATHS:
+        elif request.scope["path"] not in _OPEN_PATHS:
             kind, _, shown = request.headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), self._key.encode()):
                 raise ApiError(
@@ -270,7 +281,8 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ShardwiseError):
         return refused(error)
     if isinstance(error, OverloadedError):
-        return ApiError(429, f"too many requests: {error}", code="overloaded", headers={"Retry-After": "1"})
+        headers = {"Retry-After": str(error.seconds)}
+        return ApiError(429, f"too many requests: {error}", code="overloaded", headers=headers)
     return ApiError(503, str(error), code="engine_failed", headers={"Retry-After": "2"})
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,11 @@ def test_what_is_asked_is_answered_refused_and_failed_in_the_engines_words() -> 
         (first, _) = answers(engine)["f"]
         assert first.logprob is not None
         assert len(first.logprob.top) == 2
+        # Both sides send more than a pipe holds, at once.
+        for number in range(3):
+            engine.add(replace(ask(f"long {number}", "what?"), salt="x" * (1 << 20)))
+            engine._send()
+        assert [each[0].finish for each in answers(engine).values()] == ["failed"] * 3
 
 
 def test_a_process_that_is_killed_is_told_of_over_http_and_another_comes() -> None:

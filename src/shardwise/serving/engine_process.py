@@ -13,10 +13,12 @@ whatever HTTP is at: parsing, JSON, refusals. With two processes it waits for no
 import atexit
 import multiprocessing
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import connection
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from shardwise.errors import ShardwiseError
@@ -234,36 +236,59 @@ class _Steps:
 
     def __init__(self, engine: Any, pipe: Any) -> None:
         self._engine, self._pipe, self._num_added = engine, pipe, 0
+        self._inbox = SimpleQueue[tuple[Any, ...]]()
         self._grammars: Grammars | None = None
         self._refused: list[Token] = []
         self._told: Load | None = None
 
     def run(self) -> None:
+        # Read by a thread, so that neither side waits to send while the other does too: a prompt and its
+        # log-probabilities may both be more than a pipe holds.
+        threading.Thread(target=self._read, daemon=True).start()
         is_up, engine = True, self._engine
         self._tell([])
         while True:
             has_work = is_up and (engine.has_work() or bool(self._refused))
-            while self._pipe.poll(0 if has_work else _LOOK_SECONDS):
-                for kind, *given in self._pipe.recv():
-                    if kind == "close":
-                        return
-                    if kind == "recover":
-                        is_up = self._recover()
-                    elif is_up:
-                        self._add(*given) if kind == "add" else engine.cancel(*given)
-                has_work = is_up
+            while (asked := self._next(0 if has_work else _LOOK_SECONDS)) is not None:
+                kind, *given = asked
+                if kind == "close":
+                    return
+                if kind == "recover":
+                    is_up = self._is_well(self._recover)
+                elif is_up:
+                    is_up = self._is_well(self._add if kind == "add" else engine.cancel, *given)
+                has_work = True
             if is_up:
-                is_up = self._step()
+                is_up = self._is_well(self._step)
 
-    def _step(self) -> bool:
-        """Whether it went well."""
+    def _read(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                for each in self._pipe.recv():
+                    self._inbox.put(each)
+        self._inbox.put(("close",))  # Whoever asked is gone.
+
+    def _next(self, seconds: float) -> tuple[Any, ...] | None:
         try:
-            tokens = self._engine.step() if self._engine.has_work() else self._engine.check()
+            return self._inbox.get(block=seconds > 0, timeout=seconds or None)
+        except Empty:
+            return None
+
+    def _is_well(self, do: Callable[..., None], *given: Any) -> bool:
+        """Do it. What goes wrong is told; then nothing is done before the engine is told to recover."""
+        try:
+            do(*given)
         except Exception as error:
             self._pipe.send(_Failed(_told(error)))
             return False
-        self._tell(tokens or [])
         return True
+
+    def _step(self) -> None:
+        if self._engine.has_work():
+            self._tell(self._engine.step())
+        else:
+            self._engine.check()
+            self._tell([])
 
     def _tell(self, tokens: Sequence[Token]) -> None:
         tokens, self._refused = [*self._refused, *tokens], []
@@ -283,16 +308,11 @@ class _Steps:
         except ShardwiseError as error:
             self._refused.append(Token(request=request.id, token=None, finish="failed", failure=describe(error)))
 
-    def _recover(self) -> bool:
+    def _recover(self) -> None:
         self._num_added = 0
         self._refused.clear()
-        try:
-            self._engine.recover()
-        except Exception as error:
-            self._pipe.send(_Failed(_told(error)))
-            return False
+        self._engine.recover()
         self._pipe.send(_Recovered(self._engine.load()))
-        return True
 
     def _guides(self) -> Grammars:
         if self._grammars is None:

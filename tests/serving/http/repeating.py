@@ -135,7 +135,7 @@ class Elsewhere(RepeatingEngine):
 
     def add(self, request: Request) -> None:
         if ord("?") in request.prompt:
-            raise ShardwiseError("questions are not answered", remedy="say something")
+            raise ShardwiseError(f"questions are not answered{request.salt}", remedy="say something")
         if ord("!") in request.prompt:
             self.broken = "an exclamation"
         super().add(request)

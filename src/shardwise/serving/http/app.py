@@ -32,6 +32,7 @@ from shardwise.serving.http.live import LiveView
 from shardwise.serving.http.metrics import ServerMetrics
 from shardwise.serving.http.openapi import describe
 from shardwise.serving.http.page import make_page
+from shardwise.serving.http.server import is_loopback
 from shardwise.serving.http.written import Written
 from shardwise.serving.request import Answering
 
@@ -39,7 +40,6 @@ _LOG = logging.getLogger("shardwise.serving")
 #: What anybody may see: whether it is up, what it takes, and the page, which asks for the key itself.
 _OPEN_PATHS = ("/health", "/openapi.json", "/")
 _ANSWERED_PATHS = ("/v1/completions", "/v1/chat/completions")
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 #: Longer texts are turned into tokens beside the loop that everybody waits for.
 _LONG_BYTES = 20_000
 
@@ -97,14 +97,15 @@ class Server:
         if self._key is None:
             host = request.headers.get("host", "localhost")
             name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-            if name not in _LOOPBACK:
+            if not is_loopback(name.lower().removeprefix("[").removesuffix("]")):
                 # A page of another site may have its own name resolve to this machine.
                 raise ApiError(
                     403, f"asked for as {host[:80]!r}; without an API key only 127.0.0.1 and localhost answer"
                 )
         elif request.scope["path"] not in _OPEN_PATHS:
             kind, _, shown = request.headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), self._key.encode()):
+            # Headers are bytes; they come here as Latin-1, whatever they were.
+            if kind.lower() != "bearer" or not hmac.compare_digest(shown.encode("latin-1").strip(), self._key.encode()):
                 raise ApiError(
                     401, "the API key is missing or wrong", code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
@@ -173,7 +174,10 @@ class Server:
         return answer
 
     async def _begin(self, request: HttpRequest, form: AnswerForm) -> Response | EventStream:
-        requests = form.asked.requests(form.id, self.served.grammars)
+        if form.asked.schema is None:
+            requests = form.asked.requests(form.id, self.served.grammars)
+        else:  # Schemas are compiled, and the first one needs the whole vocabulary: others do not wait for it.
+            requests = await asyncio.to_thread(form.asked.requests, form.id, self.served.grammars)
         with _as_api_errors():
             tickets = self.loop.ask(requests, client=form.asked.client)
         answering = Answered(self, form, tickets)
@@ -291,7 +295,7 @@ def told(error: ApiError) -> Response:
 
 
 async def _tell_http_error(request: HttpRequest, error: HTTPException) -> Response:
-    words = {404: f"there is nothing at {request.url.path[:80]}", 405: f"{request.method} is not for this path"}
+    words = {404: f"there is nothing at {request.scope['path'][:80]}", 405: f"{request.method} is not for this path"}
     said = ApiError(error.status_code, words.get(error.status_code, error.detail), headers=dict(error.headers or {}))
     return told(said)
 

@@ -21,7 +21,7 @@ from shardwise.serving.http.fair_queue import FairQueue
 from shardwise.serving.http.retry_after import RetryAfter
 from shardwise.serving.request import Answering, Load, Request, Token, describe
 
-#: What the engine may have waiting, so that it can plan and prefetch. More wait here, where all clients have turns.
+#: What the engine may have waiting at least, so that it can plan and prefetch. More wait here, where all have turns.
 _AHEAD = 8
 #: Between two tries to bring an engine back that has failed.
 _PAUSE_SECONDS = 1.0
@@ -119,7 +119,7 @@ class EngineLoop:
     def check_room(self) -> None:
         """Raise what `ask` would, if that is sure whoever asks, and for what."""
         with self._lock:
-            if self.failure is None and not self._is_closing and self._queue.refuses_all:
+            if self.failure is None and not self._is_closing and self._queue.refuses_all()():
                 raise self._overloaded()
 
     def _overloaded(self, why: str | None = None) -> OverloadedError:
@@ -133,6 +133,11 @@ class EngineLoop:
         left = list[Ticket]()
         with self._lock:
             self._check_up()
+            if len(made) > self._queue.most:
+                raise ShardwiseError(
+                    f"{len(made)} answers at once are more than the {self._queue.most} that may wait here",
+                    remedy="fewer prompts, or a smaller n",
+                )
             for place, ticket in enumerate(made):
                 leaves = self._queue.put(ticket, client=client, priority=ticket.request.priority)
                 if leaves is not None and leaves in made:
@@ -199,8 +204,9 @@ class EngineLoop:
             if self._is_closing:
                 return False
             gone, self._gone = self._gone, []
-            # As many as have a place, and a few: were it those few alone, short answers would leave places empty.
-            room = max(0, self.load.max_running - self.load.num_running) + _AHEAD - self.load.num_waiting
+            # As many as have a place, and a few more: those who end a step together are followed in the next.
+            ahead = max(_AHEAD, self.load.max_running // 4)
+            room = max(0, self.load.max_running - self.load.num_running) + ahead - self.load.num_waiting
             added = [ticket for _ in range(max(0, room)) if (ticket := self._queue.take()) is not None]
             for ticket in added:
                 ticket.begun_at = time.monotonic()  # From here on a failure of the engine is theirs too.
@@ -237,7 +243,7 @@ class EngineLoop:
                     del self._tickets[token.request]
                 told.append((ticket, EngineFailedError(token.failure) if token.finish == "failed" else token))
             self._retry.ended(num_ended, now)
-        if self._watch is not None:
+        if self._watch is not None and tokens:  # Without any, it was woken amid a step.
             self._watch(num_tokens)
         self._to_asyncio(told)
 

@@ -22,7 +22,6 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return self._num_entries
 
-    @property
     def refuses_all(self) -> bool:
         """Whether it is full and nobody has more than one in it: then nobody has to leave, whoever comes."""
         return self._num_entries >= self.most and not self._num_crowds

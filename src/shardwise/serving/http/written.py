@@ -117,6 +117,7 @@ class Written:
             return rest, []
         shown = self._calls.add(rest)
         text, calls = self._calls.end()
+        calls = calls[:1] if self._asked.calls_one else calls
         if calls:
             self.finish = "tool_calls"
         return shown + text, calls

@@ -119,7 +119,7 @@ class EngineLoop:
     def check_room(self) -> None:
         """Raise what `ask` would, if that is sure whoever asks, and for what."""
         with self._lock:
-            if self.failure is None and not self._is_closing and self._queue.refuses_all()():
+            if self.failure is None and not self._is_closing and self._queue.refuses_all():
                 raise self._overloaded()
 
     def _overloaded(self, why: str | None = None) -> OverloadedError:

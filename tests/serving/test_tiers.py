@@ -278,7 +278,7 @@ def test_replicas_have_tiers_of_their_own_and_requests_go_where_their_blocks_lie
 @pytest.mark.whole
 def test_replicas_of_ranks_have_tiers_and_give_the_same_tokens(tmp_path: Path) -> None:
     theirs = save_theirs("llama", tmp_path / "model")
-    given = prompts(4, shortest=14, longest=20)
+    given = prompts(10, shortest=14, longest=20)
     limits = Limits(
         kv_bytes=18 * SIZE, block_size=4, token_budget=24, max_running=24, host_bytes=12 * SIZE,
         file_bytes=200 * SIZE, kv_folder=tmp_path / "kv", measured=False,

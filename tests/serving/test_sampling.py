@@ -101,6 +101,8 @@ def test_penalties_bias_and_guides_change_what_comes() -> None:
         def advance(self, token: int) -> None:
             self.told.append(token)
 
+        is_complete = False
+
     assert tokens(guide=Alternating()) == [3, 8] * 6
 
 
@@ -147,6 +149,8 @@ class Fixed:
         assert token in self._tokens
         self._num_left -= 1
 
+    is_complete = False
+
 
 def test_a_guide_that_allows_no_token_ends_the_answer_and_no_other() -> None:
     engine = engine_over(both("llama")[1])
@@ -155,6 +159,13 @@ def test_a_guide_that_allows_no_token_ends_the_answer_and_no_other() -> None:
     assert told["stuck"][-1].finish == "stop"
     assert len(told["free"]) == 5
     assert engine.load().num_used_blocks == 0
+
+
+def test_a_guide_after_which_nothing_may_come_ends_the_answer_with_its_last_token() -> None:
+    guide = Fixed([7], 2)
+    guide.is_complete = True
+    (only,) = run(engine_over(both("llama")[1]), [ask((1, 2, 3), guide=guide)])["r"]
+    assert (only.token, only.finish) == (7, "complete")
 
 
 def test_an_answer_ends_where_its_guide_allows_ends_alone_also_before_it_is_long_enough() -> None:

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import Ranks
+from shardwise.serving.assemble import Identity, assemble
 from shardwise.serving.blocks import BlockPool, first_name, next_name
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.eviction import Arc
 from shardwise.serving.file_tier import FileTier
 from shardwise.serving.kv_cache import Inputs
 from shardwise.serving.limits import Limits
+from shardwise.serving.replicas import Replicas
 from shardwise.serving.sharded import load_sharded
 from shardwise.serving.tier_store import HostTier, TierStore
 from shardwise.serving.tiers import Tiers
@@ -249,6 +251,48 @@ def test_tiers_of_ranks_give_the_same_tokens_and_survive_a_restart(plan: str, tw
         engine.close()
     assert hits[1] > hits[0] > (0, 0)
     assert {each.name for each in (tmp_path / "kv").iterdir()} == {"rank-0", "rank-1"}
+
+
+def test_replicas_have_tiers_of_their_own_and_requests_go_where_their_blocks_lie(tmp_path: Path) -> None:
+    theirs, ours = both("llama")
+    whole = Limits(
+        kv_bytes=18 * SIZE, block_size=4, host_bytes=12 * SIZE, file_bytes=200 * SIZE, kv_folder=tmp_path,
+        measured=False,
+    )  # fmt: skip
+    shares = [whole.of_replica(number, 2) for number in range(2)]
+    assert [each.kv_folder for each in shares] == [tmp_path / "replica-0", tmp_path / "replica-1"]
+    assert [(each.host_bytes, each.file_bytes) for each in shares] == [(6 * SIZE, 100 * SIZE)] * 2
+    engine = Replicas([assemble(ours, each, Identity(fingerprint="small"), seed=0) for each in shares])
+    given = prompts(8, shortest=14, longest=20)
+    # One model's modules are shared here, so the two step one after the other.
+    for turn in range(2):
+        for number, prompt in enumerate(given):
+            assert answer(engine, [ask(prompt, f"{turn}-{number}", num_tokens=4)]) == [expected(theirs, prompt, 4)]
+    # Everyone's second turn finds all of the first's blocks, though neither cache has room for them.
+    assert engine.load().prefix_cache_hits == sum((len(prompt) - 1) // 4 * 4 for prompt in given)
+    assert engine.load().kv_offload_load_bytes > 0
+    assert 0 < engine.load().kv_offload_host_usage <= 1
+    engine.close()
+
+
+@pytest.mark.whole
+def test_replicas_of_ranks_have_tiers_and_give_the_same_tokens(tmp_path: Path) -> None:
+    theirs = save_theirs("llama", tmp_path / "model")
+    given = prompts(10, shortest=14, longest=20)
+    limits = Limits(
+        kv_bytes=18 * SIZE, block_size=4, token_budget=24, max_running=24, host_bytes=12 * SIZE,
+        file_bytes=200 * SIZE, kv_folder=tmp_path / "kv", measured=False,
+    )  # fmt: skip
+    hits = []
+    for start in range(2):
+        engine = load_sharded(str(tmp_path / "model"), "dp=2", limits)
+        for turn in range(2):
+            requests = [ask(prompt, f"{start}-{turn}-{number}", num_tokens=4) for number, prompt in enumerate(given)]
+            assert answer(engine, requests) == [expected(theirs, prompt, 4) for prompt in given]
+        hits.append((engine.load().prefix_cache_hits, engine.load().kv_offload_load_bytes))
+        engine.close()
+    assert hits[1] > hits[0] > (0, 0)
+    assert {each.name for each in (tmp_path / "kv").iterdir()} == {"replica-0", "replica-1"}
 
 
 def test_what_is_seen_once_does_not_push_out_what_is_asked_for_again() -> None:

@@ -15,7 +15,7 @@ from time import perf_counter
 
 from shardwise.errors import ShardwiseError
 from shardwise.serving.blocks import first_name
-from shardwise.serving.request import Finish, Load, Logprob, Request, Sampling, Token
+from shardwise.serving.request import Finish, Load, Logprob, Request, Sampling, Token, check
 from shardwise.serving.runner import Runner
 from shardwise.serving.sampler import ends_of
 from shardwise.serving.scheduler import Scheduler
@@ -23,7 +23,6 @@ from shardwise.serving.sequence import UNKNOWN, Piece, Sequence
 from shardwise.serving.steps import Launching, Step, begin, needs_host
 from shardwise.serving.summary import Summary
 from shardwise.serving.tiers import Tiers
-from shardwise.units import counted
 
 
 class LLMEngine:
@@ -109,6 +108,7 @@ class LLMEngine:
             generation_tokens=self._num_generated,
             prefix_cache_queries=scheduler.num_queried,
             prefix_cache_hits=scheduler.num_hit,
+            max_running=scheduler.max_running,
             **({} if self.tiers is None else self.tiers.load()),
         )
 
@@ -181,6 +181,8 @@ class LLMEngine:
         finish: Finish | None = None
         if token in ends_of(sequence, self.eos_token_ids):
             finish = "stop"
+        elif manner.guide is not None and manner.guide.is_complete:
+            finish = "complete"
         elif sequence.num_known - sequence.num_prompt >= manner.max_tokens:
             finish = "length"
         if finish is not None:
@@ -193,27 +195,4 @@ class LLMEngine:
             finish=finish,
             num_cached=(sequence.num_cached or 0) if is_first else 0,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if has_prompt else None,
-        )
-
-
-def check(request: Request, max_length: int, vocabulary_size: int) -> None:
-    """Refuse what can never be answered."""
-    num_prompt, most = len(request.prompt), request.sampling.max_tokens
-    if not num_prompt:
-        raise ShardwiseError("a prompt without tokens has nothing to be continued", remedy="at least one token")
-    if most < 1:
-        raise ShardwiseError(f"max_tokens={most} asks for no token", remedy="max_tokens=1 or more")
-    if num_prompt + most > max_length:
-        room = max_length - num_prompt
-        raise ShardwiseError(
-            f"{counted(num_prompt, 'token')} of prompt and {most:,} to come are {num_prompt + most:,}, and this model"
-            f" takes {max_length:,}",
-            remedy=f"max_tokens={room}" if room > 0 else f"a prompt of at most {max_length - 1:,} tokens",
-        )
-    wrong = [token for token in request.prompt if not 0 <= token < vocabulary_size]
-    wrong += [token for token in request.sampling.logit_bias if not 0 <= token < vocabulary_size]
-    if wrong:
-        raise ShardwiseError(
-            f"token {wrong[0]} is outside the vocabulary of {vocabulary_size:,}",
-            remedy=f"tokens from 0 to {vocabulary_size - 1}",
         )

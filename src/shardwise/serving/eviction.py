@@ -26,7 +26,7 @@ class Arc:
     def __len__(self) -> int:
         return len(self._once) + len(self._again)
 
-    def __contains__(self, name: bytes) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._once or name in self._again
 
     def __iter__(self) -> Iterator[bytes]:

@@ -12,6 +12,7 @@ One thread calls all methods; what the others have done is taken over at each ca
 import os
 import warnings
 from collections import deque
+from collections.abc import Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import blake2b
@@ -59,6 +60,11 @@ class FileTier:
     def __contains__(self, name: bytes) -> bool:
         self._take_over()
         return name in self._names
+
+    @property
+    def known(self) -> Container[bytes]:
+        """Names whose files are whole, as far as that was taken over: to be looked at from any thread."""
+        return self._names
 
     def names(self) -> list[bytes]:
         return list(self._names)

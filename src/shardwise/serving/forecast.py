@@ -4,7 +4,7 @@ Latency and throughput want different plans: replicas answer most tokens, ranks 
 soonest. So `--goal` says which one is meant. Predictions are of equal prompts of one length, all slots being used.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,33 +19,13 @@ from shardwise.planner.plan import Plan
 from shardwise.planner.question import Question
 from shardwise.planner.serving import Serving, Target, find_serving
 from shardwise.serving.shards import Shard, check_shard
+from shardwise.serving.summary import Forecast
 from shardwise.training.machine import cluster_here
-from shardwise.units import counted, format_seconds
+from shardwise.units import counted
 
 GOALS = ("tokens", "latency")
 #: What is served in predictions: prompts and answers of so many tokens, where the model takes as many.
 _PROMPT, _OUTPUT = 512, 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """Predicted for `sequences` at once in each replica. Tokens a second are of all replicas together."""
-
-    prompt: int
-    output: int
-    sequences: int
-    first_token_seconds: float
-    each_token_seconds: float
-    tokens_per_second: float
-
-    def line(self) -> str:
-        """For people."""
-        return (
-            f"predicted for prompts of {self.prompt} tokens and answers of {self.output},"
-            f" {counted(self.sequences, 'sequence')} at once: the first token after"
-            f" {format_seconds(self.first_token_seconds)}, then one every {format_seconds(self.each_token_seconds)};"
-            f" {self.tokens_per_second:,.0f} tokens/s"
-        )
 
 
 def priced_model(settings: Settings) -> Model:

@@ -1,6 +1,6 @@
 """What an engine may take, and how many KV blocks that leaves room for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -55,6 +55,18 @@ class Limits:
         folder = self.kv_folder if self.kv_folder is None or num_ranks == 1 else self.kv_folder / f"rank-{rank}"
         return TierBytes(
             host_bytes=self.host_bytes // num_ranks, file_bytes=self.file_bytes // num_ranks, folder=folder
+        )
+
+    def of_replica(self, replica: int, num_replicas: int) -> "Limits":
+        """What one of so many replicas may take: its part of every budget, and files of its own."""
+        if num_replicas == 1:
+            return self
+        return replace(
+            self,
+            kv_bytes=None if self.kv_bytes is None else self.kv_bytes // num_replicas,
+            host_bytes=self.host_bytes // num_replicas,
+            file_bytes=self.file_bytes // num_replicas,
+            kv_folder=None if self.kv_folder is None else self.kv_folder / f"replica-{replica}",
         )
 
     def length(self, settings: Settings, num_blocks: int) -> int:

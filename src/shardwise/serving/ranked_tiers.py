@@ -33,12 +33,16 @@ class RankedTiers:
     def host_usage(self) -> float:
         return min(self._num_put / max(self._num_host_blocks, 1), 1.0)
 
+    def count_known(self, names: Sequence[bytes]) -> int:
+        return next((place for place, name in enumerate(names) if name not in self._known), len(names))
+
     def tiers_of(self, names: Sequence[bytes]) -> list[str]:
-        num_known = next((place for place, name in enumerate(names) if name not in self._known), len(names))
+        num_known = self.count_known(names)
         if not num_known:
             return []
         found: list[list[str]] = self._runner.ask_tiers("tiers_of", list(names[:num_known]))
         shortest = min(found, key=len)
+        self._known.difference_update(names[len(shortest) : num_known][:1])  # It has left the last of the tiers.
         # The slower tier counts, where a disk of one of them has failed.
         return ["host" if all(each[place] == "host" for each in found) else "files" for place in range(len(shortest))]
 

@@ -16,8 +16,8 @@ from dataclasses import fields
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.gpus import Found
 from shardwise.serving.blocks import first_name, next_name
-from shardwise.serving.engine import LLMEngine, check
-from shardwise.serving.request import Load, Request, Token, describe
+from shardwise.serving.engine import LLMEngine
+from shardwise.serving.request import Load, Request, Token, check, describe
 from shardwise.units import counted
 
 #: Between two tries to bring a replica back.
@@ -96,10 +96,11 @@ class Replicas:
 
     def load(self) -> Load:
         loads = [each.load() for each in self.engines]
+        usage = sum(load.kv_offload_host_usage for load in loads) / len(loads)
         trouble = [f"replica {self.engines.index(engine)}: {why}" for engine, (why, _) in self._away.items()]
         sums = {each.name: sum(getattr(load, each.name) for load in loads) for each in fields(Load)
                 if each.name != "trouble"}  # fmt: skip
-        return Load(**sums, trouble="; ".join(trouble) or None)
+        return Load(**{**sums, "kv_offload_host_usage": usage}, trouble="; ".join(trouble) or None)
 
     def check(self) -> None:
         self._check(self._up())
@@ -159,7 +160,8 @@ class Replicas:
         for begin in range(0, len(request.prompt) - pool.block_size, pool.block_size):
             name = next_name(name, request.prompt[begin : begin + pool.block_size])
             names.append(name)
-        return len(pool.find(names))
+        num_found = len(pool.find(names))
+        return num_found if engine.tiers is None else num_found + engine.tiers.store.count_known(names[num_found:])
 
     def _num_to_do(self, engine: LLMEngine) -> int:
         """Tokens to compute, with those who are on their way to it counted by their number."""

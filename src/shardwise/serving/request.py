@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from shardwise.errors import ShardwiseError
+from shardwise.units import counted
 
-#: Why a sequence ended: a token that ends it, as many tokens as it may have, whoever asked is gone, or who computed it.
-Finish = Literal["stop", "length", "cancelled", "failed"]
+#: Why a sequence ended: a token that ends it, as many tokens as it may have, a guide that allows nothing more (its last
+#: token is part of the text), whoever asked is gone, or who computed it.
+Finish = Literal["stop", "length", "complete", "cancelled", "failed"]
 
 
 class Guide(Protocol):
@@ -22,6 +24,10 @@ class Guide(Protocol):
 
     def advance(self, token: int) -> None:
         """This token came."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow what came so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +116,8 @@ class Load:
     kv_offload_host_usage: float = 0.0
     #: What part of the engine is away, and why, while the rest answers.
     trouble: str | None = None
+    #: How many may run at once; 0 where that is not known.
+    max_running: int = 0
 
 
 def describe(error: Exception) -> str:
@@ -118,6 +126,29 @@ def describe(error: Exception) -> str:
         return error.problem.splitlines()[0]
     said = str(error).strip().splitlines()
     return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+
+
+def check(request: Request, max_length: int, vocabulary_size: int) -> None:
+    """Refuse what can never be answered."""
+    num_prompt, most = len(request.prompt), request.sampling.max_tokens
+    if not num_prompt:
+        raise ShardwiseError("a prompt without tokens has nothing to be continued", remedy="at least one token")
+    if most < 1:
+        raise ShardwiseError(f"max_tokens={most} asks for no token", remedy="max_tokens=1 or more")
+    if num_prompt + most > max_length:
+        room = max_length - num_prompt
+        raise ShardwiseError(
+            f"{counted(num_prompt, 'token')} of prompt and {most:,} to come are {num_prompt + most:,}, and this model"
+            f" takes {max_length:,}",
+            remedy=f"max_tokens={room}" if room > 0 else f"a prompt of at most {max_length - 1:,} tokens",
+        )
+    wrong = [token for token in request.prompt if not 0 <= token < vocabulary_size]
+    wrong += [token for token in request.sampling.logit_bias if not 0 <= token < vocabulary_size]
+    if wrong:
+        raise ShardwiseError(
+            f"token {wrong[0]} is outside the vocabulary of {vocabulary_size:,}",
+            remedy=f"tokens from 0 to {vocabulary_size - 1}",
+        )
 
 
 class Answering(Protocol):

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,8 @@ from shardwise.units import counted
 from shardwise.working import step_aside, working_at
 
 if TYPE_CHECKING:
-    from shardwise.serving.engine import LLMEngine
+    from shardwise.serving.engine_process import EngineProcess
     from shardwise.serving.http.app import Server
-    from shardwise.serving.replicas import Replicas
 
 DESCRIPTION = """Serve a model over HTTP, as OpenAI's API has it: /v1/completions and /v1/chat/completions, with
 /health, /metrics, /openapi.json, and at / a page to chat that shows what the engine does. MODEL is a Hugging Face
@@ -56,11 +56,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         if arguments.show:
             return _shown(arguments, url, has_key=key is not None)
         working_at("the weights")
-        engine: Any = load_as_told(arguments)
-        if arguments.record is not None:
-            from shardwise.serving.request_trace import RecordedEngine
+        from shardwise.serving.engine_process import EngineProcess
 
-            engine = RecordedEngine(engine, arguments.record)
+        engine = EngineProcess(partial(load_to_serve, arguments))
         try:
             server = _make_server(engine, arguments, key)
         except BaseException:
@@ -73,7 +71,17 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(data=data, render=lambda canvas: canvas.print(f"stopped; {counted(count, 'answer')} given"))
 
 
-def _make_server(engine: "LLMEngine | Replicas", arguments: argparse.Namespace, key: str | None) -> "Server":
+def load_to_serve(arguments: argparse.Namespace) -> Any:
+    """The engine, in its own process; with what its requests wait for, if that is to be recorded."""
+    engine = load_as_told(arguments)
+    if arguments.record is None:
+        return engine
+    from shardwise.serving.request_trace import RecordedEngine
+
+    return RecordedEngine(engine, arguments.record)
+
+
+def _make_server(engine: "EngineProcess", arguments: argparse.Namespace, key: str | None) -> "Server":
     from shardwise.serving.http.app import Server
     from shardwise.serving.served import served_by
 
@@ -81,7 +89,7 @@ def _make_server(engine: "LLMEngine | Replicas", arguments: argparse.Namespace, 
     return Server(engine, served, key=key, most_waiting=arguments.queue)
 
 
-def _tell_ready(engine: "LLMEngine | Replicas", server: "Server", url: str, *, as_json: bool) -> None:
+def _tell_ready(engine: "EngineProcess", server: "Server", url: str, *, as_json: bool) -> None:
     """The one line that programs wait for, or a few for a person."""
     summary, served = engine.summary, server.served
     if as_json:

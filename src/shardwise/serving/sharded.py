@@ -40,11 +40,6 @@ def load_sharded(
     shard = Shard(tp=found.tp, pp=found.pp, ep=found.ep, counts=found.layers)
     if found.cp > 1:
         raise ShardwiseError(f"the plan {plan} has cp={found.cp}, and serving cuts no sequences", remedy="tp, pp or ep")
-    if limits.has_tiers and num_replicas > 1:
-        raise ShardwiseError(
-            f"tiers beneath the KV cache are of one replica, and the plan {plan} has {num_replicas}",
-            remedy="a plan of tp and pp, or no tiers",
-        )
     settings, kind, identity = describe_source(source, random_weights=random_weights, dtype=dtype)
     check_shard(settings, shard)
     model = Model(source=source, random_weights=random_weights, settings=settings, dtype=kind, shard=shard,
@@ -58,7 +53,8 @@ def load_sharded(
         up = ranks or ranks_for(shard, variables[replica])
         if shard.pp > 1 and shard.counts is None and len(set(gpus.gpus[first : first + shard.num_ranks])) > 1:
             own = replace(model, shard=replace(shard, counts=layers_by_speed(up, settings, shard, kind)))
-        return _engine(own, up, limits, identity, found, seed=seed, is_owner=ranks is None)
+        share = limits.of_replica(replica, num_replicas)
+        return _engine(own, up, share, identity, found, seed=seed, is_owner=ranks is None)
 
     engines = [one(replica) for replica in range(num_replicas)]
     return engines[0] if num_replicas == 1 else Replicas(engines)
@@ -67,7 +63,7 @@ def load_sharded(
 def _engine(
     model: Model, ranks: Ranks, limits: Limits, identity: Identity, plan: Plan, *, seed: int | None, is_owner: bool
 ) -> LLMEngine:
-    """The engine of one replica."""
+    """The engine of one replica, which may take all of these limits."""
     num_replicas = plan.dp // plan.ep
     settings, shard, kind = model.settings, model.shard, model.dtype
     runner = RankedRunner(model, ranks, is_owner=is_owner)
@@ -81,7 +77,7 @@ def _engine(
     fullest = min(range(len(sizes)), key=lambda rank: (runner.rooms[rank][0] // shared - reserve) / sizes[rank])
     own = limits
     if limits.kv_bytes is not None:
-        own = replace(limits, kv_bytes=limits.kv_bytes // num_replicas * sizes[fullest] // sum(sizes))
+        own = replace(limits, kv_bytes=limits.kv_bytes * sizes[fullest] // sum(sizes))
     num_blocks = count_blocks(own, sizes[fullest], runner.rooms[fullest][0] // shared - reserve, settings.length)
     tier_bytes = [limits.tiers(rank, shard.num_ranks) for rank in range(shard.num_ranks)] if limits.has_tiers else []
     runner.allocate(num_blocks, limits.block_size, tier_bytes)

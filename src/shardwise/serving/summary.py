@@ -1,12 +1,29 @@
-"""What an engine takes: bytes by part, and how many blocks that leaves room for."""
+"""What an engine takes: bytes by part, and how many blocks that leaves room for; and what is predicted of it."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from shardwise.units import format_bytes
+from shardwise.units import counted, format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from shardwise.serving.forecast import Forecast  # Loads torch.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Predicted for `sequences` at once in each replica. Tokens a second are of all replicas together."""
+
+    prompt: int
+    output: int
+    sequences: int
+    first_token_seconds: float
+    each_token_seconds: float
+    tokens_per_second: float
+
+    def line(self) -> str:
+        """For people."""
+        return (
+            f"predicted for prompts of {self.prompt} tokens and answers of {self.output},"
+            f" {counted(self.sequences, 'sequence')} at once: the first token after"
+            f" {format_seconds(self.first_token_seconds)}, then one every {format_seconds(self.each_token_seconds)};"
+            f" {self.tokens_per_second:,.0f} tokens/s"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +44,7 @@ class Summary:
     max_length: int
     #: As it was told or chosen; none: one device.
     plan: str = ""
-    forecast: "Forecast | None" = None
+    forecast: Forecast | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -8,7 +8,7 @@ On a GPU copies to the host go on a stream of their own. The host does not wait 
 does, as it may write into the block that is being copied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +102,11 @@ class TierStore:
                 break
             found.append(tier)
         return found
+
+    def count_known(self, names: Sequence[bytes]) -> int:
+        files: Container[bytes] = () if self.files is None else self.files.known
+        places = (place for place, name in enumerate(names) if name not in self.host and name not in files)
+        return next(places, len(names))
 
     def put(self, block: int, name: bytes) -> bool:
         """A block leaves the cache. Return whether bytes were moved: what lies beneath already has not to be."""

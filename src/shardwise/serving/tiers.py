@@ -34,6 +34,9 @@ class Store(Protocol):
 
     def tiers_of(self, names: Sequence[bytes]) -> list[str]: ...
 
+    def count_known(self, names: Sequence[bytes]) -> int:
+        """How many of the first of these may lie here. It changes nothing, and any thread may ask."""
+
     def put(self, block: int, name: bytes) -> bool: ...
 
     def bring(self, wanted: Sequence[tuple[bytes, int]]) -> int: ...

@@ -9,7 +9,8 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from threading import Event, current_thread
+from threading import Event, Thread, current_thread
+from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.serving.request import Load, Logprob, Request, Token
@@ -46,7 +47,7 @@ class RepeatingEngine:
         self.gate = Event()
         self.gate.set()
         self.is_closed = False
-        self._thread = current_thread().name
+        self._caller: Thread | None = None
 
     def add(self, request: Request) -> None:
         if 255 in request.prompt:
@@ -61,7 +62,8 @@ class RepeatingEngine:
         return bool(self._waiting or self._running)
 
     def step(self) -> list[Token]:
-        assert current_thread().name == "engine", "one thread calls the engine"
+        self._caller = self._caller or current_thread()
+        assert current_thread() is self._caller, "one thread calls the engine"
         if self.broken is not None:
             raise RuntimeError(self.broken)
         self.gate.wait(60)
@@ -93,7 +95,9 @@ class RepeatingEngine:
         running.said.append(token)
         self._generation_tokens += 1
         is_end = (token == END and not sampling.ignore_eos) or token in sampling.stop_token_ids
-        finish = "stop" if is_end else "length" if place + 1 >= sampling.max_tokens else None
+        is_complete = sampling.guide is not None and sampling.guide.is_complete
+        is_long = place + 1 >= sampling.max_tokens
+        finish = "stop" if is_end else "complete" if is_complete else "length" if is_long else None
         if finish is not None:
             self._running.pop(request.id)
         first = None
@@ -122,6 +126,27 @@ class RepeatingEngine:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class Elsewhere(RepeatingEngine):
+    """For a process of its own: with what is told of an engine. A `!` breaks it once; a `?` cannot be answered."""
+
+    eos_token_ids, tokenizer_source, summary = frozenset({257}), "bytes", None
+
+    def add(self, request: Request) -> None:
+        if ord("?") in request.prompt:
+            raise ShardwiseError(f"questions are not answered{request.salt}", remedy="say something")
+        if ord("!") in request.prompt:
+            self.broken = "an exclamation"
+        super().add(request)
+
+    def recover(self) -> None:
+        self.broken = None
+        super().recover()
+
+
+def load_none() -> Any:
+    raise ShardwiseError("there is no such model", remedy="another one")
 
 
 def _rule(request: Request, place: int) -> int:

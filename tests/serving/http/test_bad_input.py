@@ -89,6 +89,14 @@ WRONG: list[tuple[str, dict[str, Any], str, str | None]] = [
         "stream_options",
     ),
     ("completions", {**PROMPT, "messages": []}, "unknown or unsupported field 'messages'", "messages"),
+    # Also what cannot be sent back as it came.
+    ("completions", {"\ud800": 1}, "unknown or unsupported field '\\ud800'", "\\ud800"),
+    (
+        "completions",
+        {**PROMPT, "logit_bias": {"\ud800": 101}},
+        "logit_bias.\\ud800 is 101; it must be at most 100",
+        None,
+    ),
     ("chat/completions", {"messages": []}, "messages has 0 entries; it must have at least 1", "messages"),
     (
         "chat/completions",
@@ -189,9 +197,16 @@ def test_a_huge_body_is_refused_before_and_while_it_is_read(here: Running) -> No
 
 
 def test_a_page_of_another_site_is_not_answered(here: Running) -> None:
+    hosts = {
+        "evil.example": 403,
+        "127.0.0.1.evil.example:80": 403,
+        "LOCALHOST:8000": 200,
+        "127.0.0.2:80": 200,
+        "[::1]": 200,
+    }
     with here.client() as client:
-        answer = client.get("/v1/models", headers={"Host": "evil.example"})
-    assert answer.status_code == 403
+        for host, status in hosts.items():
+            assert client.get("/v1/models", headers={"Host": host}).status_code == status, host
 
 
 def test_slow_writers_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """A file of requests is answered as the server answers them, by the same schemas and in the same forms."""
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,15 +15,9 @@ def _answers(*given: dict[str, Any]) -> list[dict[str, Any]]:
     engine = RepeatingEngine(slots=2)
     rows = [{"custom_id": str(place), "method": "POST", **each} for place, each in enumerate(given)]
     lines = list(read_lines("\n".join(map(json.dumps, rows)) + "\n\n"))
-    with ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=_call_me_engine) as thread:
-        thread.submit(answer_all, engine, served_by(engine), lines).result()
+    answer_all(engine, served_by(engine), lines)
     assert engine.load().num_used_blocks == 0
     return [json.loads(write_line(line))["response"] for line in lines]
-
-
-def _call_me_engine() -> None:
-    """The engine looks who calls it."""
-    threading.current_thread().name = "engine"
 
 
 def test_completions_and_chats_are_answered_and_stop_where_they_were_told() -> None:

@@ -48,6 +48,7 @@ def test_a_stream_has_whole_characters_and_its_usage_last(client: openai.OpenAI)
     assert parts[0].choices[0].delta.role == "assistant"
     assert parts[-1].choices[0].finish_reason == "stop"
     assert last.choices == []
+    assert all("usage" in part.model_fields_set and part.usage is None for part in parts)
     assert last.usage.completion_tokens == len("世界 🌍!".encode()) + 1
 
 
@@ -127,6 +128,10 @@ def test_a_tool_is_called_from_what_the_model_writes(client: openai.OpenAI) -> N
     streamed = [call for part in parts for call in part.choices[0].delta.tool_calls or ()]
     assert [(each.index, each.function.name) for each in streamed] == [(0, "weather")]
     assert "<tool" not in "".join(part.choices[0].delta.content or "" for part in parts)
+    twice = said + said.removeprefix("say: ")
+    counts = [len(ask(client, twice, tools=TOOLS, parallel_tool_calls=several).choices[0].message.tool_calls)
+              for several in (True, False)]  # fmt: skip
+    assert counts == [2, 1]
 
 
 def test_a_tool_that_must_be_called_is_called_by_its_schema(client: openai.OpenAI) -> None:
@@ -225,3 +230,6 @@ def test_a_key_is_wanted_where_one_is_set() -> None:
             assert plain.get("/health").status_code == 200
             assert plain.get("/metrics").status_code == 401
             assert plain.get("/v1/models", headers={b"Authorization": b"Bearer s\xe9same"}).status_code == 401
+    with running(RepeatingEngine(), key="s\xe9same") as locked, locked.client() as plain:
+        right_key = {b"Authorization": "Bearer s\xe9same".encode()}
+        assert plain.get("/v1/models", headers=right_key).status_code == 200

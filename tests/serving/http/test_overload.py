@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import socket
 import threading
 import time
 from collections import Counter
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from shardwise.serving.http.fair_queue import FairQueue
+from shardwise.serving.http.retry_after import RetryAfter
 from tests.serving.http.repeating import RepeatingEngine
 from tests.serving.http.serving_here import Running, running
 
@@ -111,6 +113,41 @@ def test_at_four_times_its_capacity_some_are_refused_and_the_others_are_answered
         assert_nothing_left(here)
 
 
+def test_where_nobody_can_be_let_in_a_request_is_refused_before_its_body_has_come() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+    with running(RepeatingEngine(slots=1), most_waiting=1) as here:
+        assert here.complete(prompt="x", n=2).json()["error"]["message"] == (
+            "2 answers at once are more than the 1 that may wait here; try: fewer prompts, or a smaller n"
+        )
+        here.engine.gate.clear()
+        threads = [threading.Thread(target=here.complete, kwargs={"prompt": "say: x", "user": name}) for name in "ab"]
+        threads[0].start()
+        wait_until(lambda: here.engine.has_work())  # It is in the engine, whose step waits.
+        threads[1].start()
+        wait_until(lambda: here.server.loop.num_waiting == 1)
+        host, port = here.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as early:
+            early.settimeout(20)
+            early.sendall(head)
+            assert early.recv(4096).startswith(b"HTTP/1.1 429 ")
+        here.engine.gate.set()
+        for thread in threads:
+            thread.join()
+        assert_nothing_left(here)
+
+
+def test_who_is_refused_is_told_when_those_before_are_answered() -> None:
+    retry = RetryAfter()
+    assert retry.refused(64, 0.5) == 1  # Nothing has been measured yet.
+    retry.ended(10, 2.0)
+    assert retry.refused(64, 2.1) == 13  # 64 at 5 a second; one in two seconds was refused.
+    for _ in range(98):
+        retry.refused(64, 2.2)
+    retry.ended(20, 3.0)
+    assert retry.refused(64, 3.1) == 9  # 64 wait and 99 were refused in the last second: 163 at 20 a second.
+    assert retry.refused(10_000, 3.2) == 60
+
+
 def test_one_client_with_many_requests_does_not_keep_out_another() -> None:
     with running(RepeatingEngine(slots=1, step_seconds=0.001), most_waiting=10) as here:
         statuses = list[int]()
@@ -146,9 +183,14 @@ def test_a_full_queue_sends_away_the_newest_of_whoever_has_most() -> None:
     assert queue.put("a4", client="a") == "a4"
     assert queue.put("b1", client="b") == "a3"
     assert queue.put("b2", client="b") == "b2"
+    assert not queue.refuses_all()  # Whoever comes with none there sends away one of a's.
+    assert queue.put("c1", client="c") == "a2"
+    assert queue.refuses_all()
+    assert queue.put("d1", client="d") == "d1"
     assert queue.remove("a1")
+    assert not queue.refuses_all()
     assert not queue.remove("a1")
-    assert [queue.take() for _ in range(3)] == ["a2", "b1", None]
+    assert [queue.take() for _ in range(3)] == ["b1", "c1", None]
 
 
 def test_an_engine_that_fails_is_told_of_and_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:

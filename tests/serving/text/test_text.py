@@ -156,7 +156,7 @@ def test_a_schema_narrows_tokens_of_more_than_one_byte_to_its_words() -> None:
     text = LARGE
     guide = Grammars(text, size=text.vocabulary + 7, end_tokens=[0]).guide({"enum": ["return", "def"]})
     written = list[int]()
-    while guide.length is None:
+    while not guide.is_complete:
         allowed = guide.allowed()
         assert len(allowed) == text.vocabulary + 7
         written.append(int(allowed.nonzero()[0][-1]))

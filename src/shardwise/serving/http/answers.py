@@ -46,8 +46,10 @@ class AnswerForm:
         return {**self._head(self.part_kind), "choices": [choice]}
 
     def with_usage(self, event: dict[str, Any], written: Sequence[Written]) -> dict[str, Any]:
-        """The event, with the usage so far where that was asked for."""
-        return {**event, "usage": usage_of(self.asked, written)} if self.asked.has_usage_in_events else event
+        """The event, with the usage so far where that was asked for; where it comes last, it is null until then."""
+        if self.asked.has_usage_in_events:
+            return {**event, "usage": usage_of(self.asked, written)}
+        return {**event, "usage": None} if self.asked.has_usage_event else event
 
     def usage_event(self, written: Sequence[Written]) -> dict[str, Any]:
         return {**self._head(self.part_kind), "choices": [], "usage": usage_of(self.asked, written)}

@@ -16,12 +16,18 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.code = status, code
+        self.message, self.param = _as_text(message), None if param is None else _as_text(param)
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _as_text(said: str) -> str:
+    """What is said of a client's words may have half a surrogate pair, which cannot be sent."""
+    return said.encode(errors="backslashreplace").decode()
 
 
 def refused(error: ShardwiseError, *, param: str | None = None, code: str | None = None) -> ApiError:

@@ -32,13 +32,14 @@ from shardwise.serving.http.live import LiveView
 from shardwise.serving.http.metrics import ServerMetrics
 from shardwise.serving.http.openapi import describe
 from shardwise.serving.http.page import make_page
+from shardwise.serving.http.server import is_loopback
 from shardwise.serving.http.written import Written
 from shardwise.serving.request import Answering
 
 _LOG = logging.getLogger("shardwise.serving")
 #: What anybody may see: whether it is up, what it takes, and the page, which asks for the key itself.
 _OPEN_PATHS = ("/health", "/openapi.json", "/")
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_ANSWERED_PATHS = ("/v1/completions", "/v1/chat/completions")
 #: Longer texts are turned into tokens beside the loop that everybody waits for.
 _LONG_BYTES = 20_000
 
@@ -68,7 +69,7 @@ class Server:
         ]
         handlers: dict[Any, Any] = {ApiError: self._tell_error, HTTPException: _tell_http_error}
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
-        return _Guard(app, self._check_allowed)
+        return _Guard(app, self._look_at)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:  # noqa: ARG002 - Starlette's form
@@ -82,18 +83,29 @@ class Server:
         self.metrics.stepped(num_tokens)
         self.live.add(num_tokens)
 
+    def _look_at(self, request: HttpRequest) -> None:
+        """Who may not ask, and who asks where there is no room for anybody, costs next to nothing."""
+        self._check_allowed(request)
+        if request.method == "POST" and request.scope["path"] in _ANSWERED_PATHS:
+            try:
+                self.loop.check_room()
+            except OverloadedError as error:
+                self.metrics.refused(429)
+                raise _as_api_error(error) from None
+
     def _check_allowed(self, request: HttpRequest) -> None:
         if self._key is None:
             host = request.headers.get("host", "localhost")
             name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-            if name not in _LOOPBACK:
+            if not is_loopback(name.lower().removeprefix("[").removesuffix("]")):
                 # A page of another site may have its own name resolve to this machine.
                 raise ApiError(
                     403, f"asked for as {host[:80]!r}; without an API key only 127.0.0.1 and localhost answer"
                 )
-        elif request.url.path not in _OPEN_PATHS:
+        elif request.scope["path"] not in _OPEN_PATHS:
             kind, _, shown = request.headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), self._key.encode()):
+            # Headers are bytes; they come here as Latin-1, whatever they were.
+            if kind.lower() != "bearer" or not hmac.compare_digest(shown.encode("latin-1").strip(), self._key.encode()):
                 raise ApiError(
                     401, "the API key is missing or wrong", code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
@@ -162,7 +174,10 @@ class Server:
         return answer
 
     async def _begin(self, request: HttpRequest, form: AnswerForm) -> Response | EventStream:
-        requests = form.asked.requests(form.id, self.served.grammars)
+        if form.asked.schema is None:
+            requests = form.asked.requests(form.id, self.served.grammars)
+        else:  # Schemas are compiled, and the first one needs the whole vocabulary: others do not wait for it.
+            requests = await asyncio.to_thread(form.asked.requests, form.id, self.served.grammars)
         with _as_api_errors():
             tickets = self.loop.ask(requests, client=form.asked.client)
         answering = Answered(self, form, tickets)
@@ -270,7 +285,8 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ShardwiseError):
         return refused(error)
     if isinstance(error, OverloadedError):
-        return ApiError(429, f"too many requests: {error}", code="overloaded", headers={"Retry-After": "1"})
+        headers = {"Retry-After": str(error.seconds)}
+        return ApiError(429, f"too many requests: {error}", code="overloaded", headers=headers)
     return ApiError(503, str(error), code="engine_failed", headers={"Retry-After": "2"})
 
 
@@ -279,7 +295,7 @@ def told(error: ApiError) -> Response:
 
 
 async def _tell_http_error(request: HttpRequest, error: HTTPException) -> Response:
-    words = {404: f"there is nothing at {request.url.path[:80]}", 405: f"{request.method} is not for this path"}
+    words = {404: f"there is nothing at {request.scope['path'][:80]}", 405: f"{request.method} is not for this path"}
     said = ApiError(error.status_code, words.get(error.status_code, error.detail), headers=dict(error.headers or {}))
     return told(said)
 

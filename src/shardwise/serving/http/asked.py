@@ -50,6 +50,8 @@ class Asked:
     client: str = ""
     schema: Mapping[str, Any] | None = None
     tool_names: tuple[str, ...] = ()
+    #: At most one function is called in an answer.
+    calls_one: bool = False
     #: The answer is a call and nothing else.
     must_call: bool = False
 
@@ -125,6 +127,7 @@ def asked_for_chat(body: Mapping[str, Any], served: Served, *, client: str) -> A
     return replace(
         asked, sampling=replace(asked.sampling, logprobs=logprobs), schema=schema, must_call=must_call,
         tool_names=tuple(tool["function"]["name"] for tool in tools),
+        calls_one=not fields.get("parallel_tool_calls", True),
     )  # fmt: skip
 
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 
 from shardwise.errors import ShardwiseError
 from shardwise.serving.http.fair_queue import FairQueue
+from shardwise.serving.http.retry_after import RetryAfter
 from shardwise.serving.request import Answering, Load, Request, Token, describe
 
-#: What the engine may have waiting, so that it can plan and prefetch. More wait here, where all clients have turns.
+#: What the engine may have waiting at least, so that it can plan and prefetch. More wait here, where all have turns.
 _AHEAD = 8
 #: Between two tries to bring an engine back that has failed.
 _PAUSE_SECONDS = 1.0
@@ -33,7 +34,11 @@ class EngineFailedError(Exception):
 
 
 class OverloadedError(Exception):
-    """There is no room to wait."""
+    """There is no room to wait. `seconds` later there may be."""
+
+    def __init__(self, why: str, seconds: int) -> None:
+        super().__init__(why)
+        self.seconds = seconds
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -77,10 +82,12 @@ class EngineLoop:
         #: The engine's load after its last step; and what it failed with, until it is back.
         self.load: Load = engine.load()
         self.failure: str | None = None
-        self._queue = FairQueue[Ticket](most_waiting)
+        self._queue, self._retry = FairQueue[Ticket](most_waiting), RetryAfter()
         self._tickets: dict[str, Ticket] = {}
         self._gone: list[str] = []
         self._watch = watch
+        #: An engine elsewhere waits for its own tokens, not for our requests: it is told when there is one.
+        self._wake: Callable[[], None] = getattr(engine, "wake", lambda: None)
         self._lock = threading.Condition()
         self._is_closing = False
         self._asyncio: asyncio.AbstractEventLoop | None = None
@@ -95,6 +102,7 @@ class EngineLoop:
         with self._lock:
             self._is_closing = True
             self._lock.notify()
+        self._wake()
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)
 
@@ -108,6 +116,16 @@ class EngineLoop:
         with self._lock:
             return len(self._queue)
 
+    def check_room(self) -> None:
+        """Raise what `ask` would, if that is sure whoever asks, and for what."""
+        with self._lock:
+            if self.failure is None and not self._is_closing and self._queue.refuses_all():
+                raise self._overloaded()
+
+    def _overloaded(self, why: str | None = None) -> OverloadedError:
+        why = why or f"{self._queue.most} requests are waiting already"
+        return OverloadedError(why, self._retry.refused(len(self._queue), time.monotonic()))
+
     def ask(self, requests: Sequence[Request], *, client: str) -> list[Ticket]:
         """Let requests wait for their turn. All of them, or none: `OverloadedError`."""
         now = time.monotonic()
@@ -115,19 +133,25 @@ class EngineLoop:
         left = list[Ticket]()
         with self._lock:
             self._check_up()
+            if len(made) > self._queue.most:
+                raise ShardwiseError(
+                    f"{len(made)} answers at once are more than the {self._queue.most} that may wait here",
+                    remedy="fewer prompts, or a smaller n",
+                )
             for place, ticket in enumerate(made):
                 leaves = self._queue.put(ticket, client=client, priority=ticket.request.priority)
                 if leaves is not None and leaves in made:
                     for mine in made[:place]:
                         self._let_go(mine)
-                    raise OverloadedError(f"{self._queue.most} requests are waiting already")
+                    raise self._overloaded()
                 self._tickets[ticket.request.id] = ticket
                 if leaves is not None:
                     self._let_go(leaves)
                     left.append(leaves)
             self._lock.notify()
+        self._wake()
         for ticket in left:
-            ticket.tell(OverloadedError("another client was waiting with fewer requests"))
+            ticket.tell(self._overloaded("another client was waiting with fewer requests"))
         return made
 
     def _check_up(self) -> None:
@@ -139,9 +163,14 @@ class EngineLoop:
     def cancel(self, tickets: Sequence[Ticket]) -> None:
         """Nobody wants them any more. The engine has let go of them before its next step."""
         with self._lock:
+            num_gone = len(self._gone)
             for ticket in tickets:
                 self._let_go(ticket)
-            self._lock.notify()
+            has_gone = len(self._gone) > num_gone
+            if has_gone:
+                self._lock.notify()
+        if has_gone:
+            self._wake()
 
     def _let_go(self, ticket: Ticket) -> None:
         if ticket.is_over:
@@ -175,7 +204,9 @@ class EngineLoop:
             if self._is_closing:
                 return False
             gone, self._gone = self._gone, []
-            room = _AHEAD - self.load.num_waiting
+            # As many as have a place, and a few more: those who end a step together are followed in the next.
+            ahead = max(_AHEAD, self.load.max_running // 4)
+            room = max(0, self.load.max_running - self.load.num_running) + ahead - self.load.num_waiting
             added = [ticket for _ in range(max(0, room)) if (ticket := self._queue.take()) is not None]
             for ticket in added:
                 ticket.begun_at = time.monotonic()  # From here on a failure of the engine is theirs too.
@@ -196,7 +227,7 @@ class EngineLoop:
     def _tell(self, tokens: Sequence[Token]) -> None:
         now = time.monotonic()
         told = list[tuple[Ticket, Token | Exception]]()
-        num_tokens = 0
+        num_tokens = num_ended = 0
         with self._lock:
             for token in tokens:
                 ticket = self._tickets.get(token.request)
@@ -208,9 +239,11 @@ class EngineLoop:
                     num_tokens += 1
                 if token.finish is not None:
                     ticket.is_over = True
+                    num_ended += 1
                     del self._tickets[token.request]
                 told.append((ticket, EngineFailedError(token.failure) if token.finish == "failed" else token))
-        if self._watch is not None:
+            self._retry.ended(num_ended, now)
+        if self._watch is not None and tokens:  # Without any, it was woken amid a step.
             self._watch(num_tokens)
         self._to_asyncio(told)
 

@@ -108,9 +108,8 @@ class EventStream:
         async def event(data: str) -> None:
             body = f"data: {data}\n\n".encode()
             # One that takes nothing does not keep its place for ever.
-            await asyncio.wait_for(
-                send({"type": "http.response.body", "body": body, "more_body": True}), TAKING_SECONDS
-            )
+            async with asyncio.timeout(TAKING_SECONDS):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
 
         with suppress(ClientLeftError, OSError, TimeoutError):
             await unless_it_leaves(receive, self._write(event))

@@ -17,9 +17,14 @@ class FairQueue(Generic[T]):
         self.most = most
         self._by_priority: dict[int, OrderedDict[str, deque[T]]] = {}
         self._counts: dict[str, int] = {}
+        self._num_entries = self._num_crowds = 0
 
     def __len__(self) -> int:
-        return sum(self._counts.values())
+        return self._num_entries
+
+    def refuses_all(self) -> bool:
+        """Whether it is full and nobody has more than one in it: then nobody has to leave, whoever comes."""
+        return self._num_entries >= self.most and not self._num_crowds
 
     def put(self, entry: T, *, client: str, priority: int = 0) -> T | None:
         """Let it wait. Return who has to leave for it: nobody, the newest of whoever has most, or itself."""
@@ -31,6 +36,8 @@ class FairQueue(Generic[T]):
             leaves = self._take_newest(crowd)
         self._by_priority.setdefault(priority, OrderedDict()).setdefault(client, deque()).append(entry)
         self._counts[client] = self._counts.get(client, 0) + 1
+        self._num_crowds += self._counts[client] == 2
+        self._num_entries += 1
         return leaves
 
     def take(self) -> T | None:
@@ -63,7 +70,9 @@ class FairQueue(Generic[T]):
 
     def _forget(self, priority: int, client: str) -> None:
         """One of a client's is gone; what is empty goes as well."""
+        self._num_entries -= 1
         self._counts[client] -= 1
+        self._num_crowds -= self._counts[client] == 1
         if not self._counts[client]:
             del self._counts[client]
         clients = self._by_priority[priority]

@@ -103,14 +103,10 @@ class Written:
         return text if self._calls is None else self._calls.add(text)
 
     def _look_for_end(self, token: Token) -> None:
-        guide = self.request.sampling.guide
-        length = getattr(guide, "length", None)
         if self._stops.has_stopped:
             self.finish = "stop"
         elif token.finish is not None:
-            self.finish = "stop" if token.finish == "cancelled" else token.finish
-        elif length is not None and len(self._total.tokens) >= length:
-            self.finish = "stop"
+            self.finish = "stop" if token.finish in ("cancelled", "complete") else token.finish
 
     def _end(self) -> tuple[str, list[ToolCall]]:
         rest = ""
@@ -121,6 +117,7 @@ class Written:
             return rest, []
         shown = self._calls.add(rest)
         text, calls = self._calls.end()
+        calls = calls[:1] if self._asked.calls_one else calls
         if calls:
             self.finish = "tool_calls"
         return shown + text, calls

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,32 +41,46 @@ class Grammars:
             raise ShardwiseError(f"the schema cannot be followed: {_first_line(error)}") from None
         if matcher.is_error():
             raise ShardwiseError(f"the schema cannot be followed: {_first_line(matcher.get_error())}")
-        return SchemaGuide(matcher, size=self._size, num_bits=self._made.vocab_size, end_tokens=self._end_tokens)
+        return SchemaGuide(
+            matcher, schema, size=self._size, num_bits=self._made.vocab_size, end_tokens=self._end_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SentGuide:
+    """A guide on its way to another process, which makes one of its own of the schema."""
+
+    schema: Mapping[str, Any]
 
 
 class SchemaGuide:
     """What narrows the tokens of one sequence to a schema. It is the engine's thread that calls it."""
 
-    def __init__(self, matcher: Any, *, size: int, num_bits: int, end_tokens: Sequence[int]) -> None:
-        self._matcher, self._size, self._num_tokens = matcher, size, 0
+    def __init__(
+        self, matcher: Any, schema: Mapping[str, Any], *, size: int, num_bits: int, end_tokens: Sequence[int]
+    ) -> None:
+        self._matcher, self._schema, self._size = matcher, schema, size
         self._bits = np.zeros(-(-num_bits // 32), dtype=np.int32)
         # Where no token that the model can draw ends a text, all may follow: the reader ends it.
         ends = [token for token in end_tokens if token < size]
         self._after = np.full(size, not ends)
         self._after[ends] = True
-        #: How many tokens there are when nothing may follow. Where no token ends a text, the reader ends it then.
-        self.length: int | None = None
+        #: Whether nothing may follow but an end, if the model has one.
+        self.is_complete = False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return SentGuide, (self._schema,)
 
     def allowed(self) -> NDArray[np.bool_]:
-        row = self._after if self.length is not None else self._row()
+        row = self._after if self.is_complete else self._row()
         return row if row.any() else self._after
 
     def advance(self, token: int) -> None:
-        self._num_tokens += 1
-        if self.length is None:
+        if not self.is_complete:
             self._matcher.consume_token(token)
-            if self._matcher.is_stopped() or (self._matcher.is_accepting() and not (self._row() & ~self._after).any()):
-                self.length = self._num_tokens
+            self.is_complete = self._matcher.is_stopped() or (
+                self._matcher.is_accepting() and not (self._row() & ~self._after).any()
+            )
 
     def _row(self) -> NDArray[np.bool_]:
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)

@@ -1,0 +1,336 @@
+"""An engine in a process of its own, so that answering HTTP takes nothing from its steps.
+
+Threads of one Python process take turns. A step is hundreds of short calls, and each would wait for its turn behind
+whatever HTTP is at: parsing, JSON, refusals. With two processes it waits for nobody:
+
+    HTTP's process                              the engine's
+    add, cancel   ----- what was asked ----->   read before every step
+    step          <---- tokens, load --------   written behind every step; the next one begins at once
+
+`EngineProcess` is an `Answering`, as the engine itself is. If the process ends, `recover` starts another.
+"""
+
+import atexit
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing import connection
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from shardwise.errors import ShardwiseError
+from shardwise.serving.request import Load, Request, Token, check, describe
+from shardwise.serving.summary import Summary
+from shardwise.serving.text.grammar import Grammars, SentGuide
+from shardwise.serving.text.tokenizer import load_tokenizer
+
+#: How often one side looks whether the other is there, when nothing comes; and how long an engine has to close.
+_LOOK_SECONDS, _CLOSE_SECONDS = 0.5, 25.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What is known of an engine once it is loaded."""
+
+    max_length: int
+    vocabulary_size: int
+    eos_token_ids: frozenset[int]
+    tokenizer_source: str
+    summary: Summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _News:
+    """Behind a step: tokens, of most of which two fields say all; the load; and how many requests were added so far."""
+
+    tokens: list[Any]
+    load: Load
+    num_added: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    error: ShardwiseError
+
+
+@dataclass(frozen=True, slots=True)
+class _Recovered:
+    load: Load
+
+
+class EngineProcess:
+    """The engine that `make` loads, elsewhere. One thread calls all of it but `wake`."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._woken, self._waking = multiprocessing.Pipe(duplex=False)
+        self._is_woken = False
+        about = self._start()
+        self.max_length, self.vocabulary_size = about.max_length, about.vocabulary_size
+        self.eos_token_ids, self.tokenizer_source = about.eos_token_ids, about.tokenizer_source
+        self.summary = about.summary
+
+    @property
+    def process_id(self) -> int | None:
+        return self._process.pid
+
+    def add(self, request: Request) -> None:
+        check(request, self.max_length, self.vocabulary_size)
+        if request.id in self._open:
+            raise ShardwiseError(f"request {request.id!r} is being answered already", remedy="another id")
+        self._open.add(request.id)
+        self._num_asked += 1
+        self._outbox.append(("add", request))
+
+    def cancel(self, request: str) -> None:
+        if request in self._open:
+            self._outbox.append(("cancel", request))
+
+    def has_work(self) -> bool:
+        return bool(self._open or self._outbox)
+
+    def step(self) -> list[Token]:
+        """The tokens of a step; none if somebody wakes us first, who has something to ask."""
+        self._send()
+        return self._take_news(_LOOK_SECONDS) or []
+
+    def wake(self) -> None:
+        """End a `step` that waits: in any thread."""
+        if not self._is_woken:  # Else it is told already, and has not looked yet.
+            self._is_woken = True
+            self._waking.send_bytes(b"w")
+
+    def load(self) -> Load:
+        """After the last step; whoever is on the way there waits too."""
+        return replace(self._load, num_waiting=self._load.num_waiting + self._num_asked - self._num_added)
+
+    def check(self) -> None:
+        self._send()
+        while self._take_news(0) is not None:
+            pass
+
+    def recover(self) -> None:
+        """As the engine's own; where its process is gone, another is started, which loads the model again."""
+        self._forget()
+        if not self._process.is_alive():
+            self._end()
+            self._start()
+            return
+        self._send([("recover",)])
+        while not isinstance(news := self._receive(None), _Recovered):
+            if isinstance(news, _Failed):
+                raise news.error
+        self._load = news.load
+
+    def close(self) -> None:
+        with suppress(OSError, ShardwiseError):
+            self._send([("close",)])
+        self._process.join(_CLOSE_SECONDS)
+        self._end()
+        self._woken.close()
+        self._waking.close()
+
+    def _start(self) -> About:
+        self._forget()
+        context = multiprocessing.get_context("spawn")  # A fork would have this process's threads and locks.
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self._make), name="shardwise-engine")
+        self._process.start()
+        atexit.register(self._end)
+        theirs.close()
+        try:
+            about = self._receive(None)
+            if isinstance(about, _Failed):
+                raise about.error
+            news = self._receive(None)
+        except BaseException:
+            self._end()
+            raise
+        assert isinstance(about, About), "an engine says what it is"
+        assert isinstance(news, _News), "and then its load"
+        self._load = news.load
+        return about
+
+    def _forget(self) -> None:
+        self._open: set[str] = set()
+        self._outbox: list[tuple[Any, ...]] = []
+        self._num_asked = self._num_added = 0
+
+    def _end(self) -> None:
+        """Now, whatever it is at. What it has started ends when it does."""
+        atexit.unregister(self._end)
+        self._pipe.close()
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+
+    def _send(self, what: Sequence[tuple[Any, ...]] | None = None) -> None:
+        told, self._outbox = (self._outbox, []) if what is None else (list(what), self._outbox)
+        if told:
+            try:
+                self._pipe.send(told)
+            except OSError:
+                raise self._gone() from None
+
+    def _take_news(self, seconds: float) -> list[Token] | None:
+        """Of the next step that is done, if it is within so many seconds."""
+        news = self._receive(seconds)
+        if news is None:
+            return None
+        if isinstance(news, _Failed):
+            raise news.error
+        assert isinstance(news, _News), "only steps are told of"
+        self._load, self._num_added = news.load, news.num_added
+        tokens = [Token(request=each[0], token=each[1]) if type(each) is tuple else each for each in news.tokens]
+        self._open.difference_update(token.request for token in tokens if token.finish is not None)
+        return tokens
+
+    def _receive(self, seconds: float | None) -> Any:
+        """What comes next. With a number of seconds: None if nothing comes meanwhile, or somebody wakes us."""
+        watched: list[Any] = [self._pipe, self._process.sentinel, *([] if seconds is None else [self._woken])]
+        try:
+            if not self._pipe.poll(0):
+                found = connection.wait(watched, seconds)
+                if self._woken in found:
+                    self._woken.recv_bytes()
+                    self._is_woken = False
+                if not self._pipe.poll(0):
+                    if self._process.sentinel in found:
+                        raise self._gone()
+                    return None
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            raise self._gone() from None
+
+    def _gone(self) -> ShardwiseError:
+        self._process.join(_LOOK_SECONDS)
+        status = self._process.exitcode
+        how = f"was killed by {signal.Signals(-status).name}" if status is not None and status < 0 else "has ended"
+        return ShardwiseError(f"the engine's process {how}", remedy="its log, or dmesg, says why")
+
+
+# In the engine's process.
+
+
+def _serve(pipe: Any, make: Callable[[], Any]) -> None:
+    # Signals for all processes of a terminal or a service: the one that serves HTTP obeys them, and ends this one.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda *_: None)
+    try:
+        engine = make()
+    except Exception as error:
+        pipe.send(_Failed(_told(error)))
+        return
+    fields = {name: getattr(engine, name) for name in About.__dataclass_fields__}
+    with suppress(EOFError, OSError):  # Whoever asked is gone: so are we.
+        pipe.send(About(**fields))
+        _Steps(engine, pipe).run()
+    engine.close()
+
+
+class _Steps:
+    """Steps while there is something to do, whoever reads their tokens; what is asked is taken between them."""
+
+    def __init__(self, engine: Any, pipe: Any) -> None:
+        self._engine, self._pipe, self._num_added = engine, pipe, 0
+        self._inbox = SimpleQueue[tuple[Any, ...]]()
+        self._grammars: Grammars | None = None
+        self._refused: list[Token] = []
+        self._told: Load | None = None
+
+    def run(self) -> None:
+        # Read by a thread, so that neither side waits to send while the other does too: a prompt and its
+        # log-probabilities may both be more than a pipe holds.
+        threading.Thread(target=self._read, daemon=True).start()
+        is_up, engine = True, self._engine
+        self._tell([])
+        while True:
+            has_work = is_up and (engine.has_work() or bool(self._refused))
+            while (asked := self._next(0 if has_work else _LOOK_SECONDS)) is not None:
+                kind, *given = asked
+                if kind == "close":
+                    return
+                if kind == "recover":
+                    is_up = self._is_well(self._recover)
+                elif is_up:
+                    is_up = self._is_well(self._add if kind == "add" else engine.cancel, *given)
+                has_work = True
+            if is_up:
+                is_up = self._is_well(self._step)
+
+    def _read(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                for each in self._pipe.recv():
+                    self._inbox.put(each)
+        self._inbox.put(("close",))  # Whoever asked is gone.
+
+    def _next(self, seconds: float) -> tuple[Any, ...] | None:
+        try:
+            return self._inbox.get(block=seconds > 0, timeout=seconds or None)
+        except Empty:
+            return None
+
+    def _is_well(self, do: Callable[..., None], *given: Any) -> bool:
+        """Do it. What goes wrong is told; then nothing is done before the engine is told to recover."""
+        try:
+            do(*given)
+        except Exception as error:
+            self._pipe.send(_Failed(_told(error)))
+            return False
+        return True
+
+    def _step(self) -> None:
+        if self._engine.has_work():
+            self._tell(self._engine.step())
+        else:
+            self._engine.check()
+            self._tell([])
+
+    def _tell(self, tokens: Sequence[Token]) -> None:
+        tokens, self._refused = [*self._refused, *tokens], []
+        load = self._engine.load()
+        if tokens or load != self._told:
+            self._told = load
+            self._pipe.send(_News(tokens=[_packed(each) for each in tokens], load=load, num_added=self._num_added))
+
+    def _add(self, request: Request) -> None:
+        self._num_added += 1
+        try:
+            guide: Any = request.sampling.guide
+            if isinstance(guide, SentGuide):
+                made = self._guides().guide(guide.schema)
+                request = replace(request, sampling=replace(request.sampling, guide=made))
+            self._engine.add(request)
+        except ShardwiseError as error:
+            self._refused.append(Token(request=request.id, token=None, finish="failed", failure=describe(error)))
+
+    def _recover(self) -> None:
+        self._num_added = 0
+        self._refused.clear()
+        self._engine.recover()
+        self._pipe.send(_Recovered(self._engine.load()))
+
+    def _guides(self) -> Grammars:
+        if self._grammars is None:
+            engine = self._engine
+            text = load_tokenizer(engine.tokenizer_source)
+            ends = sorted(engine.eos_token_ids)
+            self._grammars = Grammars(text, size=engine.vocabulary_size, end_tokens=ends)
+        return self._grammars
+
+
+def _packed(token: Token) -> Any:
+    """Most tokens are a name and a number, which cost a tenth of a whole `Token` to send."""
+    is_plain = token.finish is None and token.logprob is None and token.prompt_logprobs is None
+    return (token.request, token.token) if is_plain and not token.num_cached else token
+
+
+def _told(error: Exception) -> ShardwiseError:
+    """An error that can be sent, in the same words."""
+    if type(error) is ShardwiseError:
+        return error
+    return ShardwiseError(describe(error), remedy=getattr(error, "remedy", None))

@@ -1,0 +1,84 @@
+"""An engine in a process of its own answers as it does here, fails as it does here, and comes back."""
+
+import os
+import signal
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardwise.errors import ShardwiseError
+from shardwise.serving.engine_process import EngineProcess
+from shardwise.serving.request import Request, Sampling, Token
+from tests.serving.http.repeating import Elsewhere, RepeatingEngine, load_none
+from tests.serving.http.serving_here import running, served_by
+from tests.serving.http.test_overload import wait_until
+
+
+def ask(name: str, text: str, **manner: Any) -> Request:
+    return Request(id=name, prompt=tuple(text.encode()), sampling=Sampling(max_tokens=20, temperature=0, **manner))
+
+
+def answers(engine: EngineProcess) -> dict[str, list[Token]]:
+    told: dict[str, list[Token]] = {}
+    while engine.has_work():
+        for token in engine.step():
+            told.setdefault(token.request, []).append(token)
+    return told
+
+
+def test_what_is_asked_is_answered_refused_and_failed_in_the_engines_words() -> None:
+    with closing(EngineProcess(Elsewhere)) as engine:
+        for name in ("a", "b"):
+            engine.add(ask(name, f"say: {name * 3}"))
+        assert engine.load().num_waiting == 2  # On their way.
+        engine.add(ask("c", "what?", logprobs=1))
+        told = answers(engine)
+        assert {name: bytes(each.token or 0 for each in told[name][:-1]) for name in "ab"} == {
+            "a": b"aaa", "b": b"bbb",
+        }  # fmt: skip
+        assert [each.finish for each in told["a"]] == [None, None, None, "stop"]
+        assert told["c"] == [Token(request="c", token=None, finish="failed", failure="questions are not answered")]
+        assert engine.load().num_waiting == engine.load().num_running == 0
+        engine.wake()
+        assert engine.step() == []
+        assert not engine._woken.poll(0), "what ends its wait for tokens has been read"
+        with pytest.raises(ShardwiseError, match="token 999 is outside the vocabulary"):
+            engine.add(Request(id="d", prompt=(999,), sampling=Sampling(max_tokens=1)))
+        engine.add(ask("e", "stop!"))
+        with pytest.raises(ShardwiseError, match="RuntimeError: an exclamation"):
+            answers(engine)
+        engine.recover()
+        engine.add(ask("f", "say: x", logprobs=2))
+        (first, _) = answers(engine)["f"]
+        assert first.logprob is not None
+        assert len(first.logprob.top) == 2
+        # Both sides send more than a pipe holds, at once.
+        for number in range(3):
+            engine.add(replace(ask(f"long {number}", "what?"), salt="x" * (1 << 20)))
+            engine._send()
+        assert [each[0].finish for each in answers(engine).values()] == ["failed"] * 3
+
+
+def test_a_process_that_is_killed_is_told_of_over_http_and_another_comes() -> None:
+    engine = EngineProcess(Elsewhere)
+    with running(engine, served=served_by(RepeatingEngine())) as here, here.client() as client:
+        assert here.complete(prompt="say: one").json()["choices"][0]["text"] == "one"
+        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["yes"]}}}
+        said = here.chat("letters", response_format=form, max_tokens=20).json()["choices"][0]
+        assert (said["message"]["content"], said["finish_reason"]) == ('"yes"', "stop")
+        killed = engine.process_id
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: engine.process_id != killed)
+        wait_until(lambda: client.get("/health").status_code == 200)
+        assert here.complete(prompt="say: two").json()["choices"][0]["text"] == "two"
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine.process_id or 0, 0)
+
+
+def test_what_cannot_be_loaded_is_refused_here() -> None:
+    with pytest.raises(ShardwiseError, match="there is no such model") as caught:
+        EngineProcess(load_none)
+    assert caught.value.remedy == "another one"

@@ -62,9 +62,7 @@ def makespan(schedule: Schedule, seconds: Mapping[tuple[Kind, int], float], hop:
     return max(now)
 
 
-def _steps(
-    schedule: Schedule, seconds: Mapping[tuple[Kind, int], float], hop: float
-) -> dict[tuple[Kind, int], _Step]:
+def _steps(schedule: Schedule, seconds: Mapping[tuple[Kind, int], float], hop: float) -> dict[tuple[Kind, int], _Step]:
     """Each kind on each stage, with lists of when each microbatch of it ended: -1 before it has."""
     placement, count = schedule.placement, schedule.total_microbatches
     ends = {

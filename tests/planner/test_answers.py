@@ -72,16 +72,6 @@ def test_the_plainer_of_two_that_are_as_fast_is_chosen() -> None:
     assert simplest_of_the_fastest([far, plain]) is far
 
 
-def test_a_sequence_no_longer_than_the_model_is_wide_is_not_shared_out_for_a_little() -> None:
-    for sequence, is_shared_out in ((4096, False), (16384, True)):
-        question = make_question("llama3-8b", cluster="8xh100", batch=32, sequence=sequence)
-        cut = account(question, Plan.parse("dp=4,cp=2,zero=2,microbatches=8,precision=bf16"))
-        piped = replace(
-            account(question, Plan.parse("dp=4,pp=2,zero=2,microbatches=8,precision=bf16")), seconds=cut.seconds * 1.01
-        )
-        assert (simplest_of_the_fastest([cut, piped]) is cut) == is_shared_out
-
-
 def test_odds_are_even_where_all_memory_is_taken() -> None:
     assert fitting_odds(80.0, 80.0) == pytest.approx(0.5)
     assert fitting_odds(70.0, 80.0) > 0.9

@@ -101,18 +101,12 @@ def _find(question: Question, tally: Tally) -> Findings | None:
 def simplest_of_the_fastest(accounts: list[Account]) -> Account:
     """Of those that are as fast as can be told, the one with fewest axes, then with least out of the ordinary."""
     near = [each for each in accounts if each.seconds <= (1 + _CLOSE) * accounts[0].seconds]
-    return min(near, key=lambda each: (*_complexity(each.plan, each.question), each.seconds))
+    return min(near, key=lambda each: (*_complexity(each.plan), each.seconds))
 
 
-def _is_long(question: Question) -> bool:
-    """Whether sequences are long enough that practitioners share them out: longer than the model is wide."""
-    return question.sequence > question.model.hidden
-
-
-def _complexity(plan: Plan, question: Question) -> tuple[int, int]:
+def _complexity(plan: Plan) -> tuple[int, int]:
     on_host = plan.offload != Offload()
     axes = sum(size > 1 for size in (plan.tp, plan.pp, plan.cp, plan.ep)) + on_host
-    axes += plan.cp > 1 and not _is_long(question)
     others = (plan.zero == 3, plan.zero_group is not None, plan.recompute != "none", plan.order != ORDERS[0])
     return axes, int(_PLAIN[SCHEDULES.index(plan.schedule)]) + sum(others) + (plan.recompute_layers is not None)
 
@@ -171,13 +165,12 @@ class Table:
                 shapes.add(shape)
                 yield int(row)
 
-    def simplest(self, question: Question) -> list[int]:
+    def simplest(self) -> list[int]:
         """The simplest rows of those that are as fast as can be told, the fastest of each simplicity."""
         near = np.flatnonzero(self.seconds <= (1 + _CLOSE) * self.seconds.min())
         of = {name: self.columns[name][near] for name in self.columns}
         on_host = (of["offload_optimizer"] > 0) | (of["offload_parameters"] > 0) | (of["offload_activations"] > 0)
         axes = sum((of[name] > 1).astype(np.int64) for name in ("tp", "pp", "cp", "ep")) + on_host
-        axes = axes + (of["cp"] > 1) * (not _is_long(question))
         odd = np.where(of["pp"] > 1, _PLAIN[of["schedule"]], 0) + (of["zero"] == 3) + (of["zero_group"] > 0)
         odd = odd + (of["recompute"] > 0) * (1 + (of["recompute_share"] < 1)) + (of["order"] > 0)
         return [int(near[row]) for row in np.lexsort((self.seconds[near], odd, axes))[:_SIMPLEST]]
@@ -205,7 +198,7 @@ def _accounts(question: Question, table: Table) -> list[Account]:
         accounts[row] = _account(question, table, row)
         if accounts[row].fits:
             best = min(best, accounts[row].seconds)
-    for row in table.simplest(question):
+    for row in table.simplest():
         if row not in accounts:
             accounts[row] = _account(question, table, row)
     num_fitting = 0

@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn, Protocol
 
 from shardwise.answer import Answer
@@ -36,7 +37,8 @@ def make_parser(name: str, module: CommandModule) -> argparse.ArgumentParser:
         prog=f"shardwise {name}",
         description=module.DESCRIPTION.strip(),
         epilog="\n".join(["example:", *(f"  {line}" for line in examples(module))]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        # While options are added: the one for --help asks how wide the terminal is, and imports a lot for it.
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=80),
         allow_abbrev=False,  # `--st 4` would mean something else the day a second option starts so.
     )
     # By default only a plain number may be negative: in `--times -1,1,1` argparse would see an option `-1,1,1`, and the
@@ -44,6 +46,7 @@ def make_parser(name: str, module: CommandModule) -> argparse.ArgumentParser:
     parser._negative_number_matcher = re.compile(r"-[\d.]")
     module.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the answer as JSON, for machines")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     return parser
 
 

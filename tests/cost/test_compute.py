@@ -11,6 +11,7 @@ from shardwise.cost.constants import CONSTANTS
 from shardwise.cost.software import Software
 from shardwise.model.catalogue import get_model
 from shardwise.model.model import Block
+from shardwise.model.operations import Scan
 from shardwise.model.share import Share
 
 H100 = get_device("h100")
@@ -94,3 +95,25 @@ def test_many_shares_are_priced_at_once_as_one_by_one() -> None:
     together = engine().block(block, Share(sequence=4096, microbatch=2, tp=tp)).forward
     alone = [float(engine().block(block, Share(sequence=4096, microbatch=2, tp=int(one))).forward) for one in tp]
     assert together == pytest.approx(np.array(alone))
+
+
+def test_scans_are_hardly_faster_on_blackwell_than_on_hopper() -> None:
+    # Their kernels have no instructions of either. By their bytes they would be twice as fast.
+    block = next(block for block, _ in get_model("nemotron-3-nano").kinds if block.kind == "mamba")
+    scan = next(each for each in block.operations if isinstance(each, Scan))
+    share = Share(sequence=4096, microbatch=2)
+    hopper, blackwell = (
+        Engine(device=get_device(name), software=Software(), constants=CONSTANTS).operation(scan, share).total
+        for name in ("h100", "b200")
+    )
+    assert 1.0 < float(hopper / blackwell) < 1.3
+
+
+def test_complex_numbers_are_rotated_by_kernels_of_their_own() -> None:
+    block = next(block for block, _ in get_model("llama3-8b").kinds if block.stack)
+    share = Share(sequence=8192, microbatch=1)
+    fused, apart = (
+        Engine(device=H100, software=Software(complex_rotation=is_complex), constants=CONSTANTS).block(block, share)
+        for is_complex in (False, True)
+    )
+    assert 1.0 < float(apart.forward / fused.forward) < 1.1

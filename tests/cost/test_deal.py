@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardwise.cost.deal import Deal, deal
+from shardwise.cost.deal import Deal, deal, mix
 from shardwise.cost.layouts import BALANCE, Layouts
 
 
@@ -50,3 +50,15 @@ def test_balances_are_dealt_together_as_one_by_one() -> None:
     together = deal(40, Layouts.of(pp=4, balance=list(range(len(BALANCE)))), 0.0, 2.0)
     for index, balance in enumerate(BALANCE):
         assert [float(each[index]) for each in together] == [float(each[0]) for each in dealt(40, 4, balance)]
+
+
+@pytest.mark.parametrize(("pp", "balance"), [(1, "even"), (2, "even"), (4, "ends"), (5, "weight")])
+def test_layers_of_another_kind_at_the_beginning_are_on_the_first_rank(pp: int, balance: str) -> None:
+    of = dealt(27, pp, balance)
+    first, middle, last, layer = mix((0, 0, 0, *[1] * 24), 2, of)
+    assert first[0] == pytest.approx([3, of.first[0] - 3])
+    if pp > 1:
+        assert last[0] == pytest.approx([0, of.last[0]])
+    if pp > 2:
+        assert middle[0] == pytest.approx([0, of.middle[0]])
+        assert layer[0] == pytest.approx([0, 1])

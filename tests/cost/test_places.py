@@ -12,8 +12,10 @@ from shardwise.cost.places import rank_places, typical_places
 from shardwise.cost.play import play, share_layers, short_schedule
 from shardwise.cost.software import Software
 from shardwise.cost.stage import Pricer
+from shardwise.cost.step import price
 from shardwise.model.catalogue import get_model
 from shardwise.planner import plan as plans
+from shardwise.schedule.catalogue import make_schedule
 from tests.cost.priced import ask
 
 LLAMA = get_model("llama3-8b")
@@ -152,3 +154,26 @@ def test_experts_are_whole_over_tensor_parallel_ranks_or_cut_over_them() -> None
     assert ours.bytes.parts["gradients"].max() == pytest.approx(whole.bytes.parts["gradients"].max() / 2, rel=0.1)
     # States are shared out over all that hold the same: as many bytes either way.
     assert ours.bytes.parts["optimizer"].max() == pytest.approx(whole.bytes.parts["optimizer"].max(), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "v-min", "zb-h2", "zb-v"])
+def test_what_is_too_long_to_be_played_shows_soon_what_ranks_hold(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.cost.play._MOST_FORWARDS", 0)
+    few, more = short_schedule(name, 7, 56, None), make_schedule(name, 7, 28)
+    assert few.num_microbatches < more.num_microbatches
+    layers = share_layers(32, few.placement.ranks, 0.1, 1.7)
+    soon, later = rank_places(LLAMA, layers, few, 56), rank_places(LLAMA, layers, more, 56)
+    assert all((one == other).all() for one, other in zip(soon, later, strict=True))
+
+
+def test_dense_layers_at_the_beginning_are_priced_where_they_are() -> None:
+    model = get_model("deepseek-v2-lite")
+    layouts = Layouts.of(dp=8, pp=3, ep=8, num_microbatches=16, zero=1, balance=0)
+    cluster = Cluster.parse("3x8xh100")
+    found = price(model, cluster, layouts, sequence=4096)
+    deep = replace(pricer(), model=model, pool=cluster.pools[0], sequence=4096)
+    played = play(deep, layouts, "1f1b", None, (9, 9, 9))
+    inside = sum(found.parts[name][0] for name in ("compute", "tp", "ep", "bubble", "hops"))
+    assert played is not None
+    assert inside == pytest.approx(played.seconds, rel=0.01)
+    assert typical_places(model, layouts, deep.stages(layouts).dealt).layers[0].tolist() == [[1, 8], [0, 9], [0, 9]]

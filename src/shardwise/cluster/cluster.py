@@ -9,12 +9,15 @@
 
 import re
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from shardwise.cluster.catalogue import NODES, get_device
 from shardwise.cluster.device import Device
-from shardwise.cluster.pairs import Pairs
 from shardwise.cluster.topology import Fabric, Host, Link, NodeKind
 from shardwise.errors import ShardwiseError
+
+if TYPE_CHECKING:
+    from shardwise.cluster.pairs import Pairs
 
 _POOL = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<devices>\d+)x(?P<device>[a-z][\w.-]*|[345]090)", re.IGNORECASE)
 
@@ -49,7 +52,7 @@ class Cluster:
     """
 
     pools: tuple[Pool, ...]
-    pairs: Pairs | None = None
+    pairs: "Pairs | None" = None
 
     def __post_init__(self) -> None:
         if not self.pools:

@@ -10,19 +10,27 @@ all-to-all, all parts together of an all-gather or a reduce-scatter.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from shardwise.cluster.line import Line, fit_line
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_Number = TypeVar("_Number", float, "NDArray[np.float64]")
 #: By name, in the order in which they are shown.
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send-receive")
 #: Over which devices: some of one domain of fast links; all of several; one of each node.
 SCOPES = ("inside", "across", "rails")
 
 
-def bus_factor(collective: str, num_devices: int) -> float:
-    """Bytes that the busiest link carries, for each byte of the size."""
+def bus_factor(collective: str, num_devices: _Number) -> _Number:
+    """Bytes that the busiest link carries, for each byte of the size. Of one number of devices, or of many."""
     ring = (num_devices - 1) / num_devices
-    return {"all-reduce": 2 * ring, "broadcast": 1.0, "send-receive": 1.0}.get(collective, ring)
+    if collective in ("broadcast", "send-receive"):
+        return 0 * ring + 1.0
+    return 2 * ring if collective == "all-reduce" else ring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

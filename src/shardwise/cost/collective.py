@@ -68,11 +68,10 @@ class Wires:
     def all_reduce(self, num_bytes: Number, group: Group) -> Floats:
         """Seconds to add up `num_bytes` over a group, whichever of ring, tree and switch is fastest."""
         size = np.asarray(num_bytes, dtype=np.float64)
-        ring = 2 * (group.size - 1) / group.size
         inside = self._inside("all-reduce", size, group.size)
         steps = 2 * (group.size - 1)
         steps_across = 2 * (group.domains - 1)
-        by_ring = self._latency(steps, steps_across) + ring * size / self._across(group)
+        by_ring = self._latency(steps, steps_across) + self._moved("all-reduce", size, group)
         depth = 2 * ((group.inside - 1) * _TREE_STEP_INSIDE + np.log2(np.maximum(group.domains, 1)) * self._step_across)
         by_tree = _CALL + depth + 2 * size / (0.85 * self._across(group))
         across = np.minimum(by_ring, by_tree)
@@ -83,7 +82,7 @@ class Wires:
         size = np.asarray(num_bytes, dtype=np.float64)
         inside = self._inside("all-gather", size, group.size)
         latency = self._latency(group.size - 1, group.domains - 1)
-        across = latency + (group.size - 1) / group.size * size / self._across(group)
+        across = latency + self._moved("all-gather", size, group)
         return np.where((group.size <= 1) | (size <= 0), 0.0, np.where(group.domains <= 1, inside, across))
 
     def dispatch(self, num_bytes: Number, top_k: int, group: Group, *, once: bool) -> Floats:
@@ -163,6 +162,10 @@ class Wires:
         nics = group.inside * self._nic / (1.0 if fabric.rails else fabric.oversubscription)
         return np.minimum(nics, self._large(self.pool.node.link))
 
+    def _moved(self, collective: str, size: Floats, group: Group) -> Floats:
+        """Seconds in which a ring over several domains moves what it must."""
+        return bus_factor(collective, group.size) * size / self._across(group)
+
     def _latency(self, steps: Number, steps_across: Number) -> Floats:
         inside = np.asarray(steps, dtype=np.float64) - steps_across
         return _CALL + inside * self.pool.node.link.latency_seconds + np.asarray(steps_across) * self._step_across
@@ -172,8 +175,8 @@ class Wires:
         curves = self._curves(collective)
         link = self.pool.node.link
         if not curves:
-            factor = 2 * (count - 1) / count
-            reduced = self._latency(2 * (count - 1), 0) + factor * size / self._large(link)
+            moved = bus_factor("all-reduce", count) * size
+            reduced = self._latency(2 * (count - 1), 0) + moved / self._large(link)
             return reduced if collective == "all-reduce" else reduced / 2
         found = _scaled(curves[0], size, count)
         for curve in curves[1:]:
@@ -188,8 +191,7 @@ def _scaled(curve: Curve, size: Floats, count: Floats) -> Floats:
     seconds, log_sizes, log_seconds = _arrays(curve)
     measured: Floats = np.exp(np.interp(np.log(np.maximum(size, 1.0)), log_sizes, log_seconds))
     beyond = np.maximum(size / curve.sizes[-1], 1.0)
-    ring = 2.0 if curve.collective == "all-reduce" else 1.0
-    factor = ring * (count - 1) / count / bus_factor(curve.collective, curve.num_devices)
+    factor = bus_factor(curve.collective, count) / bus_factor(curve.collective, curve.num_devices)
     fixed: Floats = seconds[0] * (count - 1) / (curve.num_devices - 1)
     moving: Floats = np.maximum(measured * beyond - seconds[0], 0.0) * factor
     return fixed + moving

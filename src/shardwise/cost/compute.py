@@ -18,6 +18,7 @@ from shardwise.model.model import Block
 from shardwise.model.operations import (
     Attention,
     CrossEntropy,
+    Elementwise,
     Matmul,
     Norm,
     Operation,
@@ -114,12 +115,15 @@ class Engine:
             fused = self.software.fused_norms
         if isinstance(operation, CrossEntropy):
             fused = self.software.fused_loss
+        if isinstance(operation, Elementwise) and operation.name == "rotation":
+            fused = fused and not self.software.complex_rotation
         moved = traffic(operation, replace(share, fused=fused)).moved
         work = flops(operation, share)
         rate = self._rate("wide")
         more = 1.0 if fused else self.constants.unfused
         if isinstance(operation, Scan):
-            more, rate = self.constants.scan, rate / self.constants.scan
+            # Written in Triton, with the instructions of Ampere's time: little faster on Blackwell than on Hopper.
+            rate = self.device.peak(self.software.wide_precision) * self._ampere_share() / self.constants.scan
         return Seconds(
             *(
                 np.maximum(more * self.stream(each), np.asarray(arithmetic) / rate)

@@ -62,9 +62,9 @@ class Constants:
     fast_routing: float = 0.533
     # Seconds of a launch that is waited for (CUDA_LAUNCH_BLOCKING=1). Fitted [bloom 60].
     blocking_seconds: float = 195e-6
-    # Scans of state space models against their bytes and products at full rate. Fitted [bridge, bskill: Nemotron 3,
-    # 34].
-    scan: float = 21.7
+    # Scans of state space models against their products at the rate that kernels of Ampere's time reach. Fitted
+    # [bridge, bskill: Nemotron 3, 34].
+    scan: float = 22.0
     # Share of the bf16 peak that attention kernels reach: forward and backward, long causal sequences. Fitted
     # [flash1: aleph 56, llmf 115; flash2: aleph 126; flash3: bridge]. Measured on one H200: .237 SDPA, .387 cuDNN, both
     # passes, heads of 64 (peers.md); SimuMax on B200 .71 and .69 (facts 3.2).

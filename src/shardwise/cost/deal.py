@@ -1,5 +1,6 @@
 """Layers dealt out over the ranks of a pipeline: how many the first, a middle and the last have."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,35 @@ def deal(num_layers: int, layouts: Layouts, begin: Number, end: Number) -> Deal:
 def are_dealt_whole(layouts: Layouts) -> np.ndarray:
     """Whether each candidate's layers are dealt out whole, so that its first rank has what `first` says and no more."""
     return np.isin(layouts.balance, (_SLOTS, _FRONT))
+
+
+class Mixture(NamedTuple):
+    """Layers of each kind on the first, a middle and the last rank: candidates x kinds. And of one layer of a middle
+    rank, what part is of which kind."""
+
+    first: Floats
+    middle: Floats
+    last: Floats
+    layer: Floats
+
+
+def mix(order: Sequence[int], num_kinds: int, dealt: Deal) -> Mixture:
+    """Of which kinds the layers are that ranks are dealt. `order` is the kind of each layer, from first to last.
+
+    Ranks are taken to hold neighbours: where a model begins with layers of another kind, the first rank has those.
+    Ranks with several chunks have them too, in their first one.
+    """
+    seen = np.concatenate([np.zeros((1, num_kinds)), np.cumsum(np.eye(num_kinds)[list(order)], axis=0)])
+    places, every = np.arange(len(seen)), seen[-1]
+    first = np.stack([np.interp(dealt.first, places, column) for column in seen.T], axis=1)
+    before = np.stack([np.interp(len(order) - dealt.last, places, column) for column in seen.T], axis=1)
+    between = before - first
+    # Two ranks have no middle between them, and one has everything.
+    is_between = between.min(axis=1, keepdims=True) >= 0
+    is_between &= between.sum(axis=1, keepdims=True) > 1e-9
+    between = np.where(is_between, between, every)
+    layer = between / np.maximum(between.sum(axis=1, keepdims=True), 1.0)
+    return Mixture(first, layer * dealt.middle[:, None], every - before, layer)
 
 
 def _shared(num_layers: int, layouts: Layouts, begin: Number, end: Number) -> Deal:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.cost.deal import Deal, are_dealt_whole
+from shardwise.cost.deal import Deal, are_dealt_whole, mix
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.numbers import Floats
 from shardwise.cost.pipeline import SCHEDULES, by_schedule
@@ -105,6 +105,13 @@ def typical_places(model: Model, layouts: Layouts, dealt: Deal) -> Places:
     begins = np.stack([one, lone, np.maximum(lone, twice)], axis=1)
     ends = np.stack([np.maximum(lone, twice), lone, one], axis=1)
     layers = held[:, :, None] * shares
+    if len(counts) > 1:
+        mixture = mix(model.layer_order, len(counts), dealt)
+        more = mixture.layer * dealt.extra[:, None]
+        on_first = mixture.first + np.where(are_dealt_whole(layouts)[:, None], 0.0, more)
+        layers = np.where(
+            alone[:, None, None], layers, np.stack([on_first, mixture.middle + more, mixture.last], axis=1)
+        )
     # Where the model is held twice, half of the microbatches go through each copy.
     through = num_held / copies[:, None]
     return Places(
@@ -146,8 +153,7 @@ def rank_places(model: Model, stage_layers: Sequence[int], schedule: Schedule, n
 
 def _stage_counts(model: Model, stage_layers: Sequence[int]) -> np.ndarray:
     """Layers of each kind on each stage: stages x kinds."""
-    kinds = {block.kind: index for index, (block, _) in enumerate(layer_kinds(model))}
-    order = [kinds[block.kind] for block in model.blocks if block.stack]
+    kinds, order = layer_kinds(model), model.layer_order
     assert sum(stage_layers) == len(order), f"{stage_layers} add up to other than {len(order)} layers"
     counts = np.zeros((len(stage_layers), len(kinds)))
     begin = 0
@@ -163,11 +169,12 @@ def _fullest(schedule: Schedule, rank: int, weights: dict[int, float]) -> dict[i
     under_way = dict.fromkeys(weights, 0.0)
     fullest, held, most = dict(under_way), 0.0, 0.0
     for instruction in schedule.orders[rank]:
-        for part in instruction.parts:
-            change = 1.0 if part.kind is Kind.F else -1.0 if part.kind in (Kind.B, Kind.W) else 0.0
-            if change:
-                under_way[part.stage] += change
-                held += change * weights[part.stage]
+        for kind, stage, *_ in (instruction,) if instruction[4] is None else instruction.parts:
+            if kind is Kind.I:
+                continue
+            change = 1.0 if kind is Kind.F else -1.0
+            under_way[stage] += change
+            held += change * weights[stage]
         if held > most:
             most, fullest = held, dict(under_way)
     return fullest

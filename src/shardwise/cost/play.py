@@ -5,7 +5,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.cost.layouts import Layouts
-from shardwise.cost.places import layer_kinds
 from shardwise.cost.stage import Pieces, Pricer, Work, add
 from shardwise.cost.step import as_stage, hop_seconds
 from shardwise.schedule.catalogue import CATALOGUE, make_schedule
@@ -15,9 +14,10 @@ from shardwise.schedule.schedule import Schedule
 
 # A long step repeats itself: a warm-up of so many times the ranks is played, and once more with one round added.
 _ROUNDS = 3
-# What is not played shows the most that ranks hold sooner, where microbatches follow each other one by one.
-_UNPLAYED_ROUNDS = 2
-_ONE_BY_ONE = ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+# Where microbatches follow each other one by one, ranks hold the most sooner: after so many times the ranks and a few,
+# which is enough of what is not played.
+_FULL_AFTER = {"1f1b": 1, "zb-h1": 1, "v-half": 1, "v-min": 1, "zb-h2": 2, "zb-v": 2}
+_A_FEW = 2
 # More forwards than these take longer to play than a person waits.
 _MOST_FORWARDS = 8000
 
@@ -69,9 +69,9 @@ def end_weights(pieces: Pieces, num_layers: int, counts: Sequence[int]) -> tuple
 
 def short_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int | None, *, more: int = 0) -> Schedule:
     """The schedule of a step, or of one that is shorter and goes as long through its steady state."""
-    is_played = _is_played(num_ranks, num_microbatches, chunks or CATALOGUE[name].chunks)
-    rounds = _ROUNDS if is_played or name not in _ONE_BY_ONE else _UNPLAYED_ROUNDS
-    short = (rounds + more) * num_ranks + num_microbatches % num_ranks
+    short = (_ROUNDS + more) * num_ranks + num_microbatches % num_ranks
+    if name in _FULL_AFTER and not _is_played(num_ranks, num_microbatches, chunks or CATALOGUE[name].chunks):
+        short = _FULL_AFTER[name] * num_ranks + _A_FEW
     return _schedule(name, num_ranks, min(num_microbatches, short), chunks)
 
 
@@ -107,8 +107,7 @@ def play(pricer: Pricer, layouts: Layouts, name: str, chunks: int | None, stage_
 
 
 def _stage_works(pricer: Pricer, pieces: Pieces, stage_layers: Sequence[int]) -> list[Work]:
-    kinds = {block.kind: index for index, (block, _) in enumerate(layer_kinds(pricer.model))}
-    order = [pieces.kinds[kinds[block.kind]] for block in pricer.model.blocks if block.stack]
+    order = [pieces.kinds[kind] for kind in pricer.model.layer_order]
     works, begin = [], 0
     for stage, number in enumerate(stage_layers):
         own = order[begin : begin + number]

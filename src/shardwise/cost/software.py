@@ -18,6 +18,8 @@ class Software:
     fused: bool = True
     fused_norms: bool = True
     fused_loss: bool = False
+    # Queries and keys are rotated as complex numbers in fp32, which no compiler fuses with anything (torchtitan).
+    complex_rotation: bool = False
     # Each tensor parallel rank takes the loss of its part of the vocabulary; else logits are gathered first.
     parallel_loss: bool = True
     # Under sequence parallelism, what columns read is gathered once and kept, and the model's ends are whole (ours);

@@ -1,5 +1,6 @@
 """Seconds of one microbatch on the first, a middle and the last stage: compute, computed again, and communication."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from shardwise.cluster.cluster import Pool
 from shardwise.cost.collective import Wires
 from shardwise.cost.compute import Engine
 from shardwise.cost.constants import Constants
-from shardwise.cost.deal import Deal, deal
+from shardwise.cost.deal import Deal, deal, mix
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.numbers import Floats, Number
 from shardwise.cost.processor import constants_on, engine_on
@@ -54,6 +55,11 @@ class Work(NamedTuple):
 def add(*works: Work) -> Work:
     """All of several works."""
     return Work(*(sum(each, np.zeros(())) for each in zip(*works, strict=True)))
+
+
+def _mixed(kinds: Sequence[Work], counts: Floats) -> Work:
+    """So many layers of each kind: candidates x kinds."""
+    return add(*(work.times(count) for work, count in zip(kinds, counts.T, strict=True)))
 
 
 class Pieces(NamedTuple):
@@ -144,10 +150,13 @@ class Pricer:
         layer = add(nothing, *(work.times(count / num_layers) for work, count in zip(kinds, counts, strict=True)))
         weight = np.maximum(layer.total, 1e-12)
         dealt = deal(num_layers, layouts, begin.total / weight, end.total / weight)
-        alone = layouts.pp == 1
-        first = add(layer.times(dealt.first), begin, end.times(alone.astype(np.float64)))
-        last = add(layer.times(dealt.last), end)
-        return Stages(first, layer.times(dealt.middle), last, layer.times(dealt.extra), layer, dealt)
+        first, middle, last, extra = (layer.times(each) for each in dealt)
+        if len(kinds) > 1:
+            mixture = mix(self.model.layer_order, len(kinds), dealt)
+            extra = _mixed(kinds, mixture.layer * dealt.extra[:, None])
+            first, middle, last = (_mixed(kinds, each) for each in mixture[:3])
+        first = add(first, begin, end.times((layouts.pp == 1).astype(np.float64)))
+        return Stages(first, middle, add(last, end), extra, layer, dealt)
 
     def _ends(self, blocks: list[Block], layouts: Layouts, share: Share) -> Work:
         nothing = Work(*[np.zeros(len(layouts))] * len(Work._fields))

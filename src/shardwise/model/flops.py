@@ -26,6 +26,9 @@ class Passes(NamedTuple):
     def total(self) -> Count:
         return self.forward + self.input + self.weight
 
+    def times(self, count: int) -> "Passes":
+        return Passes(self.forward * count, self.input * count, self.weight * count)
+
 
 NOTHING = Passes(0, 0, 0)
 

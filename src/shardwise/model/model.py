@@ -19,7 +19,7 @@ from math import prod
 from typing import Any, Literal
 
 from shardwise.model.activations import held_for_weights_bytes, saved_bytes
-from shardwise.model.flops import Passes, rerun_flops, sum_flops, width_on
+from shardwise.model.flops import Passes, add_passes, rerun_flops, sum_flops, width_on
 from shardwise.model.operations import Matmul, Operation, Width
 from shardwise.model.share import Count, Share, divided, total
 from shardwise.model.traffic import Traffic, sum_traffic
@@ -196,6 +196,12 @@ class Model:
         return sum(bool(block.stack) for block in self.blocks)
 
     @cached_property
+    def layer_order(self) -> tuple[int, ...]:
+        """The kind of each layer, from first to last, as an index among the kinds of layers."""
+        numbers = {block.kind: number for number, (block, _) in enumerate(each for each in self.kinds if each[0].stack)}
+        return tuple(numbers[block.kind] for block in self.blocks if block.stack)
+
+    @cached_property
     def block_names(self) -> tuple[str, ...]:
         """Where each block is in the module: `model.layers.7`, or its kind where it is there once."""
         seen: Counter[str] = Counter()
@@ -231,7 +237,7 @@ class Model:
 
     def flops(self, share: Share) -> Passes:
         """FLOPs of all blocks: forward, input gradient, weight gradient. No recomputation."""
-        return sum_flops((each for block in self.blocks for each in block.operations), share)
+        return add_passes(sum_flops(block.operations, share).times(count) for block, count in self.kinds)
 
     def cache_bytes(self, share: Share) -> Count:
         """Bytes of keys and values of one position, in all blocks."""

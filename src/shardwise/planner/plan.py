@@ -10,7 +10,6 @@ those who hold the model or the cluster.
 """
 
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import groupby
@@ -95,6 +94,8 @@ class Plan:
     @staticmethod
     def from_toml(text: str, *, source: str = "the plan") -> "Plan":
         """Read the file form. `source` is what errors call it."""
+        import tomllib  # Takes longer than all that a plan in its short form needs.
+
         try:
             tree = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:

@@ -11,7 +11,6 @@ from typing import Any
 from shardwise import environment
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.device import Device
-from shardwise.cluster.file import find_cluster
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.software import Software
 from shardwise.cost.step import Estimate, price
@@ -172,7 +171,7 @@ def make_question(
     said = (number for number in (sequence, _length_of(example), usual_sequence) if number is not None)
     return Question(
         model=described,
-        cluster=find_cluster(cluster) if isinstance(cluster, str) else cluster,
+        cluster=_cluster_of(cluster) if isinstance(cluster, str) else cluster,
         batch=batch,
         sequence=_sequence_of(described, next(said, None)),
         fixed=fixed or {},
@@ -228,6 +227,15 @@ def _length_of(example: Any) -> int | None:
     )
     shapes = (tuple(entry.shape) for entry in entries if hasattr(entry, "shape"))
     return next((int(shape[1]) for shape in shapes if len(shape) >= 2), None)
+
+
+def _cluster_of(text: str) -> Cluster:
+    """A cluster by its name, or from a file; what reads files is imported for these alone."""
+    if not text.endswith(".toml"):
+        return Cluster.parse(text)
+    from shardwise.cluster.file import find_cluster
+
+    return find_cluster(text)
 
 
 def _sequence_of(model: Model, sequence: int | None) -> int:

@@ -91,11 +91,12 @@ _FSDP2 = Software(
     fused_loss=False,
     by_operation=True,
     every_second=True,
+    complex_rotation=True,
     shards_parameters=True,
     fused_accumulation=False,
     gathered_once=True,
 )
-_AUTOMODEL = replace(_FSDP2, attention="flash3", fused_loss=True, every_second=False)
+_AUTOMODEL = replace(_FSDP2, attention="flash3", fused_loss=True, every_second=False, complex_rotation=False)
 
 # Recipes for mixtures of Megatron-Bridge and of the model zoo keep gradients and moments in bf16 beside masters in fp32
 # (precision-aware optimizer, M).

@@ -6,21 +6,25 @@ number (`tests/schedule/test_makespan.py`) with all that happens meanwhile, in t
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.placement import Placement
 from shardwise.schedule.schedule import Schedule
 
 
+class _Step(NamedTuple):
+    """What instructions of a kind on a stage wait for (when it ended, and how long it is under way), what they make,
+    and how long they take."""
+
+    waits: list[tuple[list[float], float]]
+    made: list[float] | None
+    seconds: float
+
+
 def makespan(schedule: Schedule, seconds: Mapping[tuple[Kind, int], float], hop: float) -> float:
     """Seconds of a schedule of computation alone. `seconds` are of each kind on each stage."""
-    placement, count = schedule.placement, schedule.total_microbatches
-    ends = {
-        (kind, stage): [-1.0] * count
-        for kind in (Kind.F, Kind.I)
-        for stage in range(placement.num_stages)
-    }  # fmt: skip
-    waits = _waits(placement, hop)
+    steps = _steps(schedule, seconds, hop)
     position, now = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks
     asleep: dict[tuple[int, int], list[int]] = {}
     ready = list(range(schedule.num_ranks))
@@ -30,31 +34,51 @@ def makespan(schedule: Schedule, seconds: Mapping[tuple[Kind, int], float], hop:
         while place < len(order):
             instruction = order[place]
             back = instruction[4]
-            parts = (instruction[:3],) if back is None else (instruction[:3], back[:3])
-            start, missing = time, None
-            for kind, stage, microbatch in parts:
-                for needed, after in waits.get((kind, stage), ()):
-                    end = ends[needed][microbatch]
+            parts = (instruction,) if back is None else (instruction, back)
+            start, taken, missing = time, 0.0, None
+            for kind, stage, microbatch, _, _ in parts:
+                waits, _, needed = steps[kind, stage]
+                taken += needed
+                for ends, after in waits:
+                    end = ends[microbatch]
                     if end < 0:
-                        missing = ends[needed]
+                        missing = id(ends), microbatch
                         break
                     if end + after > start:
                         start = end + after
-                if missing is not None:
-                    asleep.setdefault((id(missing), microbatch), []).append(rank)
-                    break
             if missing is not None:
+                asleep.setdefault(missing, []).append(rank)
                 break
-            time = start + sum(seconds[kind, stage] for kind, stage, _ in parts)
-            for kind, stage, microbatch in parts:
-                made = ends.get((Kind.I if kind is Kind.B else kind, stage))
+            time = start + taken
+            for kind, stage, microbatch, _, _ in parts:
+                made = steps[kind, stage][1]
                 if made is not None:
                     made[microbatch] = time
-                    ready.extend(asleep.pop((id(made), microbatch), ()))
+                    if asleep:
+                        ready.extend(asleep.pop((id(made), microbatch), ()))
             place += 1
         position[rank], now[rank] = place, time
     assert all(place == len(order) for place, order in zip(position, schedule.orders, strict=True)), "ranks wait"
     return max(now)
+
+
+def _steps(schedule: Schedule, seconds: Mapping[tuple[Kind, int], float], hop: float) -> dict[tuple[Kind, int], _Step]:
+    """Each kind on each stage, with lists of when each microbatch of it ended: -1 before it has."""
+    placement, count = schedule.placement, schedule.total_microbatches
+    ends = {
+        (kind, stage): [-1.0] * count
+        for kind in (Kind.F, Kind.I)
+        for stage in range(placement.num_stages)
+    }  # fmt: skip
+    return {
+        (kind, stage): _Step(
+            [(ends[needed], after) for needed, after in waits],
+            ends.get((Kind.I if kind is Kind.B else kind, stage)),
+            seconds[kind, stage],
+        )
+        for (kind, stage), waits in _waits(placement, hop).items()
+        if (kind, stage) in seconds
+    }
 
 
 def _waits(placement: Placement, hop: float) -> dict[tuple[Kind, int], list[tuple[tuple[Kind, int], float]]]:

@@ -200,7 +200,12 @@ TORCHTITAN = Program(
     rules=_RULES,
     fixed=({"pp": 1, "zero": 3}, {"schedule": "interleaved", "zero": 2}, {"schedule": "1f1b", "zero": 2}),
     software=Software(
-        by_operation=True, every_second=True, shards_parameters=True, fused_accumulation=False, gathered_once=True
+        by_operation=True,
+        every_second=True,
+        shards_parameters=True,
+        fused_accumulation=False,
+        gathered_once=True,
+        complex_rotation=True,
     ),
     write=write,
     read=read,

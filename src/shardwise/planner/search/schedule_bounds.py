@@ -73,23 +73,29 @@ def bound_schedules(
         held = account(under)
         fixed, lost_share = _without_activations(held, of_each, software, under)
         stays = fixed + (1.0 + lost_share)[:, None, None] * all_of_each
+        most = _most(stays)
+        is_here = most <= question.room
         # Half of the microbatches go through each copy of the ends; of the layers no fewer than through one copy.
-        is_here = np.where(twice, _most(fixed + 0.5 * all_of_each), _most(stays)) <= question.room
-        states, weights = _movable(held, on_host)
-        without_states = stays - states
-        may_stay = _most(without_states) <= question.room
-        may_leave = _most(without_states - leaving) <= question.room
-        could = (_most(without_states - weights - leaving) <= question.room) & ~twice
-        could &= _most(stays) - question.room <= on_nodes
+        is_here[:, twice] = _most(fixed + 0.5 * all_of_each[:, :, twice]) <= question.room
         every = allowed & has_replicas[:, None]
+        could = np.zeros_like(is_here)
+        least = seconds + beside.exchange(under)[:, None]
+        full = np.flatnonzero((every & ~is_here).any(axis=1))
+        if len(full):
+            states, weights = _movable(held, on_host)
+            here = stays[full] - states[full]
+            may_stay = _most(here) <= question.room
+            here -= leaving[full]
+            may_leave = _most(here) <= question.room
+            here -= weights[full]
+            could[full] = (_most(here) <= question.room) & ~twice & (most[full] - question.room <= on_nodes)
+            # What leaves at least: states alone, else activations or weights.
+            of_weights = beside.waits_for_weights(under, held)[full, None]
+            waiting = np.where(may_stay, 0.0, np.where(may_leave, np.minimum(waits[full], of_weights), of_weights))
+            least[full] += np.where(is_here[full], 0.0, waiting)
         lost = (every & ~is_here & ~could).sum(axis=1)
         if lost.any():
             tell(held, lost)
-        # What leaves at least: states alone, else activations or weights.
-        of_weights = beside.waits_for_weights(under, held)[:, None]
-        waiting = np.where(may_stay, 0.0, np.where(may_leave, np.minimum(waits, of_weights), of_weights))
-        least = seconds + beside.exchange(under)[:, None]
-        least = np.where(is_here, least, least + waiting)
         rows, chosen = np.nonzero(every & (is_here | could))
         cell_seconds, is_tight = least[rows, chosen], ~is_here[rows, chosen]
         found.append(Cells(chosen_layouts[rows], chosen, np.full_like(rows, index), cell_seconds, is_tight))

@@ -160,18 +160,35 @@ class _SlotMemory:
         return place
 
     def _move(self, slot: int, place: int, limit: int) -> bool:
-        known, old, following = self._part_at, self._states, self._next
-        moved = {place: known[slot], slot: None}
-        state, states = old[place], []
+        known, old = self._part_at, self._states
+        part = known[slot]
+        if not self._implied:
+            # In between there is one more or one less, and there is room for it (`_first_possible`).
+            change = {_DOWN: 1, _UP: 1, _WEIGHTS: -1}.get(part, 0)
+            if change:
+                old[place + 1 : slot + 1] = [(held + change, due) for held, due in old[place + 1 : slot + 1]]
+            known[place] = known.pop(slot)
+            return True
+        known[place] = known.pop(slot)
+        (held, num_due), states = old[place], []
+        # `_next` by hand: this is most of the time of a long schedule.
         for each in range(place, len(old) - 1):
-            state = following(state, moved[each] if each in moved else known.get(each))
-            if state[0] > limit:
-                return False
+            there = known.get(each)
+            if there is None:
+                if num_due:
+                    held, num_due = held - 1, num_due - 1
+            elif there <= _UP:
+                held += 1
+                if held > limit:
+                    known[slot] = known.pop(place)
+                    return False
+            else:
+                num_due += 1
+            state = held, num_due
             if each >= slot and state == old[each + 1]:
                 break
             states.append(state)
         old[place + 1 : place + 1 + len(states)] = states
-        known[place] = known.pop(slot)
         return True
 
     def _next(self, state: tuple[int, int], part: int | None) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,7 @@ from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormModule
 from torch.nn.modules.batchnorm import _NormBase as RunningNormModule
 from torch.nn.modules.dropout import _DropoutNd as DropoutModule
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -248,6 +249,14 @@ def hooks_of(module: nn.Module) -> list[str]:
     return [kind for kind, hooks in kinds.items() if hooks]
 
 
+def every_hook_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """The hooks of a module's calls and of their backwards. Public is only to call it."""
+    yield from module._forward_hooks.values()
+    yield from module._forward_pre_hooks.values()
+    yield from module._backward_hooks.values()
+    yield from module._backward_pre_hooks.values()
+
+
 def num_hooks(modules: Iterable[nn.Module]) -> int:
     """How many hooks modules have, with those of all modules: what may look at each of their calls. No public way."""
     from torch.nn.modules import module as home
@@ -316,6 +325,26 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     every = (home._global_optimizer_pre_hooks, home._global_optimizer_post_hooks)
     return [hook for hooks in (*own, *every) for hook in hooks.values()]
+
+
+#: What engines put in front of an optimizer's step: it changes nothing of what a step does.
+step_wrappers: set[CodeType] = set()
+
+
+def step_is_replaced(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer.step` is another than its class has (`optimizer.step = ...`), behind what schedulers and
+    engines put in front. Schedulers leave no mark that a wrapper of somebody else's would not copy, so they are known
+    by the file that they are in."""
+    step: Any = vars(optimizer).get("step")
+    while step is not None:
+        function = getattr(step, "__func__", step)
+        if function is type(optimizer).step:
+            return False
+        code = getattr(function, "__code__", None)
+        if code is None or not (code in step_wrappers or code.co_filename == lr_scheduler.__file__):
+            return True
+        step = function.__wrapped__
+    return False
 
 
 def without_step_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.engine.engine import Engine
 from shardwise.execution.recording import ACTIVATIONS
+from shardwise.stages import recompute as recompute_room
 from shardwise.stages.recalled import DEAR, recalling
 from shardwise.torch_private import TorchDispatchMode
 from tests.engine.test_engine import NUM_TOKENS, Dropping, an_engine, tokens
 from tests.same import gradients_of
+from tests.stages.families import make_batch, make_family, recompute
 from tests.stages.pieces import Net
 
 KINDS = ("none", "full", "selective")
@@ -89,15 +92,15 @@ def test_one_layer_at_a_time_is_there_again() -> None:
         seen.append(weakref.ref(made))
 
     most = {}
-    for recompute in KINDS:
+    for kind in KINDS:
         net = Net(num_blocks=8)
         for block in net.blocks:
             block.get_submodule("0").register_forward_hook(watch)  # What a LayerNorm makes, a Linear saves.
-        engine = an_engine(f"recompute={recompute}", net)
+        engine = an_engine(f"recompute={kind}", net)
         alive.clear()
         seen.clear()
         engine.train_step(tokens())
-        most[recompute] = max(alive)
+        most[kind] = max(alive)
     assert most == {"none": 7, "full": 0, "selective": 0}
 
 
@@ -105,6 +108,23 @@ def test_one_layer_at_a_time_is_there_again() -> None:
 def test_selective_recomputation_multiplies_nothing_twice(plan: str) -> None:
     none, full, selective = (count_matmuls(an_engine(f"{plan},recompute={kind}", Gated())) for kind in KINDS)
     assert none == selective < full
+
+
+def test_layers_of_transformers_that_recompute_by_themselves_are_recomputed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours: list[str] = []
+    monkeypatch.setattr(recompute_room, "checkpoint", lambda *a, **k: ours.append("layer") or checkpoint(*a, **k))
+    batch = make_batch("llama")
+    for is_theirs in (False, True):
+        module = make_family("llama", num_layers=2)
+        if is_theirs:
+            recompute(module)
+        engine = an_engine(
+            "recompute=full", module, loss=lambda output, _: output.logits.square().mean(), example=batch
+        )
+        engine.train_step(batch)
+    assert ours == ["layer", "layer"]
 
 
 def test_some_layers_of_each_stage_are_recomputed() -> None:
@@ -120,11 +140,11 @@ def test_some_layers_of_each_stage_are_recomputed() -> None:
 
 def test_what_is_kept_is_said_of_a_step() -> None:
     kept = {}
-    for recompute in KINDS:
-        engine = an_engine(f"recompute={recompute}", Gated())
+    for kind in KINDS:
+        engine = an_engine(f"recompute={kind}", Gated())
         engine.train_step(tokens(), trace=True)
         assert engine.trace is not None
-        kept[recompute] = max(each.num_bytes for each in engine.trace.holdings if each.owner == ACTIVATIONS)
+        kept[kind] = max(each.num_bytes for each in engine.trace.holdings if each.owner == ACTIVATIONS)
     assert kept["full"] < kept["selective"] < kept["none"]
 
 

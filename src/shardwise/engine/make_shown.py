@@ -23,6 +23,7 @@ from shardwise.ranks.wires import OneProcess
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.data_parallel import DataParallel
 from shardwise.states.optimizers.updates import Updates
+from shardwise.torch_private import step_wrappers
 
 
 def make_shown(
@@ -66,6 +67,7 @@ def _refuse_steps_by_hand(optimizer: Optimizer, shown: Shown) -> None:
             )
         return inner(*args, **kwargs)
 
+    step_wrappers.add(step.__code__)
     # A method, as schedulers that are made later look for its function.
     vars(optimizer)["step"] = MethodType(step, optimizer)
 

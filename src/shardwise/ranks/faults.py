@@ -153,6 +153,13 @@ class Watch:
             self._told.set()
             raise RankError(self._verdict.problem, remedy=self._verdict.remedy, rank=self._verdict.rank)
 
+    def check_before(self) -> None:
+        """Raise if this rank has failed before, whether or not it is told yet whose error counts: what connects it with
+        others is being ended, and whoever caught the error goes on."""
+        if self._told.is_set():
+            self._stopped.wait(_SETTLE_SECONDS)
+            self.check()
+
     def wait(self, work: Waitable, what: object, peer: int | None = None) -> None:
         """Wait for work that rank `peer` has its part in; `what` is the instruction. Raises what went wrong instead.
 

@@ -29,6 +29,8 @@ def telling(watch: Watch | None, *, refusals: bool = True) -> Iterator[None]:
     Without `refusals` those are not told as long as all ranks refuse: then what they share can be used on. One that
     refuses alone would leave the others waiting, and is told.
     """
+    if watch is not None:
+        watch.check_before()
     try:
         yield
     except BaseException as error:

@@ -404,11 +404,16 @@ def is_input_wanted(ctx: Any, number: int) -> bool:
     return is_wanted(ctx.next_functions[sum(ctx.are_tensors[:number])][0])
 
 
-def is_in_checkpoint() -> bool:
-    """Whether what is computed now is kept by a `torch.utils.checkpoint` of somebody's, or run again by it. No public
-    way: it is known by who is given what autograd saves."""
+def checkpoint_here() -> Any:
+    """What a `torch.utils.checkpoint` of somebody's keeps what is computed now with, or runs it again for; None if it
+    is in none. No public way: it is known by who is given what autograd saves."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
+
+
+def is_in_checkpoint() -> bool:
+    """Whether what is computed now is in a `torch.utils.checkpoint` of somebody's."""
+    return checkpoint_here() is not None
 
 
 def backward_id() -> int:

@@ -30,9 +30,10 @@ LATE = {
 CUT = {"tp": "registered once the engine was there"}
 #: Weights that a rank has a piece, a part or none of.
 AWAY = dict.fromkeys(("zero=3", "tp", "pp", "offload.parameters"), "cannot be read or written on this rank")
-NO_GRADIENT = dict.fromkeys(
-    ("zero=1", "zero=2", "zero=3", "tp", "pp", "cp", "offload.optimizer", "offload.parameters"), "is not here"
-)
+NO_GRADIENT = {
+    **dict.fromkeys(("dp", "cp", "offload.optimizer"), "is written between steps"),
+    **dict.fromkeys(("zero=1", "zero=2", "zero=3", "tp", "pp", "offload.parameters"), "is not here"),
+}
 
 
 @program(LATE)

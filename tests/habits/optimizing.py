@@ -2,6 +2,7 @@
 # Programs as users write them.
 # mypy: disable-error-code="no-any-return,no-untyped-call,method-assign,assignment,arg-type,misc"
 
+import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -230,7 +231,7 @@ def the_optimizers_own_state_put_back(parallelize: Parallelize) -> Result:
     """The optimizer's own `state_dict()` saved and loaded between steps."""
     engine = start(parallelize, small_net(), made_by(torch.optim.AdamW, lr=1e-2, eps=1e-4))
     engine.train_step(batch(9))
-    saved = [optimizer.state_dict() for optimizer in engine.optimizers]
+    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in engine.optimizers]
     engine.train_step(batch(8))
     for optimizer, each in zip(engine.optimizers, saved, strict=True):
         optimizer.load_state_dict(each)

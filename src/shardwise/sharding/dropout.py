@@ -35,7 +35,7 @@ from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.stages.batch import length_of
 from shardwise.stages.rows import tensors_in
 from shardwise.stages.stage import Batch
-from shardwise.torch_private import SAFE_SOFTMAX, DropoutModule
+from shardwise.torch_private import SAFE_SOFTMAX, DropoutModule, checkpoint_here
 
 # The increment and multipliers of splitmix64 (Steele et al. 2014), as signed numbers.
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
@@ -248,6 +248,7 @@ class _Caller(TorchFunctionMode):
     def __init__(self, dropouts: Dropouts, name: str) -> None:
         super().__init__()
         self._dropouts, self._name, self._count = dropouts, name, 0
+        self._checkpoint = checkpoint_here()
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -255,6 +256,10 @@ class _Caller(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         answer: Tensor | None = None
+        if checkpoint_here() is not self._checkpoint:
+            # A checkpoint inside of this forward runs a part of it again in the backward, where nobody answers. It puts
+            # torch's own generators back.
+            return func(*args, **kwargs)
         if func in _DROPOUT and _drops(func, args, kwargs):
             answer = self._drop(*_dropout_arguments(*args, **kwargs))
         elif self._dropouts.attends and _drops(func, args, kwargs):

@@ -193,7 +193,12 @@ def a_scheduler_after_a_scheduler(parallelize: Parallelize) -> Result:
         )
         for optimizer in engine.optimizers
     ]
-    return trained(engine, steps=4, between=lambda _: [scheduler.step() for scheduler in schedulers] and None)
+
+    def between(_: int) -> None:
+        for scheduler in schedulers:
+            scheduler.step()
+
+    return trained(engine, steps=4, between=between)
 
 
 @program()

@@ -70,7 +70,8 @@ def _refuse_steps_by_hand(optimizer: Optimizer, shown: Shown) -> None:
             )
         return inner(*args, **kwargs)
 
-    step_wrappers.add(step.__code__)
+    function: Any = step
+    step_wrappers.add(function.__code__)
     # A method, as schedulers that are made later look for its function.
     vars(optimizer)["step"] = MethodType(step, optimizer)
 

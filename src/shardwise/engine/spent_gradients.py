@@ -47,7 +47,7 @@ class SpentGradient(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with without_subclasses():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _writes(function: Any, args: tuple[Any, ...]) -> bool:

@@ -30,6 +30,8 @@ class ParallelLinear(nn.Linear):
 
     Scripts look for layers by their class (`isinstance(each, nn.Linear)`): it is one, whose numbers are asked for."""
 
+    bias: nn.Parameter | None  # type: ignore[assignment]
+
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, *, is_transposed: bool,
         rng: RngTracker | None,

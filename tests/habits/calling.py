@@ -162,7 +162,7 @@ def defaults_that_nobody_gives(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, Defaults().double()))
 
 
-@program()
+@program(but="cp")
 def weights_in_channels_last(parallelize: Parallelize) -> Result:
     """`to(memory_format=torch.channels_last)`: weights whose memory is in another order."""
 
@@ -317,7 +317,7 @@ class Unsorted(Net):
         return super().forward(x[order])[order.argsort()]
 
 
-@program({"cp": "tokens|part of a sequence|other numbers"})
+@program()
 def rows_sorted_and_put_back(parallelize: Parallelize) -> Result:
     """As before packing: by length, and back again."""
     return trained(start(parallelize, Unsorted().double()))

@@ -439,7 +439,7 @@ class Padded(Net):
         return super().forward(functional.pad(x, (0, -x.shape[1] % 4)))[:, : x.shape[1]]
 
 
-@program({"cp": "tokens|part of a sequence|other numbers"})
+@program()
 def lengths_that_are_rounded_up(parallelize: Parallelize) -> Result:
     """`F.pad` in the forward."""
     return trained(start(parallelize, Padded().double()))

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.faults import LIMIT_SECONDS, Watch
+from shardwise.ranks.faults import LIMIT_SECONDS, Watch, check_before
 from shardwise.ranks.worker import join_if_launched
 
 
@@ -30,7 +30,7 @@ def telling(watch: Watch | None, *, refusals: bool = True) -> Iterator[None]:
     refuses alone would leave the others waiting, and is told.
     """
     if watch is not None:
-        watch.check_before()
+        check_before(watch)
     try:
         yield
     except BaseException as error:

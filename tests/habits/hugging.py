@@ -58,7 +58,7 @@ def fitted(parallelize: Parallelize, model: nn.Module, make: Any = tokens, **opt
     return {**found, **{name: each for name, each in engine.state_dict().items() if isinstance(each, Tensor)}}
 
 
-@program(ALONE, always=True)
+@program(ALONE)
 def layers_that_recompute_by_themselves(parallelize: Parallelize) -> Result:
     """`activation_checkpointing_enable()`, or `gradient_checkpointing_enable()` as it was called before 5.23."""
     model = llama()

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.faults import LIMIT_SECONDS, Watch, check_before
+from shardwise.ranks.faults import LIMIT_SECONDS, Watch
 from shardwise.ranks.worker import join_if_launched
 
 
@@ -29,8 +29,6 @@ def telling(watch: Watch | None, *, refusals: bool = True) -> Iterator[None]:
     Without `refusals` those are not told as long as all ranks refuse: then what they share can be used on. One that
     refuses alone would leave the others waiting, and is told.
     """
-    if watch is not None:
-        check_before(watch)
     try:
         yield
     except BaseException as error:

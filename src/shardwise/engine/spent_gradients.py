@@ -59,6 +59,8 @@ def _writes(function: Any, args: tuple[Any, ...]) -> bool:
     first = args[0][:1] if isinstance(args[0], (list, tuple)) else args[:1]
     if name in _WITHOUT_EFFECT or not any(isinstance(each, SpentGradient) for each in first):
         return False
+    if name == "fill_":
+        return bool(args[1:] != (0,))
     factor = args[1] if name in _SCALING and len(args) > 1 else None
     if isinstance(factor, Tensor):
         return factor.numel() != 1 or float(factor) != 1.0

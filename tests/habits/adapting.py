@@ -328,30 +328,6 @@ def a_graph_in_a_batch(parallelize: Parallelize) -> Result:
     return {**found, **engine.state_dict()}
 
 
-class Adaptive(Net):
-    """Words by how rare they are: torch's adaptive softmax, which returns the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.AdaptiveLogSoftmaxWithLoss(8, 12, [4, 8])
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.head(self.norm(hidden).flatten(0, 1), labels.flatten()).loss
-
-
-@program({"tp": "does not run on the meta device"}, but="cp")
-def an_adaptive_softmax(parallelize: Parallelize) -> Result:
-    """`AdaptiveLogSoftmaxWithLoss` inside of the module."""
-
-    def loss(output: Tensor, _: Mapping[str, Tensor]) -> Tensor:
-        return output
-
-    return trained(parallelize(Adaptive().double(), loss=loss, optimizer=sgd, example=batch(0)))
-
-
 class Denoiser(nn.Module):
     """A picture with noise of a time, and the noise is asked for."""
 

@@ -18,7 +18,6 @@ from shardwise.execution.collector import StreamCollector
 from shardwise.execution.executor import Executor, Record
 from shardwise.execution.step_losses import Tally
 from shardwise.kernels.lazy_logits import before_a_loss
-from shardwise.ranks.faults import check_before
 from shardwise.stages.batch import shapes_of
 from shardwise.stages.metrics import Metrics
 from shardwise.stages.stage import Batch
@@ -50,8 +49,7 @@ class Steps:
         begin, execution, states = perf_counter(), self._execution, self._states
         recording = execution.recorder.start() if trace else None
         record = None if recording is None else recording.note
-        if self._wires.watch is not None:
-            check_before(self._wires.watch)
+        self._wires.check_before()
         with self._wires.told_to_all():
             self._unchanged.check()
             self._hooks.check()

@@ -18,7 +18,7 @@ from tests.habits.harness import Parallelize, Result, batch, program, small_net,
 NOT_KNOWN = dict.fromkeys(("zero=1", "zero=2", "zero=3", "tp"), "can update a piece by itself is not known")
 #: And what looks at all of a step must be given all of the parameters.
 LOOKS = dict.fromkeys(
-    ("zero=1", "zero=2", "zero=3", "tp", "pp", "cp", "offload.optimizer", "offload.parameters"),
+    ("zero=1", "zero=2", "zero=3", "tp", "pp", "offload.optimizer", "offload.parameters"),
     "and not whole parameters and gradients",
 )
 

@@ -14,6 +14,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,7 @@ from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormModule
 from torch.nn.modules.batchnorm import _NormBase as RunningNormModule
 from torch.nn.modules.dropout import _DropoutNd as DropoutModule
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -248,6 +249,14 @@ def hooks_of(module: nn.Module) -> list[str]:
     return [kind for kind, hooks in kinds.items() if hooks]
 
 
+def every_hook_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """The hooks of a module's calls and of their backwards. Public is only to call it."""
+    yield from module._forward_hooks.values()
+    yield from module._forward_pre_hooks.values()
+    yield from module._backward_hooks.values()
+    yield from module._backward_pre_hooks.values()
+
+
 def num_hooks(modules: Iterable[nn.Module]) -> int:
     """How many hooks modules have, with those of all modules: what may look at each of their calls. No public way."""
     from torch.nn.modules import module as home
@@ -318,6 +327,26 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     return [hook for hooks in (*own, *every) for hook in hooks.values()]
 
 
+#: What engines put in front of an optimizer's step: it changes nothing of what a step does.
+step_wrappers: set[CodeType] = set()
+
+
+def step_is_replaced(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer.step` is another than its class has (`optimizer.step = ...`), behind what schedulers and
+    engines put in front. Schedulers leave no mark that a wrapper of somebody else's would not copy, so they are known
+    by the file that they are in."""
+    step: Any = vars(optimizer).get("step")
+    while step is not None:
+        function = getattr(step, "__func__", step)
+        if function is type(optimizer).step:
+            return False
+        code = getattr(function, "__code__", None)
+        if code is None or not (code in step_wrappers or code.co_filename == lr_scheduler.__file__):
+            return True
+        step = function.__wrapped__
+    return False
+
+
 def without_step_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer with the same settings and attributes, no state and no hooks. `copy.copy` drops its attributes."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
@@ -375,11 +404,16 @@ def is_input_wanted(ctx: Any, number: int) -> bool:
     return is_wanted(ctx.next_functions[sum(ctx.are_tensors[:number])][0])
 
 
-def is_in_checkpoint() -> bool:
-    """Whether what is computed now is kept by a `torch.utils.checkpoint` of somebody's, or run again by it. No public
-    way: it is known by who is given what autograd saves."""
+def checkpoint_here() -> Any:
+    """What a `torch.utils.checkpoint` of somebody's keeps what is computed now with, or runs it again for; None if it
+    is in none. No public way: it is known by who is given what autograd saves."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
+
+
+def is_in_checkpoint() -> bool:
+    """Whether what is computed now is in a `torch.utils.checkpoint` of somebody's."""
+    return checkpoint_here() is not None
 
 
 def backward_id() -> int:

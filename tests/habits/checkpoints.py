@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from tests.habits.harness import Block, Net, Parallelize, Result, program, small_net, start, trained
+from tests.habits.harness import Block, Net, Parallelize, Result, batch, program, small_net, start, trained
 
 OUTSIDE = {"pp": "units are called inside of an autograd.Function"}
 WORDS = dict.fromkeys(("dp", "microbatches", "cp"), "scale_grad_by_freq=True")
@@ -120,3 +120,52 @@ def gradients_by_how_often_a_word_is_there(parallelize: Parallelize) -> Result:
     model = small_net()
     model.embed = nn.Embedding(12, 8, scale_grad_by_freq=True).double()
     return trained(start(parallelize, model))
+
+
+class Dropping(Block):
+    """Drops by a module, and between its two layers; there in a checkpoint, if it is told so."""
+
+    recomputes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Dropout(0.5), nn.Dropout(0.3)
+
+    def activated(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.up(self.norm(self.first(x)))
+        wide = checkpoint(self.activated, wide, use_reentrant=False) if self.recomputes else self.activated(wide)
+        return x + self.down(wide)
+
+
+class DroppingInPart(Dropping):
+    recomputes = True
+
+
+def apart(parallelize: Parallelize, *models: Net) -> Result:
+    """How far models are from each other after training, that are the same but for what they recompute."""
+    ends = []
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+    for model in models:
+        torch.manual_seed(3)
+        engine = start(parallelize, model.double())
+        torch.manual_seed(3)
+        engine.train_step(batch(0))
+        ends.append({name: each.clone() for name, each in engine.state_dict().items()})
+        engine.close()
+    return {name: ends[0][name] - each for end in ends[1:] for name, each in end.items()}
+
+
+@program(but="cp")
+def dropout_in_checkpoints_around_blocks(parallelize: Parallelize) -> Result:
+    """The second forward drops what the first one has dropped, whatever other microbatches did meanwhile."""
+    return apart(parallelize, Net(block=Dropping), Newer(block=Dropping))
+
+
+@program(but="cp")
+def dropout_in_a_checkpoint_between_two_layers(parallelize: Parallelize) -> Result:
+    """An activation that is recomputed by itself, inside of what tp cuts."""
+    return apart(parallelize, Net(block=Dropping), Net(block=DroppingInPart))

@@ -28,6 +28,8 @@ from tests.habits.harness import (
 
 #: Optimizers have pieces, or parameters that are not there between steps.
 HERE = "is not here|cannot be read or written on this rank|rank . is gone"
+#: Where gradients are whole, they are those of a step that has been taken.
+SPENT = dict.fromkeys(("dp", "cp", "offload.optimizer"), "is written between steps of the engine, which has no effect")
 PIECES = {**{f"zero={number}": HERE for number in (1, 2, 3)}, "tp": HERE, "offload.parameters": HERE}
 #: Of what scripts read or write between steps a rank has a piece, a part or nothing.
 AWAY = dict.fromkeys(("zero=3", "pp", "tp", "offload.parameters"), HERE)
@@ -49,17 +51,17 @@ def groups_of(engine: Any) -> list[Any]:
 
 @program({**PIECES, **STAGES})
 def clipped_by_groups(parallelize: Parallelize) -> Result:
-    """`clip_grad_norm_(chain(*[g["params"] ...]))` behind the step, and its norm."""
+    """`clip_grad_norm_(chain(*[g["params"] ...]), inf)` behind the step, for its norm."""
     engine = start(parallelize, small_net())
 
     def between(step: int) -> dict[str, Any]:
         every = itertools.chain(*[group["params"] for group in groups_of(engine)])
-        return {f"norm {step}": float(nn.utils.clip_grad_norm_(every, 1.0))}
+        return {f"norm {step}": float(nn.utils.clip_grad_norm_(every, float("inf")))}
 
     return trained(engine, between=between)
 
 
-@program({**PIECES, "pp": HERE})
+@program({**SPENT, **PIECES, "pp": HERE})
 def clipped_behind_the_step(parallelize: Parallelize) -> Result:
     """`clip_grad_norm_(model.parameters())` out of habit: the step has been taken."""
     engine = start(parallelize, small_net())
@@ -70,7 +72,7 @@ def clipped_behind_the_step(parallelize: Parallelize) -> Result:
     return trained(engine, between=between)
 
 
-@program({**PIECES, "pp": HERE})
+@program({**SPENT, **PIECES, "pp": HERE})
 def noise_on_gradients(parallelize: Parallelize) -> Result:
     """`p.grad.add_(...)` behind the step."""
     engine = start(parallelize, small_net())

@@ -304,7 +304,8 @@ class Plain:
             each.training = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: each.detach().clone() for name, each in self.module.state_dict().items()}
+        state = self.module.state_dict().items()
+        return {name: each.detach().clone() if isinstance(each, Tensor) else each for name, each in state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.module.load_state_dict(state)

@@ -205,6 +205,19 @@ def a_mask_that_is_shifted(parallelize: Parallelize) -> Result:
     return tried(parallelize, loss, make, example=open_mask(0))
 
 
+@program({"dp": "divided by something", "microbatches": "divided by something"}, whole=True)
+def every_fifth_label_left_out(parallelize: Parallelize) -> Result:
+    """`keep = labels % 5 != 0`: the example has none of these, and 0 is one. Found by random modules."""
+
+    def loss(output: Tensor, given: Any) -> Any:
+        keep = (given["labels"] % 5 != 0).flatten()
+        return (tokens(output, given, reduction="none") * keep).sum() / keep.sum()
+
+    example = plain_batch(0)
+    labels = torch.where(example["labels"] % 5 == 0, 7, example["labels"])
+    return tried(parallelize, loss, plain_batch, example={**example, "labels": labels})
+
+
 @program(whole=True)
 def a_mask_made_from_labels(parallelize: Parallelize) -> Result:
     """`keep = labels != pad`, divided by hand; the example has no padding."""

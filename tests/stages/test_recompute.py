@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.engine.engine import Engine
 from shardwise.execution.recording import ACTIVATIONS
+from shardwise.stages import recompute as recompute_room
 from shardwise.stages.recalled import DEAR, recalling
 from shardwise.torch_private import TorchDispatchMode
-from tests.engine.test_engine import NUM_TOKENS, Dropping, an_engine, tokens
+from tests.engine.test_engine import NUM_TOKENS, Dropping, an_engine, token_loss, tokens
 from tests.same import gradients_of
+from tests.stages.families import make_batch, make_family, recompute
 from tests.stages.pieces import Net
 
 KINDS = ("none", "full", "selective")
@@ -89,15 +92,15 @@ def test_one_layer_at_a_time_is_there_again() -> None:
         seen.append(weakref.ref(made))
 
     most = {}
-    for recompute in KINDS:
+    for kind in KINDS:
         net = Net(num_blocks=8)
         for block in net.blocks:
             block.get_submodule("0").register_forward_hook(watch)  # What a LayerNorm makes, a Linear saves.
-        engine = an_engine(f"recompute={recompute}", net)
+        engine = an_engine(f"recompute={kind}", net)
         alive.clear()
         seen.clear()
         engine.train_step(tokens())
-        most[recompute] = max(alive)
+        most[kind] = max(alive)
     assert most == {"none": 7, "full": 0, "selective": 0}
 
 
@@ -105,6 +108,86 @@ def test_one_layer_at_a_time_is_there_again() -> None:
 def test_selective_recomputation_multiplies_nothing_twice(plan: str) -> None:
     none, full, selective = (count_matmuls(an_engine(f"{plan},recompute={kind}", Gated())) for kind in KINDS)
     assert none == selective < full
+
+
+def test_layers_of_transformers_that_recompute_by_themselves_are_recomputed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours: list[str] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        ours.append("layer")
+        return checkpoint(*args, **kwargs)
+
+    monkeypatch.setattr(recompute_room, "checkpoint", noted)
+    batch = make_batch("llama")
+    for is_theirs in (False, True):
+        module = make_family("llama", num_layers=2)
+        if is_theirs:
+            recompute(module)
+        engine = an_engine(
+            "recompute=full", module, loss=lambda output, _: output.logits.square().mean(), example=batch
+        )
+        engine.train_step(batch)
+    assert ours == ["layer", "layer"]
+
+
+class Drops(nn.Module):
+    """A block that drops twice, by a module and by a function; with `inside`, in a checkpoint of its own."""
+
+    def __init__(self, inside: bool = False) -> None:
+        super().__init__()
+        self.layer, self.drop, self.inside = nn.Linear(8, 8), nn.Dropout(0.5), inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(self._made, x, use_reentrant=False) if self.inside else self._made(self.drop(x))
+        return made
+
+    def _made(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(nn.functional.dropout(x, 0.3, self.training)))
+
+
+class Looped(nn.Module):
+    """Blocks in checkpoints of the module's own, or not."""
+
+    def __init__(self, *, recomputes: bool, inside: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding, self.recomputes = nn.Embedding(NUM_TOKENS, 8), recomputes
+        self.blocks = nn.ModuleList(Drops(inside) for _ in range(4))
+        self.head = nn.Linear(8, NUM_TOKENS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "pipedream-2bw"])
+def test_what_a_module_checkpoints_itself_is_run_again_with_its_masks_and_its_weights(schedule: str) -> None:
+    """While a microbatch goes back others have gone forward: with other masks, and under 2BW with newer weights."""
+    states = []
+    for recomputes in (False, True):
+        engine = an_engine(f"pp=2,schedule={schedule},microbatches=4", Looped(recomputes=recomputes))
+        for step in range(3):
+            engine.train_step(tokens(seed=step))
+        engine.flush()
+        states.append(engine.state_dict())
+    assert all(torch.equal(each, states[1][name]) for name, each in states[0].items())
+
+
+def test_what_drops_inside_of_a_checkpoint_of_a_module_drops_the_same_again() -> None:
+    """There nobody answers for torch's functions in the second forward: so nobody does in the first."""
+    plain, module = (Looped(recomputes=False, inside=True) for _ in range(2))
+    engine = an_engine("microbatches=1", module)
+    torch.manual_seed(7)
+    engine.train_step(tokens())
+    torch.manual_seed(7)
+    total, number = token_loss(plain(tokens()["ids"]), tokens())
+    (total / number).backward()  # type: ignore[no-untyped-call]
+    found, wanted = engine.gradients(), gradients_of(dict(plain.named_parameters()))
+    assert all(torch.allclose(found[name], each, atol=1e-6) for name, each in wanted.items())
 
 
 def test_some_layers_of_each_stage_are_recomputed() -> None:
@@ -120,11 +203,11 @@ def test_some_layers_of_each_stage_are_recomputed() -> None:
 
 def test_what_is_kept_is_said_of_a_step() -> None:
     kept = {}
-    for recompute in KINDS:
-        engine = an_engine(f"recompute={recompute}", Gated())
+    for kind in KINDS:
+        engine = an_engine(f"recompute={kind}", Gated())
         engine.train_step(tokens(), trace=True)
         assert engine.trace is not None
-        kept[recompute] = max(each.num_bytes for each in engine.trace.holdings if each.owner == ACTIVATIONS)
+        kept[kind] = max(each.num_bytes for each in engine.trace.holdings if each.owner == ACTIVATIONS)
     assert kept["full"] < kept["selective"] < kept["none"]
 
 

@@ -23,6 +23,7 @@ from shardwise.ranks.wires import OneProcess
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.data_parallel import DataParallel
 from shardwise.states.optimizers.updates import Updates
+from shardwise.torch_private import step_wrappers
 
 
 def make_shown(
@@ -37,6 +38,9 @@ def make_shown(
             view.on_look = WeakMethod(outside.note)
     shown = Shown(parts.module, [*views, *_views_of_pieces(parts, data)])
     shown.on_open = None if outside is None else outside.settle
+    if parts.plan.pp == 1:  # Else gradients are followed (`stage_groups.py`).
+        without = {id(tensor) for tensor, view in views if not view.has_gradient}
+        shown.with_gradients = [each for each in parameters.values() if each.requires_grad and id(each) not in without]
     for optimizer in data.updates.optimizers:
         _refuse_steps_by_hand(optimizer, shown)
         if parts.plan.pp > 1 and not isinstance(parts.wires, OneProcess):
@@ -66,6 +70,8 @@ def _refuse_steps_by_hand(optimizer: Optimizer, shown: Shown) -> None:
             )
         return inner(*args, **kwargs)
 
+    function: Any = step
+    step_wrappers.add(function.__code__)
     # A method, as schedulers that are made later look for its function.
     vars(optimizer)["step"] = MethodType(step, optimizer)
 

@@ -142,9 +142,14 @@ def check_norms(module: nn.Module, plan: Plan) -> None:
             )
 
 
+def parts_of(plan: Plan) -> list[str]:
+    """What has parts of a batch computed apart, as plans write it."""
+    return [f"{axis}={getattr(plan, axis)}" for axis in ("dp", "cp", "microbatches") if getattr(plan, axis) > 1]
+
+
 def check_frequencies(module: nn.Module, plan: Plan) -> None:
     """Refuse embeddings whose gradients are divided by how often a word is in the batch, where parts are computed."""
-    parts = [f"{axis}={getattr(plan, axis)}" for axis in ("dp", "cp", "microbatches") if getattr(plan, axis) > 1]
+    parts = parts_of(plan)
     for name, embedding in _embeddings(module) if parts else ():
         if embedding.scale_grad_by_freq:
             raise ShardwiseError(
@@ -160,16 +165,16 @@ def check_gradient_hooks(module: nn.Module, plan: Plan) -> None:
 
     A hook that is linear (a mask, a factor) may be called with the gradient of some rows: it is tried on numbers.
     """
-    parts = [f"{axis}={getattr(plan, axis)}" for axis in ("dp", "cp", "microbatches") if getattr(plan, axis) > 1]
+    parts = parts_of(plan)
     for name, parameter in module.named_parameters() if parts else ():
         hooks = list(gradient_hooks(parameter).values())
         late = list(accumulated_hooks(parameter).values())
-        if any(_home_of(each).startswith("shardwise.") for each in late):
+        if any(home_of_hook(each).startswith("shardwise.") for each in late):
             raise ShardwiseError(
                 f"{name} is trained by another engine, and two engines would each step on it",
                 remedy="engine.close() of the other one first; or one module of both, and one engine",
             )
-        if late or (hooks and not _is_linear(hooks, parameter)):
+        if late or (hooks and not is_linear(hooks, parameter)):
             which = "register_post_accumulate_grad_hook" if late else "register_hook"
             raise ShardwiseError(
                 f"a hook of {name} ({which}) would be called with the gradients of some rows, under {', '.join(parts)},"
@@ -179,12 +184,14 @@ def check_gradient_hooks(module: nn.Module, plan: Plan) -> None:
             )
 
 
-def _home_of(hook: Any) -> str:
+def home_of_hook(hook: Any) -> str:
+    """The name of the file that a hook is written in."""
     return getattr(getattr(hook, "func", hook), "__module__", None) or ""
 
 
 @torch.no_grad()
-def _is_linear(hooks: list[Any], parameter: nn.Parameter) -> bool:
+def is_linear(hooks: list[Any], parameter: nn.Parameter) -> bool:
+    """Whether hooks of a gradient make of a sum what they make of its parts, tried on numbers."""
     generator = torch.Generator().manual_seed(0)
     one, other = (torch.randn(parameter.shape, generator=generator).to(parameter.dtype) for _ in range(2))
     if not parameter.is_meta:

@@ -12,6 +12,9 @@ from shardwise.errors import ShardwiseError, unknown
 from shardwise.sharding.expert.placement import Placement
 from shardwise.states.data_parallel import DataParallel
 
+#: How torch calls what `get_extra_state` returns.
+_EXTRA = "_extra_state"
+
 
 class ModuleState:
     """Parameters, buffers and gradients under the names of the original module. All ranks call it alike.
@@ -46,7 +49,15 @@ class ModuleState:
             {name: self._at_home(name, self._sharded.gather(name, self._local(name))) for name in self._parameters}
         )
         found = {name: each for part in (*self._from_pipeline(mine), mine) for name, each in part.items()}
-        return {name: found[name] for name in self._module.state_dict()}
+        every = self._module.state_dict(keep_vars=True)
+        strangers = [name for name in every if name not in found]
+        if strangers:
+            raise ShardwiseError(
+                f"{strangers[0]} is in the module's state_dict(), put there by a hook, and is neither a parameter nor a"
+                " buffer of it: ranks have parts of the module, and the hook would be given these",
+                remedy="no such hook while the engine is there; what it makes, of engine.state_dict()",
+            )
+        return {name: found[name] for name in every}
 
     def gradients(self) -> dict[str, Tensor]:
         """All gradients of the last step as the optimizer was given them."""
@@ -61,6 +72,9 @@ class ModuleState:
     def load(self, state: Mapping[str, Any]) -> None:
         """Take parameters and buffers from a state of the whole module. One that does not fit changes nothing."""
         self._put({name: self._cut(name, each) for name, each in self._values_for(state).items()})
+        for name in state:
+            if name.endswith(_EXTRA):
+                self._module.get_submodule(name.removesuffix(_EXTRA).removesuffix(".")).set_extra_state(state[name])
 
     @torch.no_grad()
     def _put(self, parts: Mapping[str, Tensor]) -> None:
@@ -134,7 +148,17 @@ class ModuleState:
     def _named(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
         """Under all names that the module has for them, with the buffers."""
         held = {**parameters, **{name: each.detach() for name, each in self._buffers_now().items()}}
-        return {name: held[own] for name, own in self._names_here().items()}
+        return {**{name: held[own] for name, own in self._names_here().items()}, **self._extra_states()}
+
+    def _extra_states(self) -> dict[str, Any]:
+        """What modules save beside tensors (`get_extra_state`): of those that this rank has something of, or nobody."""
+        found = {}
+        for name, each in self._module.state_dict(keep_vars=True).items():
+            if name.endswith(_EXTRA):
+                owner = name.removesuffix(_EXTRA)
+                if not any(other.startswith(owner) for other in self._shapes.keys() - self._parameters.keys()):
+                    found[name] = each
+        return found
 
     def _names_here(self) -> dict[str, str]:
         """The entries of the module's state that are held here; a tied parameter under each of its names."""

@@ -13,7 +13,7 @@ Shapes, types and devices are told without asking. In a step the tensors have th
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from threading import get_ident
@@ -23,6 +23,7 @@ from weakref import WeakMethod, WeakSet
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardwise.engine.spent_gradients import SpentGradient
 from shardwise.errors import ShardwiseError
 from shardwise.torch_private import pytree, without_subclasses
 
@@ -68,6 +69,11 @@ class View:
         self.ends_with_engine = False
         #: Who wants to know of it, when it has come.
         self.on_look: WeakMethod[Callable[[Tensor], None]] | None = None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether `grad` is its gradient."""
+        return self._lacks_gradient is None
 
     def look(self, tensor: Tensor, function: Any) -> None:
         """Somebody is about to compute with it."""
@@ -199,6 +205,8 @@ class Shown:
         self._depth, self._is_closed = 0, False
         #: Tensors that are of another class until the engine gets to work, each with its own.
         self._lent: list[tuple[Tensor, type]] = []
+        #: Parameters whose gradients are whole here, and may be looked at.
+        self.with_gradients: Sequence[nn.Parameter] = ()
         #: What is called when the engine gets to work, once its tensors are plain.
         self.on_open: Callable[[], None] | None = None
         if self._classes and module not in _HOOKED:
@@ -209,6 +217,10 @@ class Shown:
         """A step has ended, or an engine was made: whoever looks is asked from now on."""
         for tensor, _, guarded in self._classes:
             _be(tensor, guarded)
+        with without_subclasses():
+            for each in self.with_gradients:
+                if type(each.grad) is Tensor:
+                    self.lend(each.grad, SpentGradient)
 
     def lend(self, tensor: Tensor, kind: type) -> None:
         """Have a tensor be of this class until the engine gets to work."""

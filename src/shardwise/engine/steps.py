@@ -12,7 +12,7 @@ from shardwise.engine.metrics import MetricSum
 from shardwise.engine.parts import Parts
 from shardwise.engine.predictions import Predictions
 from shardwise.engine.step_graphs import StepGraphs
-from shardwise.engine.unchanged import Unchanged, UnchangedGroups
+from shardwise.engine.unchanged import Unchanged, UnchangedGroups, UnchangedHooks
 from shardwise.engine.update import LaunchedStep, StepNumbers
 from shardwise.execution.collector import StreamCollector
 from shardwise.execution.executor import Executor, Record
@@ -30,6 +30,7 @@ class Steps:
         self._module, self._sharded, self._wires = parts.module, parts.sharded, parts.wires
         self._execution, self._states = execution, states
         self._unchanged, self.metrics = Unchanged(parts.module), MetricSum(parts)
+        self._hooks = UnchangedHooks(parts)
         self._groups = UnchangedGroups(states.parameters, states.data.updates, is_all=parts.plan.pp == 1)
         self._predictions = Predictions(parts, execution)
         self.graphs = StepGraphs(parts, states, execution.dropouts)
@@ -48,8 +49,10 @@ class Steps:
         begin, execution, states = perf_counter(), self._execution, self._states
         recording = execution.recorder.start() if trace else None
         record = None if recording is None else recording.note
+        self._wires.check_before()
         with self._wires.told_to_all():
             self._unchanged.check()
+            self._hooks.check()
             self._groups.check()
             if execution.batches.outside is not None:
                 execution.batches.outside.begin()

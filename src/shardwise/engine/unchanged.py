@@ -1,14 +1,22 @@
 """A module that is not what it was when its engine was made: told at the next step, and not trained half."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.engine.module_check import home_of_hook, is_linear, parts_of
+from shardwise.engine.parts import Parts
 from shardwise.errors import ShardwiseError, some
 from shardwise.states.optimizers.updates import Updates
-from shardwise.torch_private import parameter_slots, submodules
+from shardwise.torch_private import (
+    accumulated_hooks,
+    every_hook_of,
+    gradient_hooks,
+    parameter_slots,
+    submodules,
+)
 
 _AGAIN = "state = engine.state_dict(), then sw.parallelize(module, ...) again and engine.load_state_dict(state)"
 
@@ -55,6 +63,68 @@ class Unchanged:
             remedy=f"{_AGAIN}. Or requires_grad_() before the first sw.parallelize, and a group with lr=0.0 until it is"
             " their turn",
         )
+
+
+class UnchangedHooks:
+    """Hooks that a script registers once the engine is there, and forwards that it puts in the place of others: loggers
+    do so (`wandb.watch`). Before, `parallelize` would have kept a layer whole for them, or tried what they do to parts
+    of a gradient.
+
+    Of parameters all are looked at, and of modules those layers that ranks have parts of.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts_of_batch = parts_of(parts.plan)
+        self._parameters = list(parts.module.named_parameters())
+        self._cut = {name: each for name, each in self._parameters if each.shape != parts.shapes.get(name, each.shape)}
+        owners = dict.fromkeys(name.rpartition(".")[0] for name in self._cut)
+        self._layers = [(name, parts.module.get_submodule(name)) for name in owners]
+        #: By id, and kept: else another could come to lie where one was.
+        self._known = {id(hook): hook for _, hook in self._hooks_of_parameters()}
+        self._known.update({id(each): each for _, layer in self._layers for each in _calls_of(layer)})
+
+    def check(self) -> None:
+        """Refuse what would see something else than it does without a plan."""
+        for name, hook in self._hooks_of_parameters():
+            if self._is_new(hook):
+                self._check_hook(name, hook)
+                self._known[id(hook)] = hook
+        for name, layer in self._layers:
+            for each in _calls_of(layer):
+                if self._is_new(each):
+                    raise self._late(f"a hook of {name}, or a forward in its place,", "this rank's part of the layer")
+
+    def _hooks_of_parameters(self) -> Iterator[tuple[str, Any]]:
+        for name, each in self._parameters:
+            yield from ((name, hook) for hook in gradient_hooks(each).values())
+            yield from ((name, hook) for hook in accumulated_hooks(each).values())
+
+    def _is_new(self, hook: Any) -> bool:
+        return id(hook) not in self._known and not home_of_hook(hook).startswith("shardwise.")
+
+    def _check_hook(self, name: str, hook: Any) -> None:
+        if name in self._cut:
+            raise self._late(f"a hook of {name}", "the gradient of a part of it")
+        parameter = dict(self._parameters)[name]
+        is_early = any(hook is each for each in gradient_hooks(parameter).values())
+        if self._parts_of_batch and not (is_early and is_linear([hook], parameter)):
+            raise self._late(
+                f"a hook of {name}", f"the gradients of some rows, under {', '.join(self._parts_of_batch)},"
+            )
+
+    def _late(self, what: str, seen: str) -> ShardwiseError:
+        return ShardwiseError(
+            f"{what} was registered once the engine was there, and would see {seen} and not all of it",
+            remedy="engine.gradients() and engine.gradient_norm after a step, to look; what changes gradients or"
+            " activations before sw.parallelize, which says whether it can be kept",
+        )
+
+
+def _calls_of(layer: nn.Module) -> Iterator[Any]:
+    """What takes part in a call of a layer beside its class's forward."""
+    yield from every_hook_of(layer)
+    if "forward" in vars(layer):
+        yield vars(layer)["forward"]
 
 
 class UnchangedGroups:

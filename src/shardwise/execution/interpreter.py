@@ -293,6 +293,8 @@ class Interpreter:
         """What a backward starts from: the outputs that need gradients, and those gradients."""
         _, stage, microbatch, _, _ = instruction
         saved = self._saved[stage, microbatch]
+        # What the module checkpoints itself is run again in the backward: with its weights and its masks.
+        self._select(microbatch, self._microbatches[microbatch])
         if saved.rng is not None:
             begun = perf_counter()
             with saved.rng.again(self._stages[stage].buffers.values()), saved.kept:
@@ -338,6 +340,7 @@ class Interpreter:
     def _weight_gradient(self, instruction: Instruction) -> None:
         saved = self._saved.pop((instruction.stage, instruction.microbatch))
         if saved.halves is not None:
+            self._select(instruction.microbatch, self._microbatches[instruction.microbatch])
             saved.halves.run()
 
 

@@ -360,3 +360,11 @@ def store_of_faults(store: Store) -> Store:
         store = store.underlying_store
     attempt = environment.attempt_name()
     return PrefixStore(f"faults of attempt {attempt}", store) if attempt else store
+
+
+def check_before(watch: Watch) -> None:
+    """Raise if this rank has failed before, whether or not it is told yet whose error counts: what connects it with
+    others is being ended, and whoever caught the error goes on."""
+    if watch._told.is_set():
+        watch._stopped.wait(_SETTLE_SECONDS)
+        watch.check()

@@ -35,7 +35,7 @@ from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.stages.batch import length_of
 from shardwise.stages.rows import tensors_in
 from shardwise.stages.stage import Batch
-from shardwise.torch_private import SAFE_SOFTMAX, DropoutModule
+from shardwise.torch_private import SAFE_SOFTMAX, DropoutModule, backward_id, checkpoint_here
 
 # The increment and multipliers of splitmix64 (Steele et al. 2014), as signed numbers.
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
@@ -170,6 +170,9 @@ class Dropouts:
     _places: dict[int, Place] = field(default_factory=dict)
     _now: Place | None = None
     _callers: "list[_Caller]" = field(default_factory=list)
+    #: Where each that drops was when it was last run: a checkpoint of the module's own may begin behind a layer that is
+    #: cut, and then nobody is seen to enter what is between it and the next.
+    _were: dict[str, Channels | None] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Dropouts":
         return self  # A copy of the module, for its shapes alone, draws nothing.
@@ -232,10 +235,16 @@ class Dropouts:
         if place is None:
             return None
         rows = place.all_rows(given.device)
-        inner = _inner_places(given, place, self.channels())
+        inner = _inner_places(given, place, self.channels_of(name))
         key = self.key_of(name, place)
         drawn = _mixed(_mixed(rows * _GOLDEN + key).unsqueeze(1) + inner * _GOLDEN)
         return _factors(drawn, probability).view(given.shape).to(given.dtype)
+
+    def channels_of(self, name: str) -> Channels | None:
+        """Which channels are there where this one drops; in a backward, which runs it again, as before."""
+        if backward_id() < 0:
+            self._were[name] = self.channels()
+        return self._were.get(name)
 
     def key_of(self, name: str, place: Place) -> int:
         text = f"{self.seed}/{place.step}/{name}"
@@ -248,6 +257,7 @@ class _Caller(TorchFunctionMode):
     def __init__(self, dropouts: Dropouts, name: str) -> None:
         super().__init__()
         self._dropouts, self._name, self._count = dropouts, name, 0
+        self._checkpoint = checkpoint_here()
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -255,6 +265,10 @@ class _Caller(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         answer: Tensor | None = None
+        if checkpoint_here() is not self._checkpoint:
+            # A checkpoint inside of this forward runs a part of it again in the backward, where nobody answers. It puts
+            # torch's own generators back.
+            return func(*args, **kwargs)
         if func in _DROPOUT and _drops(func, args, kwargs):
             answer = self._drop(*_dropout_arguments(*args, **kwargs))
         elif self._dropouts.attends and _drops(func, args, kwargs):
@@ -291,10 +305,10 @@ class _Caller(TorchFunctionMode):
         if place is None or query.dim() != 4 or query.shape[0] != place.num_rows:
             return None
         return WeightDrop(
-            key=self._dropouts.key_of(self._next(), place),
+            key=self._dropouts.key_of(name := self._next(), place),
             probability=probability,
             rows=place.all_rows(query.device),
-            heads=_heads_of(query.shape[1], self._dropouts.channels(), query.device),
+            heads=_heads_of(query.shape[1], self._dropouts.channels_of(name), query.device),
         )
 
     def _next(self) -> str:

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from shardwise.torch_private import storage_id
+
 _ORDER = {
     functional.cross_entropy: (
         "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
@@ -29,6 +31,9 @@ class LabelCount(NamedTuple):
 class LabelCounts(TorchFunctionMode):
     """Notes each mean over labels while it is entered. A mean over none is 0 here, and not 0 / 0.
 
+    Means over the same labels (of a head and of an early one) have one number, whatever else they are, and are noted as
+    one.
+
     With `ignored` the first so many labels of every mean are left out, to see what a loss makes of that.
     """
 
@@ -36,6 +41,8 @@ class LabelCounts(TorchFunctionMode):
         super().__init__()
         self._ignored = ignored
         self.found: list[LabelCount] = []
+        #: The labels and weights of classes of each, which have to live: memory that is free again is others'.
+        self._met: list[tuple[Tensor, int, Tensor | None]] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -44,16 +51,27 @@ class LabelCounts(TorchFunctionMode):
         named = _mean_over_labels(func, args, kwargs or {})
         if named is None:
             return func(*args, **(kwargs or {}))
-        target, ignore = named["target"], named["ignore_index"]
+        target, ignore, weight = named["target"], named["ignore_index"], named["weight"]
+        is_new = not any(_is_same(target, each[0]) and ignore == each[1] and weight is each[2] for each in self._met)
+        self._met.append((target, ignore, weight))
         if self._ignored:
             target = target.clone()
             target.view(-1)[: max(1, int(self._ignored * target.numel()))] = ignore
         counts = target != ignore
-        weight = named["weight"]
         number = counts.sum() if weight is None else (weight[target.masked_fill(~counts, 0)] * counts).sum()
-        self.found.append(LabelCount(number, target.numel()))
+        if is_new:
+            self.found.append(LabelCount(number, target.numel()))
         made: Tensor = func(named.pop("input"), **{**named, "target": target, "reduction": "sum"})
         return made / torch.where(number == 0, 1, number)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether these are the same numbers in memory, perhaps in another shape."""
+    places = [
+        (storage_id(each.untyped_storage()), each.storage_offset(), each.numel(), each.dtype, each.is_contiguous())
+        for each in (one, other)
+    ]
+    return one is other or (places[0] == places[1] and one.is_contiguous())
 
 
 def _mean_over_labels(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:

@@ -36,6 +36,8 @@ from shardwise.stages.trial_run import Context, Run, Runs, Trial, is_finite
 
 #: What else of an entry is hidden: of one row, the first token, every second one.
 _OTHER_WAYS: tuple[dict[str, Any], ...] = ({"rows": 1}, {"tokens": slice(0, 1)}, {"tokens": slice(None, None, 2)})
+#: About so many whole numbers of an entry are put in the place of others.
+_MOST_WORDS = 12
 #: Outputs of more numbers are not tried on the host.
 _MOST_ON_HOST = 2**27
 
@@ -346,6 +348,9 @@ def _find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
             # Few tokens fit by chance: so it is hidden in other ways as well.
             others = [with_hidden(three, seen, value, path, **how) for how in _OTHER_WAYS]
             tried_on = [(each, trial.less(each, seen, runs, again=again)) for each in others]
+            # Nor do other words count by what they are: a loss may leave out every fifth.
+            words = [with_hidden(three, seen, each, path) for each in _words_of(three, path)] if _is_zero(value) else []
+            tried_on += [(each, trial.less(each, seen, runs, again=False)) for each in words]
             cases = ((three, runs), (hidden, less), *tried_on)
             if all(each is None or _fits_by(*_weights(through, batch, seen), *each) for batch, each in cases):
                 return tried._replace(kind=LossKind.ENTRY, through=through)
@@ -365,6 +370,17 @@ def _ways_to_hide(three: Batch, seen: Seen) -> Iterator[tuple[str, float | None]
             is_whole = not is_mask(value) and not value.is_floating_point()
             yield from [(path, 0), (path, IGNORED)] if is_whole else [(path, None)]
             yield from [(path, each) for each in UNKNOWN] if value.is_floating_point() else []
+
+
+def _is_zero(value: float | None) -> bool:
+    return value == 0 and not isinstance(value, float)
+
+
+def _words_of(three: Batch, path: str) -> list[int]:
+    """Whole numbers that an entry may have, a few."""
+    entry = next(value for here, value in nodes(three) if here == path)
+    most = int(entry.max())
+    return sorted({1 + (most - 1) * number // _MOST_WORDS for number in range(_MOST_WORDS + 1)} if most > 0 else ())
 
 
 def _has_fractions(three: Batch, seen: Seen) -> bool:

@@ -30,7 +30,7 @@ from shardwise.states.parameter_group import (
     shares_of,
     sort_out,
 )
-from shardwise.torch_private import pytree, step_hooks
+from shardwise.torch_private import pytree, step_hooks, step_is_replaced
 
 #: What a user gives: what makes one optimizer, or several of these.
 Optimizers = MakeOptimizer | Sequence[Share]
@@ -254,12 +254,15 @@ def _check_complete(made: Sequence[MadeOptimizer], trained: Mapping[str, nn.Para
 
 
 def check_step_hooks(optimizers: Iterator[Optimizer] | Sequence[Optimizer], pieces: str) -> None:
-    """Refuse hooks of steps where an optimizer has something else than all parameters, whole; `pieces` says what."""
+    """Refuse hooks of steps, and a `step` put in the place of the class's own, where an optimizer has something else
+    than all parameters, whole; `pieces` says what."""
     for optimizer in optimizers:
-        found = step_hooks(optimizer)
-        if found:
+        kind = type(optimizer).__name__
+        is_replaced = step_is_replaced(optimizer)
+        if is_replaced or step_hooks(optimizer):
+            what = f"what stands in the place of {kind}.step" if is_replaced else f"a step hook of {kind}"
             raise ShardwiseError(
-                f"a step hook of {type(optimizer).__name__} would see {pieces}, and not whole parameters and gradients",
+                f"{what} would see {pieces}, and not whole parameters and gradients",
                 remedy="after engine.train_step(batch): engine.gradients() and engine.state_dict() are whole, and"
                 " engine.gradient_norm is that of all with clip=float('inf'); or a plan of dp with zero=0",
             )

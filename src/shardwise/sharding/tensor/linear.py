@@ -25,15 +25,20 @@ from shardwise.stages.recalled import keep, taken
 from shardwise.torch_private import is_input_wanted, version_of
 
 
-class ParallelLinear(nn.Module):
-    """This rank's part of a linear layer. `is_transposed`: its weight lies as (inputs, outputs)."""
+class ParallelLinear(nn.Linear):
+    """This rank's part of a linear layer. `is_transposed`: its weight lies as (inputs, outputs).
+
+    Scripts look for layers by their class (`isinstance(each, nn.Linear)`): it is one, whose numbers are asked for."""
+
+    bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, *, is_transposed: bool,
         rng: RngTracker | None,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.weight, self.bias, self.is_transposed = weight, bias, is_transposed
+        nn.Module.__init__(self)  # Its weights are there.
+        self.weight, self.is_transposed = weight, is_transposed
+        self.register_parameter("bias", bias)
         self.in_features, self.out_features = weight.shape if is_transposed else reversed(weight.shape)
         self.group, self.rng = group, rng
 

@@ -67,7 +67,8 @@ def split(
     if only is not None:
         free(module, kept, flow.in_glue, home)
     materialise(module, kept, seed=seed, device=home)
-    switch, forecast = Switch(called), Forecast(called, example)
+    # A unit that the example leaves out is told if another batch calls it: its weights are on some stage alone.
+    switch, forecast = Switch(called if num_stages == 1 else units), Forecast(called, example)
     makers = {name: part.stage for part in parts for name in part.writes.values()}
     costs = costs_of(flow, asked)
     return Split(

@@ -21,6 +21,8 @@ from shardwise.torch_private import DropoutModule, buffer_slots, is_persistent
 
 #: These are never called themselves.
 SHELVES = (nn.ModuleList, nn.ModuleDict)
+#: Modules of torch that call some of their own by what they are given.
+_CHOOSING = (nn.AdaptiveLogSoftmaxWithLoss,)
 
 
 def find_units(root: nn.Module, opened: Collection[str] = ()) -> dict[str, nn.Module]:
@@ -33,7 +35,7 @@ def find_units(root: nn.Module, opened: Collection[str] = ()) -> dict[str, nn.Mo
             return
         seen.add(id(module))
         is_open = name == "" or name in opened or isinstance(module, SHELVES)
-        if is_open or (not is_block and holds_blocks(module)):
+        if is_open or (not is_block and holds_blocks(module) and not isinstance(module, _CHOOSING)):
             for child_name, child in module.named_children():
                 path = f"{name}.{child_name}" if name else child_name
                 visit(path, child, is_block=is_block_list(module))
@@ -77,4 +79,5 @@ def holds_blocks(module: nn.Module) -> bool:
 
 def can_open(root: nn.Module, name: str) -> bool:
     """Whether a unit has pieces that could be units in its place."""
-    return any(holds_state(child) for child in root.get_submodule(name).children())
+    unit = root.get_submodule(name)
+    return not isinstance(unit, _CHOOSING) and any(holds_state(child) for child in unit.children())

@@ -32,9 +32,11 @@ def test_gate_and_up_may_be_halves_of_one_product() -> None:
 
 def test_numbers_that_are_none_pass_through() -> None:
     gate = torch.randn(4, 32)
-    gate[0, 3], gate[1, 4], gate[2, 5], gate[3, 6] = torch.nan, torch.inf, -torch.inf, -200.0
-    for activation in ("silu", "gelu"):
-        assert_alike(kernels.gated, (gate, random_of(4, 32, gradient=False)), activation=activation)
+    gate[0, 3], gate[3, 6] = torch.nan, -200.0
+    assert_alike(kernels.gated, (gate, random_of(4, 32, gradient=False)), activation="gelu")
+    # Of these torch's gelu is NaN on processors of one kind, and a number on others.
+    gate[1, 4], gate[2, 5] = torch.inf, -torch.inf
+    assert_alike(kernels.gated, (gate, random_of(4, 32, gradient=False)), activation="silu")
 
 
 def test_an_activation_that_nobody_knows_is_named_with_the_nearest() -> None:

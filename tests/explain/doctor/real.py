@@ -5,20 +5,19 @@ do too.
 """
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import AdamW
 
 from shardwise.engine.parallelize import parallelize
 from shardwise.nets.initialise import initialise
 from shardwise.nets.transformer import Transformer
 from shardwise.planner.plan import Plan
+from shardwise.states.parameter_group import Share
 from shardwise.trace.events import Trace
 from shardwise.trace.run import Choice, Run
 from shardwise.training.data.rows import Batch, Batches
@@ -49,22 +48,16 @@ def examined_step(patient: Patient) -> tuple[Trace, tuple[int, ...]]:
     for layer in module.layers:
         layer.register_forward_pre_hook(naps)
 
-    def optimizer(parameters: Iterable[nn.Parameter]) -> AdamW:
-        made = AdamW(parameters, lr=1e-3)
-        step = made.step
-
-        def slow(*args: Any) -> Any:
+    class Slow(AdamW):
+        def step(self, closure: Any = None) -> Any:
             time.sleep(patient.optimizer_seconds)
-            return step(*args)
-
-        made.step = slow  # type: ignore[method-assign, assignment]
-        return made
+            return super().step(closure)
 
     engine = parallelize(
         module,
         patient.plan,
         loss=summed,
-        optimizer=optimizer,
+        optimizer=[Share(make=lambda parameters: Slow(parameters, lr=1e-3), whole=False)],
         example=a_batch(0),
         clip=1.0,
         bucket_bytes=patient.bucket_bytes,

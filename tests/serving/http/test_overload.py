@@ -107,7 +107,7 @@ def test_at_four_times_its_capacity_some_are_refused_and_the_others_are_answered
         asyncio.run(all_of_them())
         assert set(statuses) == {200, 429}
         answered = statuses[200]
-        assert answered >= slots + 8
+        assert answered >= 1 + 8, "the one that the engine waits with, and as many as may wait"
         # Whole rounds of full slots, and as much again for the beginning and the end.
         assert here.engine.num_steps <= (answered / slots + 2) * tokens
         assert_nothing_left(here)

@@ -81,15 +81,22 @@ def on_host(
 
 def assert_same(ours: Optimizer, theirs: Optimizer) -> None:
     one, other = ours.state_dict(), theirs.state_dict()
+    # A fused update has its last few numbers apart from those that fill a vector, and may round them otherwise: which
+    # these are depends on where a tensor is cut.
+    is_fused = bool(ours.param_groups[0].get("fused"))
+
+    def same(mine: Tensor, value: Tensor) -> bool:
+        return torch.allclose(mine, value, rtol=1e-6, atol=0.0) if is_fused else torch.equal(mine, value)
+
     assert one["param_groups"] == other["param_groups"]
     assert one["state"].keys() == other["state"].keys()
     for number, entries in other["state"].items():
         assert one["state"][number].keys() == entries.keys()
         for key, value in entries.items():
             mine = one["state"][number][key]
-            assert torch.equal(mine, value) if isinstance(value, Tensor) else mine == value, (number, key)
+            assert same(mine, value) if isinstance(value, Tensor) else mine == value, (number, key)
     for group, another in zip(ours.param_groups, theirs.param_groups, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(group["params"], another["params"], strict=True))
+        assert all(same(a, b) for a, b in zip(group["params"], another["params"], strict=True))
 
 
 @pytest.mark.parametrize("part", [1.0, 0.5, 0.0])

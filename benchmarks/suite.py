@@ -1,7 +1,7 @@
-"""How long the tests take, by directory: measured while they run, and kept for two suites side by side.
+"""How long the tests take, by directory: measured while they run, and kept by the name of a machine.
 
     python -m pytest -p benchmarks.suite --core-seconds /tmp/after -n auto --dist loadgroup
-    python benchmarks/suite.py before=/tmp/before:1320 after=/tmp/after:500
+    python benchmarks/suite.py aarch64=/tmp/after:500
 
 A test's core seconds are those of its worker and of every process that it has started, ranks above all. They hardly
 depend on what else a machine is doing; seconds do. The number behind a colon is how many seconds the whole run took.
@@ -120,7 +120,7 @@ def _by(key: Callable[[Row], str], rows: list[Row]) -> dict[str, dict[str, float
 
 
 def main() -> int:
-    from record import record
+    from record import kept, record
 
     found: dict[str, object] = {}
     for word in sys.argv[1:]:
@@ -128,9 +128,9 @@ def main() -> int:
         path, _, seconds = where.partition(":")
         found[name] = summary(read(Path(path)), float(seconds) if seconds else None)
     if not found:
-        print("nothing to read: python benchmarks/suite.py before=FILE:SECONDS after=FILE:SECONDS")
+        print("nothing to read: python benchmarks/suite.py NAME=FILE:SECONDS ...")
         return 0
-    record("suite", found)
+    record("suite", {**kept("suite"), **found})
     return 0
 
 

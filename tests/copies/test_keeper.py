@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -57,6 +58,17 @@ def start(run: Path) -> Iterator[Start]:
             return keeper, staying, memory
 
         yield one
+
+
+def test_a_keeper_holds_no_connection_of_the_rank_that_started_it(start: Start) -> None:
+    """Else other ranks would not see that the rank is gone: gloo's connections are passed on."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.set_inheritable(True)
+        start("one")
+        theirs.close()
+        ours.settimeout(20)
+        assert ours.recv(1) == b"", "nobody has the other end"
 
 
 def write_piece(memory: Memory, generation: Generation, rank: int, text: bytes = b"numbers") -> list[Path]:

@@ -21,6 +21,7 @@ from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from shardwise.copies.detached import let_go_of_files
 from shardwise.copies.memory import COPIES, Memory, find_id, memory_of, parse_generation
 from shardwise.copies.wire import WireError, checksum_of, receive_file, receive_line, send_file, send_line
 from shardwise.output import write_whole
@@ -164,4 +165,5 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    let_go_of_files()
     sys.exit(main(sys.argv[1:]))

@@ -1,10 +1,8 @@
 """The keepers of a run as its ranks see them: started where there is none, asked for what they have, brought copies."""
 
 import json
-import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardwise import environment
+from shardwise.copies.detached import start_detached
 from shardwise.copies.memory import COPIES, ID, Generation, Memory, parse_generation
 from shardwise.copies.wire import WireError, checksum_of, receive_file, receive_line, send_file, send_line
 
@@ -171,21 +170,10 @@ def holders_of(
 def start_keeper(folder: Path, node: str, memory: Memory) -> None:
     """Start one that goes on when this process is gone. If the node has one, the new one ends at once."""
     memory.make()
-    words = [sys.executable, "-m", "shardwise.copies.keeper", "--folder", str(folder), "--node", node]
+    words = ["--folder", str(folder), "--node", node]
     for address in _own_addresses():
         words += ["--address", address]
-    log = str(folder / COPIES / f"{memory.folder.name}.log")
-    os.posix_spawn(
-        sys.executable,
-        words,
-        environment.all_variables(),
-        file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-        ],
-        setsid=True,
-    )
+    start_detached("shardwise.copies.keeper", words, folder / COPIES / f"{memory.folder.name}.log")
 
 
 def wait_for_keeper(folder: Path, node: str) -> Staying:

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from shardwise import environment
+from shardwise.copies.detached import start_detached
 from shardwise.copies.memory import find_id
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -113,17 +114,7 @@ def start_server(folder: Path, node: str, log: Path) -> None:
     """Start a server that has imported what this process has. If there is one, the new one ends at once."""
     names = sorted(name for name in sys.modules if name.startswith("shardwise.") or name == "torch._dynamo")
     words = ["--folder", str(folder), "--node", node, "--imports", *names, "torch.distributed.run"]
-    os.posix_spawn(
-        sys.executable,
-        [sys.executable, "-m", "shardwise.standby.server", *words],
-        environment.all_variables(),
-        file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-        ],
-        setsid=True,
-    )
+    start_detached("shardwise.standby.server", words, log)
 
 
 def _restore(before: dict[signal.Signals, Any]) -> None:

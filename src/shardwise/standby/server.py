@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwise import environment
+from shardwise.copies.detached import let_go_of_files
 from shardwise.copies.memory import find_id, memory_of
 from shardwise.standby.asker import address_of, receive_request
 
@@ -146,4 +147,5 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    let_go_of_files()
     sys.exit(main(sys.argv[1:]))

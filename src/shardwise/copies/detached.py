@@ -1,7 +1,6 @@
 """Processes that go on when whoever started them is gone, and hold nothing of theirs."""
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,15 +10,18 @@ from shardwise import environment
 _MOST_FILES = 65_536
 
 
-def start_detached(module: str, words: Sequence[str], log: Path) -> None:
-    """Run a module in a process of its own session; what it says goes behind what is in `log`."""
-    os.posix_spawn(
-        sys.executable,
-        [sys.executable, "-m", module, *words],
+def start_detached(words: Sequence[str], log: Path, *, mode: int = 0o600) -> int:
+    """Run a program in a session of its own; what it says goes behind what is in `log`, which is made with this mode.
+
+    Returns the number of its process.
+    """
+    return os.posix_spawn(
+        words[0],
+        [*words],
         environment.all_variables(),
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode),
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
         setsid=True,

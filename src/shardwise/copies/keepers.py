@@ -3,6 +3,7 @@
 import json
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -170,10 +171,10 @@ def holders_of(
 def start_keeper(folder: Path, node: str, memory: Memory) -> None:
     """Start one that goes on when this process is gone. If the node has one, the new one ends at once."""
     memory.make()
-    words = ["--folder", str(folder), "--node", node]
+    words = [sys.executable, "-m", "shardwise.copies.keeper", "--folder", str(folder), "--node", node]
     for address in _own_addresses():
         words += ["--address", address]
-    start_detached("shardwise.copies.keeper", words, folder / COPIES / f"{memory.folder.name}.log")
+    start_detached(words, folder / COPIES / f"{memory.folder.name}.log")
 
 
 def wait_for_keeper(folder: Path, node: str) -> Staying:

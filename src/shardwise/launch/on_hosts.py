@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise import environment
+from shardwise.copies.detached import start_detached
 from shardwise.errors import ShardwiseError
 from shardwise.launch.at_node import is_free, judge, write_mark
 from shardwise.launch.layout import Layout
@@ -114,17 +114,7 @@ def _start_apart(script: Path, log: Path) -> int:
     bash = shutil.which("bash")
     if bash is None:
         raise ShardwiseError("bash is not found here", remedy="shardwise train itself, without launch")
-    return os.posix_spawn(
-        bash,
-        ["bash", str(script)],
-        environment.all_variables(),
-        file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-        ],
-        setsid=True,
-    )
+    return start_detached([bash, str(script)], log, mode=0o644)
 
 
 def _state_of(process: int) -> str:

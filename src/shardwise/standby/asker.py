@@ -114,7 +114,7 @@ def start_server(folder: Path, node: str, log: Path) -> None:
     """Start a server that has imported what this process has. If there is one, the new one ends at once."""
     names = sorted(name for name in sys.modules if name.startswith("shardwise.") or name == "torch._dynamo")
     words = ["--folder", str(folder), "--node", node, "--imports", *names, "torch.distributed.run"]
-    start_detached("shardwise.standby.server", words, log)
+    start_detached([sys.executable, "-m", "shardwise.standby.server", *words], log)
 
 
 def _restore(before: dict[signal.Signals, Any]) -> None:

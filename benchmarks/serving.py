@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks.record import kept, record
-from shardwise.kernels import paged_attention_triton, row_linear_triton
+from shardwise.kernels import few_rows_linear_triton, paged_attention_triton, row_linear_triton
+from shardwise.kernels.few_rows_linear import few_rows_linear
 from shardwise.kernels.paged_attention import make_tiles, paged_decode, paged_prefill
 from shardwise.kernels.row_linear import row_linear
 from shardwise.model.catalogue import CATALOGUE
@@ -207,28 +208,39 @@ def sweep() -> None:
 
 
 def rows() -> None:
-    """Other tiles and warps of the products of one sequence: the layers of Qwen3-0.6B and 8B, one after the other."""
-    file = row_linear_triton
+    """Other tiles of the products of one sequence and of 32: the layers of Qwen3-0.6B and 8B, one after the other."""
+    one, few = row_linear_triton, few_rows_linear_triton
     for width, inner, qkv, layers in ((1024, 3072, 4096, 28), (4096, 12288, 6144, 36)):
         out = qkv // 2 if width == 1024 else 4096
         shapes = [(qkv, width), (width, out), (2 * inner, width), (width, inner)]
         weights = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(layers) for shape in shapes]
-        given = {k: torch.randn(1, k, device="cuda", dtype=torch.bfloat16) for _, k in shapes}
+        given = {k: torch.randn(32, k, device="cuda", dtype=torch.bfloat16) for _, k in shapes}
         norm = torch.ones(width, device="cuda", dtype=torch.bfloat16)
 
-        def run() -> None:
+        def run_one() -> None:
             for number, weight in enumerate(weights):  # noqa: B023
                 has_norm, has_gate = number % 4 in (0, 2), number % 4 == 2
                 row_linear(
-                    given[weight.shape[1]], weight, norm=norm if has_norm else None,  # noqa: B023
+                    given[weight.shape[1]][:1], weight, norm=norm if has_norm else None,  # noqa: B023
                     activation="silu" if has_gate else None,
                 )  # fmt: skip
 
+        def run_few() -> None:
+            for number, weight in enumerate(weights):  # noqa: B023
+                few_rows_linear(given[weight.shape[1]], weight, activation="silu" if number % 4 == 2 else None)  # noqa: B023
+
         num_bytes = sum(each.nbytes for each in weights)
-        for columns, most, programs, few in itertools.product((512, 1024, 2048), (4, 8, 16), (2, 4), (8, 16)):
-            file.COLUMNS, file.ROWS, file.PROGRAMS, file.FEW_ROWS = columns, most, programs, few
-            rate = num_bytes / timed(run, 5)
-            print(f"  {width}: columns {columns} rows {most} programs {programs} few {few}: {rate / BANDWIDTH:.0%}")
+        for tile, columns, stages in itertools.product((4096, 8192, 16384), (1024, 2048), (2, 3, 4)):
+            one.TILE, one.COLUMNS, one.STAGES = tile, columns, stages
+            share = num_bytes / timed(run_one, 5) / BANDWIDTH
+            print(f"  {width}, 1 row: tile {tile} columns {columns} stages {stages}: {share:.0%}")
+        for plain, gated in itertools.product(
+            (few.Tile(64, 128, 6, 4), few.Tile(32, 256, 6, 2)), (few.Tile(64, 64, 5, 4), few.Tile(32, 128, 4, 4))
+        ):
+            few.NARROW = few.WIDE = plain
+            few.GATED = gated
+            share = num_bytes / timed(run_few, 5) / BANDWIDTH
+            print(f"  {width}, 32 rows: {tuple(plain)} and with a gate {tuple(gated)}: {share:.0%}")
         weights.clear()
         torch.cuda.empty_cache()
 

@@ -14,6 +14,8 @@ from unittest.mock import patch
 import torch
 
 from shardwise.kernels.cache_write import Turn, write_cache
+from shardwise.kernels.few_rows_linear import few_rows_linear
+from shardwise.kernels.gated import Activation
 from shardwise.kernels.paged_attention import make_tiles, paged_attention_plain, paged_decode, paged_prefill
 from shardwise.kernels.row_linear import row_linear
 from shardwise.kernels.sampling import make_key, sample
@@ -111,6 +113,19 @@ def check_row_linear() -> None:
         assert (made.float() - wanted).abs().max() < 0.05 * wanted.abs().max()
 
 
+def check_few_rows_linear() -> None:
+    """Rows of both sizes of tiles, a width that no large tile divides, and outputs that no program is full of."""
+    gate: Activation = "silu"
+    for rows, n, k, activation in (
+        (2, 4096, 1024, None), (16, 6144, 4096, gate), (24, 1000, 12288, None), (32, 151936, 192, None)
+    ):  # fmt: skip
+        x, weight = torch.randn(rows, k).bfloat16(), (torch.randn(n, k) / k**0.5).bfloat16()
+        bias = torch.randn(n).bfloat16()
+        made = few_rows_linear(x, weight, bias, activation=activation)
+        wanted = few_rows_linear(x.float(), weight.float(), bias.float(), activation=activation)
+        assert (made.float() - wanted).abs().max() < 0.03 * wanted.abs().max()
+
+
 def small() -> Transformer:
     settings = Settings(
         vocabulary=1000, width=256, num_layers=3, length=2048, mlp=Mlp(width=512),
@@ -197,6 +212,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{f"cache write {dtype}": partial(check_cache_write, dtype) for dtype in (torch.bfloat16, torch.float32)},
     **{f"draws {dtype}": partial(check_draws, dtype) for dtype in (torch.bfloat16, torch.float32)},
     "one row": check_row_linear,
+    "few rows": check_few_rows_linear,
 }
 
 

@@ -28,6 +28,7 @@ def interpreted() -> Iterator[None]:
             compact_states_triton,
             cross_entropy_triton,
             experts_triton,
+            few_rows_linear_triton,
             fp8_triton,
             gated_triton,
             linear_cross_entropy_triton,

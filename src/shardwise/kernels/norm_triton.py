@@ -9,19 +9,25 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from shardwise.kernels.launch import num_processors, rows_of
+from shardwise.kernels.launch import num_processors, overlapping, rows_of
 
 #: Numbers that a program holds at once, where rows are short; how many of them a warp has; and how many programs of
 #: the backward a processor has. `benchmarks/kernels.py --sweep` tries others.
 TILE, A_WARP, BACKWARD_PROGRAMS = 2048, 512, 8
+#: Up to so many rows a norm of a decode step takes little more than its beginning and end, which overlap with those of
+#: the kernels beside it.
+FEW_ROWS = 256
 
 
 @triton.jit
 def _forward(
     x, residual, weight, bias, normed, new, means, rstds, x_stride, residual_stride, rows, n, eps,
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, IS_LAYER: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     is_column = column < n
@@ -115,10 +121,12 @@ def launch_norm(
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     if x.numel():
         tile = _tile(n)
+        is_decode = rows <= FEW_ROWS and torch.is_inference_mode_enabled()
         _forward[(triton.cdiv(rows, tile["ROWS"]),)](
             x, residual, weight.contiguous(), None if bias is None else bias.contiguous(), normed, new, mean, rstd,
             x.stride(0), 0 if residual is None else residual.stride(0), rows, n, eps,
             HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None, IS_LAYER=is_layer, **tile,
+            **(overlapping(x.device) if is_decode else {"OVERLAPS": False}),
         )  # fmt: skip
     return normed, new, mean, rstd
 

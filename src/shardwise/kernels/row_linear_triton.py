@@ -9,11 +9,22 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.gated_triton import _activate
-from shardwise.kernels.launch import num_processors, overlapping
+from shardwise.kernels.launch import overlapping
 
-#: Columns of the weight at a time, most rows of a program, how many programs a processor should have, and up to how
-#: many rows four warps are enough. `benchmarks/serving.py --cases rows` tries others.
-COLUMNS, ROWS, PROGRAMS, FEW_ROWS = 1024, 16, 2, 8
+#: Numbers of the weight that a program has at a time, the most columns of them, tiles that are on their way, warps, and
+#: how many columns are fetched into the cache while the kernel before ends. `benchmarks/serving.py --cases rows` tries
+#: others.
+TILE, COLUMNS, STAGES, WARPS, AHEAD = 16384, 1024, 3, 8, 1024
+#: Numbers of two bytes in a line of the cache.
+LINE = tl.constexpr(64)
+
+
+@triton.jit
+def prefetch(addresses):
+    """Have lines of memory come into the cache, and go on."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -37,20 +48,21 @@ def _normed_piece(
 def _row_linear(
     x, weight, bias, residual, norm, out, new, n, k, eps,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < n
     column = tl.arange(0, COLUMNS)
-    here = weight + row.to(tl.int64)[:, None] * k + column[None, :]
-    under = weight + (row + n).to(tl.int64)[:, None] * k + column[None, :]
-    # The weight is asked for before anything else: the rest is done while it comes.
-    mask = is_row[:, None] & (column < k)[None, :]
-    tile = tl.load(here, mask=mask, other=0.0, eviction_policy="evict_first")
-    if ACTIVATION != "":
-        beneath = tl.load(under, mask=mask, other=0.0, eviction_policy="evict_first")
+    there = tl.minimum(row, n - 1).to(tl.int64)[:, None]
+    here = weight + there * k
+    under = weight + (there + n) * k
+    if AHEAD > 0:  # The weight is asked for before anything else: the rest is done while it comes.
+        line = tl.minimum(tl.arange(0, AHEAD // LINE) * LINE, k - 1)
+        prefetch(here + line[None, :])
+        if ACTIVATION != "":
+            prefetch(under + line[None, :])
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     rstd = 1.0
@@ -66,18 +78,15 @@ def _row_linear(
         rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / k + eps)
     total = tl.zeros((ROWS,), tl.float32)
     other = tl.zeros((ROWS,), tl.float32)
-    for begin in range(0, k, COLUMNS):
+    for begin in tl.range(0, k, COLUMNS, num_stages=STAGES):
         at = begin + column
+        mask = is_row[:, None] & (at < k)[None, :]
+        tile = tl.load(here + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         value = _normed_piece(x, residual, norm, at, at < k, rstd, HAS_RESIDUAL, HAS_NORM)
-        following = begin + COLUMNS
-        mask = is_row[:, None] & (following + column < k)[None, :]
-        coming = tl.load(here + following, mask=mask, other=0.0, eviction_policy="evict_first")
         total += tl.sum(tile.to(tl.float32) * value[None, :], 1)
-        tile = coming
         if ACTIVATION != "":
-            coming = tl.load(under + following, mask=mask, other=0.0, eviction_policy="evict_first")
+            beneath = tl.load(under + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
             other += tl.sum(beneath.to(tl.float32) * value[None, :], 1)
-            beneath = coming
     if HAS_BIAS:
         total += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)
     made = total.to(out.dtype.element_ty)
@@ -98,13 +107,12 @@ def forward(
     n = num_rows if activation is None else num_rows // 2
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     new = x if residual is None else torch.empty_like(x)
-    wanted = triton.next_power_of_2(triton.cdiv(n, PROGRAMS * num_processors(x.device)) + 1) // 2
-    rows = min(ROWS if activation is None else ROWS // 2, max(wanted, 2))
+    columns = min(COLUMNS, triton.next_power_of_2(k))
+    rows = max(TILE // columns // (1 if activation is None else 2), 1)
     _row_linear[(triton.cdiv(n, rows),)](
         x, weight, bias, residual, norm, out, new, n, k, eps,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm is not None,
-        ACTIVATION=activation or "", ROWS=rows, COLUMNS=min(COLUMNS, triton.next_power_of_2(k)),
-        num_warps=4 if rows * (1 if activation is None else 2) <= FEW_ROWS else 8,
-        **overlapping(x.device),
+        ACTIVATION=activation or "", ROWS=rows, COLUMNS=columns, STAGES=STAGES if x.element_size() == 2 else 2,
+        AHEAD=AHEAD if x.is_cuda else 0, num_warps=WARPS, **overlapping(x.device),
     )  # fmt: skip
     return out, new

@@ -11,10 +11,9 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from shardwise.kernels.cache_write import Turn, write_cache
-from shardwise.kernels.gated import gated
+from shardwise.kernels.few_rows_linear import few_rows_linear
 from shardwise.kernels.row_linear import row_linear
 from shardwise.nets.attention import Attention
 from shardwise.nets.block import Block
@@ -113,10 +112,12 @@ class _FusedLayer:
             return self._one_row(hidden, residual, positions, slots, attend, kernels)
         given, residual = _added(self._block.attention_norm, hidden, residual, kernels)
         query = write_cache(
-            linear(given, *self._qkv), self._keys, self._values, positions, slots, self._turn, kernels=kernels
-        )
+            few_rows_linear(given, *self._qkv, kernels=kernels),
+            self._keys, self._values, positions, slots, self._turn, kernels=kernels,
+        )  # fmt: skip
         seen = attend(query, self._keys, self._values, self._scale, self._window)
-        given, residual = _added(self._block.mlp_norm, self._o(seen.flatten(1)), residual, kernels)
+        attended = _product(self._o, seen.flatten(1), kernels)
+        given, residual = _added(self._block.mlp_norm, attended, residual, kernels)
         return self._feed_forward(given, kernels), residual
 
     def _one_row(
@@ -150,9 +151,16 @@ class _FusedLayer:
             made: Tensor = mlp(given)
             return made
         assert isinstance(mlp, FeedForward), "an MLP with a gate"
-        gate, up = linear(given, *self._gate_up).chunk(2, -1)
-        projected: Tensor = mlp.down_proj(gated(gate, up, mlp.activation, kernels=kernels))
-        return projected
+        inner = few_rows_linear(given, *self._gate_up, activation=mlp.activation, kernels=kernels)
+        return _product(mlp.down_proj, inner, kernels)
+
+
+def _product(layer: nn.Module, given: Tensor, kernels: bool) -> Tensor:
+    """By the module itself where it is no plain linear layer: weights may be of fewer bits."""
+    if type(layer) is nn.Linear:
+        return few_rows_linear(given, layer.weight, layer.bias, kernels=kernels)
+    made: Tensor = layer(given)
+    return made
 
 
 def _added(norm: nn.Module, hidden: Tensor, residual: Tensor | None, kernels: bool) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ said.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from pathlib import Path
 import torch
 
 from tests.gpu import commands, every_plan, faults
+from tests.gpu.page import RECORD
 from tests.gpu.pieces import Piece, run_at_once
 from tests.gpu.record import FILE, ROOT, Record
 
@@ -44,12 +46,20 @@ def pieces(parts: Sequence[str]) -> list[Piece]:
     def of_plans(ranks: int, precision: str) -> Piece:
         return Piece("plans", ranks, ("--ranks", str(ranks), "--precision", precision))
 
-    every = [Piece("plans", 8, ("--ranks", "8")), Piece("commands", commands.PROCESSES), Piece("faults", 4)]
+    files = [Piece("pytest", _num_processes(name), ("--files", name)) for name in _longest_first(files_for_gpus())]
+    every = [Piece("commands", commands.PROCESSES), files.pop(0), Piece("plans", 8, ("--ranks", "8"))]
+    every += [Piece("faults", 4), Piece("nccl", 4)]
     every += [of_plans(ranks, precision) for ranks in (4, 2) for precision in ("fp32", "bf16")]
     every += [Piece("families", 2, ("--precision", precision)) for precision in ("fp32", "bf16")]
-    every += [Piece("nccl", 4), Piece("input", 2)]
-    every += [Piece("pytest", _num_processes(name), ("--files", name)) for name in files_for_gpus()]
+    every += [Piece("input", 2), *files]
     return [each for each in every if each.part in parts]
+
+
+def _longest_first(files: Sequence[str]) -> list[str]:
+    """By how long they took in the run that docs/gpu.md is made from; new ones at the end."""
+    others = json.loads(RECORD.read_text(encoding="utf-8"))["others"] if RECORD.exists() else []
+    seconds = {row["name"]: row["seconds"] for row in others}
+    return sorted(files, key=lambda name: -seconds.get(name, 0.0))
 
 
 def _num_processes(name: str) -> int:

@@ -6,17 +6,21 @@ from threading import Event
 import pytest
 from torch import Tensor
 
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.pairs import Pairs
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.gpus import Found, Gpu
 from shardwise.ranks.spawn import Ranks
 from shardwise.serving.kv_cache import Inputs
 from shardwise.serving.limits import Limits
 from shardwise.serving.ranked import deal
-from shardwise.serving.replicas import Replicas, gpus_of
+from shardwise.serving.replicas import Replicas
 from shardwise.serving.request import Token
 from shardwise.serving.runner import prepare
+from shardwise.serving.seating import gpus_of, seats_of
 from shardwise.serving.sequence import Piece, Sequence
 from shardwise.serving.sharded import load_sharded
+from shardwise.serving.shards import Shard
 from tests.nets.families import save_theirs
 from tests.serving.answers import answer, ask, both, engine_over, expected, prompts
 
@@ -108,6 +112,23 @@ def test_a_step_is_dealt_into_batches_of_whole_sequences() -> None:
         assert all(batch.starts[0] == 0 and batch.starts[-1] == len(batch.tokens) for batch in batches)
 
 
+def test_ranks_sit_where_what_they_send_takes_least() -> None:
+    """Devices 0 and 2 are near each other, and 1 and 3."""
+    near, far = 100e9, 5e9
+    rates = tuple(tuple(near if (a - b) % 2 == 0 else far for b in range(4)) for a in range(4))
+    pairs = Pairs(hosts=("h",) * 4, devices=tuple("0123"), bytes_per_second=rates, latency_seconds=((1e-6,) * 4,) * 4)
+    cluster = Cluster(pools=Cluster.parse("1x4xh100").pools, pairs=pairs)
+    settings = both("llama")[1].settings
+    seats = seats_of(settings, Shard(tp=2), 2, cluster)
+    assert sorted(map(sorted, (seats.devices[:2], seats.devices[2:]))) == [[0, 2], [1, 3]]
+    assert seats.seconds < seats.plain_seconds
+    # Of two stages of two, sums go over the near ways and hidden states over the far ones.
+    staged = seats_of(settings, Shard(tp=2, pp=2), 1, cluster)
+    assert sorted(map(sorted, (staged.devices[:2], staged.devices[2:]))) == [[0, 2], [1, 3]]
+    with pytest.raises(ShardwiseError, match="the cluster has 4 devices, and the plan 2 ranks"):
+        seats_of(settings, Shard(tp=2), 1, cluster)
+
+
 @pytest.mark.parametrize(
     ("plan", "problem"),
     [
@@ -128,10 +149,13 @@ def test_what_cannot_be_cut_so_is_refused_before_ranks_start(plan: str, problem:
 def test_replicas_take_gpus_of_their_own_and_too_few_are_told_before_ranks_start() -> None:
     gpu = Gpu(name="G", memory_bytes=2**30, capability=(9, 0))
     four = Found(gpus=(gpu,) * 4, num_in_machine=4)
-    assert gpus_of(2, 2, four, "tp=2,dp=2") == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    assert gpus_of(((0, 1), (2, 3)), four, "tp=2,dp=2") == (
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+        {"CUDA_VISIBLE_DEVICES": "2,3"},
+    )
     some = Found(gpus=(gpu,) * 2, num_in_machine=8, visible="5,7")
-    assert gpus_of(2, 1, some, "dp=2") == [{"CUDA_VISIBLE_DEVICES": "5"}, {"CUDA_VISIBLE_DEVICES": "7"}]
-    assert gpus_of(2, 1, Found(), "dp=2") == [{}, {}]
+    assert gpus_of(((1,), (0,)), some, "dp=2") == ({"CUDA_VISIBLE_DEVICES": "7"}, {"CUDA_VISIBLE_DEVICES": "5"})
+    assert gpus_of(((0,), (1,)), Found(), "dp=2") == ({}, {})
     with pytest.raises(ShardwiseError, match="the plan tp=2,dp=2 takes 4 GPUs, and 2 are here") as caught:
-        gpus_of(2, 2, some, "tp=2,dp=2")
+        gpus_of(((0, 1), (2, 3)), some, "tp=2,dp=2")
     assert caught.value.remedy == "a plan of fewer ranks; or CUDA_VISIBLE_DEVICES= to serve on CPUs"

@@ -23,12 +23,12 @@ from shardwise.units import parse_seconds
 
 
 def placed(arguments: argparse.Namespace, work: Work) -> Work:
-    """The training with the cluster that launch was told of as its own: its ranks are placed as the placer says.
+    """The work with the cluster that launch was told of as its own: its ranks are placed as the placer says.
 
-    Pods do not see the file, and a server has no axes over hosts.
+    Pods do not see the file.
     """
     given = arguments.cluster or ""
-    if work.kind != "train" or arguments.on == "kubernetes" or not given.endswith(".toml"):
+    if arguments.on == "kubernetes" or not given.endswith(".toml"):
         return work
     if any(word.partition("=")[0] == "--cluster" for word in work.words):
         return work

@@ -18,6 +18,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--plan", default="auto", metavar="P", help="auto, or how it is spread over devices (auto)")
     parser.add_argument("--goal", default="tokens", metavar="G", help="of --plan auto: tokens or latency (tokens)")
+    parser.add_argument("--cluster", metavar="C", help="a cluster.toml: ranks sit on its devices by what they send")
     parser.add_argument("--random-weights", action="store_true", help="for a name of the catalogue: weights are drawn")
     parser.add_argument("--precision", metavar="P", help="fp32, bf16 or fp16 (as the weights are)")
     parser.add_argument("--weights", metavar="W", help="of layers in fewer bits: fp8 or int4 (as they are)")
@@ -35,6 +36,7 @@ def load_as_told(arguments: argparse.Namespace, *, seed: int | None = None) -> "
         arguments.model,
         plan=arguments.plan,
         goal=arguments.goal,
+        cluster=arguments.cluster,
         random_weights=arguments.random_weights,
         precision=arguments.precision,
         weights=arguments.weights,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from shardwise.cluster.file import find_cluster
 from shardwise.errors import unknown
 from shardwise.planner.plan import Plan
 from shardwise.ranks.gpus import find_gpus
@@ -35,6 +36,7 @@ def load_engine(
     kv_folder: Path | None = None,
     device: str | None = None,
     goal: str = "tokens",
+    cluster: str | None = None,
     seed: int | None = None,
 ) -> LLMEngine | Replicas:
     """The engine of a model: a Hugging Face folder, a run of `shardwise train` (the newest, if none is named), a GGUF
@@ -42,13 +44,15 @@ def load_engine(
 
     `kv_bytes` is for the cache; by default what is free on a GPU, and on a host a quarter of it, 4 GiB at most. Without
     a plan all GPUs are used, as the planner finds best for a `goal`, "tokens" or "latency"; without GPUs one process
-    computes. `weights` keeps those of layers in fewer bits, "fp8" or "int4".
+    computes. `weights` keeps those of layers in fewer bits, "fp8" or "int4". `cluster` is a file of `shardwise probe`,
+    or a name: ranks sit on its devices where what they send takes least.
     """
     if goal not in GOALS:
         raise unknown("goal", goal, GOALS)
     if precision is not None and precision not in PRECISIONS:
         raise unknown("precision", precision, PRECISIONS)
     check_kind(weights)
+    on = None if cluster is None else find_cluster(cluster)
     limits = Limits(
         weights=weights,
         kv_bytes=kv_bytes,
@@ -64,11 +68,13 @@ def load_engine(
     dtype = None if precision is None else PRECISIONS[precision]
     chosen: str | Plan | None = None if plan in (None, "", "auto") else plan
     num_gpus = len(find_gpus().gpus) if device is None else 1
-    if chosen is None and num_gpus > 1:
+    if chosen is None and (num_gpus if on is None else on.num_devices) > 1:
         settings, _, _ = describe_source(named, random_weights=random_weights, dtype=dtype)
-        chosen = choose_plan(settings, cluster_here(num_gpus), goal, max_length)
+        chosen = choose_plan(settings, on or cluster_here(num_gpus), goal, max_length)
     if chosen is not None:
-        return load_sharded(named, chosen, limits, random_weights=random_weights, dtype=dtype, seed=seed)
+        return load_sharded(
+            named, chosen, limits, random_weights=random_weights, dtype=dtype, seed=seed, cluster=cluster
+        )
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model, identity = read_source(
         named,

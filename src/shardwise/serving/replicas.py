@@ -14,11 +14,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import fields
 
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.gpus import Found
 from shardwise.serving.blocks import first_name, next_name
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.request import Load, Request, Token, check, describe
-from shardwise.units import counted
 
 #: Between two tries to bring a replica back.
 _PAUSE_SECONDS = 1.0
@@ -167,19 +165,3 @@ class Replicas:
         """Tokens to compute, with those who are on their way to it counted by their number."""
         there = (*engine.scheduler.running, *engine.scheduler.waiting)
         return sum(each.num_left + 1 for each in there) + len(self._later[engine])
-
-
-def gpus_of(num_replicas: int, num_ranks: int, found: Found, plan: str) -> list[dict[str, str]]:
-    """For each replica the environment of its ranks, which leaves it GPUs of its own. Without GPUs nothing is said."""
-    total, here = num_replicas * num_ranks, len(found.gpus)
-    if not here:
-        return [{}] * num_replicas
-    if total > here:
-        raise ShardwiseError(
-            f"the plan {plan} takes {counted(total, 'GPU')}, and {here} {'is' if here == 1 else 'are'} here",
-            remedy="a plan of fewer ranks; or CUDA_VISIBLE_DEVICES= to serve on CPUs",
-        )
-    # As CUDA numbers them: what this process sees, or their names in its own variable.
-    seen = found.visible.split(",")[:here] if found.visible else [str(number) for number in range(here)]
-    runs = [seen[first : first + num_ranks] for first in range(0, total, num_ranks)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(each)} for each in runs]

@@ -105,6 +105,7 @@ def _tell_ready(engine: "EngineProcess", server: "Server", url: str, *, as_json:
             "reserve_bytes": summary.reserve_bytes,
             "num_ranks": summary.num_ranks,
             "plan": summary.plan,
+            "seats": summary.seats,
             "predicted": None if summary.forecast is None else asdict(summary.forecast),
             "has_chat_template": served.text.template is not None,
         }

@@ -6,7 +6,6 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
-from shardwise.ranks.gpus import find_gpus
 from shardwise.ranks.spawn import Ranks
 from shardwise.serving.assemble import Identity, Room, make_engine
 from shardwise.serving.blocks import BlockPool
@@ -15,8 +14,9 @@ from shardwise.serving.kv_cache import block_bytes
 from shardwise.serving.limits import Limits, count_blocks, reserve_bytes
 from shardwise.serving.ranked import Model, RankedRunner, layers_by_speed, ranks_for
 from shardwise.serving.ranked_tiers import make_ranked_tiers
-from shardwise.serving.replicas import Replicas, gpus_of
+from shardwise.serving.replicas import Replicas
 from shardwise.serving.scheduler import Scheduler
+from shardwise.serving.seating import seat
 from shardwise.serving.shards import Shard, check_shard
 from shardwise.serving.sources import describe_source
 
@@ -30,8 +30,10 @@ def load_sharded(
     dtype: torch.dtype | None = None,
     seed: int | None = None,
     ranks: Ranks | None = None,
+    cluster: str | None = None,
 ) -> LLMEngine | Replicas:
-    """The engine of a model by a plan of tp, pp, ep and dp. `ranks` are those that are up already.
+    """The engine of a model by a plan of tp, pp, ep and dp. `ranks` are those that are up already; on the devices of a
+    named `cluster` others sit where what they send takes least.
 
     As in training, experts are spread over ranks of dp: `dp=2,ep=2` is one model on two ranks, `dp=2` two replicas.
     """
@@ -44,17 +46,20 @@ def load_sharded(
     check_shard(settings, shard)
     model = Model(source=source, random_weights=random_weights, settings=settings, dtype=kind, shard=shard,
                   weights=limits.weights)  # fmt: skip
-    gpus = find_gpus()
-    variables = [{}] * num_replicas if ranks is not None else gpus_of(num_replicas, shard.num_ranks, gpus, str(plan))
+    seating = None if ranks is not None else seat(settings, shard, num_replicas, str(plan), cluster)
 
     def one(replica: int) -> LLMEngine:
-        first = replica * shard.num_ranks
         own = model
-        up = ranks or ranks_for(shard, variables[replica])
-        if shard.pp > 1 and shard.counts is None and len(set(gpus.gpus[first : first + shard.num_ranks])) > 1:
+        up = ranks or ranks_for(shard, seating.variables[replica] if seating is not None else {})
+        differ = seating is not None and len(set(seating.gpus[replica])) > 1
+        if shard.pp > 1 and shard.counts is None and differ:
             own = replace(model, shard=replace(shard, counts=layers_by_speed(up, settings, shard, kind)))
         share = limits.of_replica(replica, num_replicas)
-        return _engine(own, up, share, identity, found, seed=seed, is_owner=ranks is None)
+        engine = _engine(own, up, share, identity, found, seed=seed, is_owner=ranks is None)
+        seats = None if seating is None else seating.seats
+        if seats is not None:
+            engine.summary = replace(engine.summary, seats=seats.devices, seating=str(seats))
+        return engine
 
     engines = [one(replica) for replica in range(num_replicas)]
     return engines[0] if num_replicas == 1 else Replicas(engines)

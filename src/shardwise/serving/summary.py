@@ -44,6 +44,9 @@ class Summary:
     max_length: int
     #: As it was told or chosen; none: one device.
     plan: str = ""
+    #: Of a cluster that was named: the device of each rank, and what that gains.
+    seats: tuple[int, ...] | None = None
+    seating: str = ""
     forecast: Forecast | None = None
 
     @property
@@ -58,6 +61,7 @@ class Summary:
             where = f"{self.num_ranks} ranks ({self.plan}) on {self.device}, of the fullest"
         return [
             f"{self.model} in {self.precision} on {where}",
+            *([self.seating] if self.seating else []),
             f"weights   {format_bytes(self.weight_bytes)} ({self.num_parameters:,} parameters in all)",
             f"KV cache  {format_bytes(self.kv_bytes)}: {self.num_blocks:,} blocks of {self.block_size} tokens,"
             f" {format_bytes(self.block_bytes)} each; {self.num_tokens:,} tokens",

@@ -48,7 +48,7 @@ class Seats:
 
 
 def seats_for(question: Question, plan: Plan) -> Seats:
-    """The placement of a plan on its cluster: the one that `train`, `serve` and launchers use."""
+    """The placement of a plan on its cluster: the one that `train` and launchers use."""
     return take_seats(plan, step_bytes_of(question, plan), ways_of(question.cluster))
 
 

@@ -53,7 +53,7 @@ def probe_rank(subjects: Sequence[str]) -> Probe | None:
         begun = perf_counter()
         hosts, names = _everyone(world)
         if world.is_first:
-            _announce(subjects, hosts)
+            _announce(subjects, hosts, on_gpus=world.device.type == "cuda")
         if "devices" in subjects or world.size == 1:
             sharing = Counter(hosts)[hosts[world.rank]]
             world.wait()
@@ -83,11 +83,12 @@ def probe_rank(subjects: Sequence[str]) -> Probe | None:
     )
 
 
-def most_seconds(subjects: Sequence[str], hosts: Sequence[str]) -> float:
+def most_seconds(subjects: Sequence[str], hosts: Sequence[str], *, on_gpus: bool) -> float:
     """How long it takes on a quiet machine without slow links: every figure has its limit, and stops when stable."""
     total = 0.0
     if "devices" in subjects:
-        total += devices.NUM_FIGURES * devices.LIMIT_SECONDS + kernels.NUM_FIGURES * kernels.LIMIT_SECONDS
+        total += devices.NUM_FIGURES * devices.LIMIT_SECONDS
+        total += 0.0 if on_gpus else kernels.NUM_FIGURES * kernels.LIMIT_SECONDS
     if len(hosts) > 1 and "links" in subjects:
         total += 2 * links.LIMIT_SECONDS * len(links.rounds_of(hosts))
     if len(hosts) > 1 and "collectives" in subjects:
@@ -96,11 +97,12 @@ def most_seconds(subjects: Sequence[str], hosts: Sequence[str]) -> float:
     return total
 
 
-def _announce(subjects: Sequence[str], hosts: Sequence[str]) -> None:
+def _announce(subjects: Sequence[str], hosts: Sequence[str], *, on_gpus: bool) -> None:
     on = "" if len(set(hosts)) == 1 else f" on {counted(len(set(hosts)), 'host')}"
     print(
-        f"measuring {', '.join(subjects)} of {counted(len(hosts), 'device')}{on}: about"
-        f" {format_seconds(most_seconds(subjects, hosts))} on a quiet machine, less where numbers are soon stable",
+        f"measuring {', '.join(subjects)} of {counted(len(hosts), 'device')}{on}: at most about"
+        f" {format_seconds(most_seconds(subjects, hosts, on_gpus=on_gpus))} on a quiet machine, less where numbers are"
+        " soon stable",
         file=sys.stderr,
         flush=True,
     )

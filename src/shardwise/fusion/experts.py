@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.fusion.example import computes, small_copy
-from shardwise.kernels.choose import takes_kernel
+from shardwise.kernels.choose import FLOATS, takes_kernel
 from shardwise.kernels.experts import grouped_matmul, make_order, permute, unpermute
 from shardwise.kernels.gated import ACTIVATIONS, Activation, gated
 
@@ -42,7 +42,8 @@ class ExpertsForward:
             return False
         if hidden.dim() != 2 or chosen.dim() != 2 or chosen.shape != weights.shape or not hidden.numel():
             return False
-        return takes_kernel("permute", hidden)
+        # In float64, as trials of a cut are run, by the module's own forward: nothing is lacking that was asked for.
+        return hidden.dtype in FLOATS and takes_kernel("permute", hidden)
 
     def compute(
         self, module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor, *, kernels: bool = True

@@ -53,8 +53,14 @@ class Kills:
         """Counts, and seconds until the next step of those kills that ended all ranks."""
         seconds = sorted(each for target, _, each in self.done if target not in ("keeper", "standby"))
         sources = Counter(str(each.get("source")) for each in self.nodes.starts()[1:])
+        each_took = {
+            name: sorted(round(took, 1) for target, _, took in self.done if target == name) for name in TARGETS
+        }
         return {
             "kills": len(self.done),
+            "seconds to the next step": each_took,
+            # Beyond those that kills have caused: an agent was taken for dead that was not.
+            "further restarts": sum(sources.values()) - len(seconds),
             "by target": Counter(target for target, _, _ in self.done),
             "by moment": Counter(moment for _, moment, _ in self.done),
             "came back from": sources,

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch.distributed import HashStore
 
 from shardwise import environment
 from shardwise.ranks.shared_gpus import Seat, share_if_needed
 from shardwise.ranks.store_meeting import StoreMeeting
+from shardwise.torch_private import TCPStore
 
 HERE = Seat(gpu="GPU-1", network="machine 1")
 
@@ -27,7 +27,7 @@ def settings(seats: list[Seat]) -> list[dict[str, str]]:
     for rank, seat in enumerate(seats):
         torchrun = {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": str(len(seats))}
         environment.replace_all({**plain, **torchrun})
-        store = HashStore()
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with ThreadPoolExecutor(len(seats)) as pool:  # The others, whose processes have environments of their own.
             for other, its_seat in enumerate(seats):
                 if other != rank:

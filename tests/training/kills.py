@@ -102,8 +102,12 @@ class Kills:
             children = Path(f"/proc/{nodes.agents[name].pid}/task/{nodes.agents[name].pid}/children").read_text()
             return kill(int((children.split() or ["0"])[0]))
         if target == "standby":
-            (*_, process) = processes_with("standby.server", f"--node {name} ", str(nodes.folder)) or [0]
-            return kill(process)
+            # Ranks that were forked from it have its command line too.
+            ranks, found = (
+                set(nodes.places().values()),
+                processes_with("standby.server", f"--node {name} ", str(nodes.folder)),
+            )
+            return kill(next((process for process in found if process not in ranks), 0))
         with suppress(OSError, ValueError):
             return kill(json.loads((nodes.folder / "copies" / f"{name}.json").read_bytes())["process"])
         return False

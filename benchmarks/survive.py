@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from record import kept, record
 
+from shardwise import environment
 from shardwise.standby.asker import find_server
 from shardwise.trace.journal import read_journal
 from tests.training.kills import Kills, forget, stop
@@ -31,6 +32,8 @@ from tests.training.nodes import Nodes, kill, train_words
 from tests.training.programs import losses_of
 
 PLAN = "dp=2,zero=1"
+#: As docs/clusters.md says it: who does not answer for 5 s is gone.
+MEETING = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=3"
 
 
 def calm(folder: Path, steps: int) -> list[float]:
@@ -47,7 +50,7 @@ def calm(folder: Path, steps: int) -> list[float]:
 
 def random_kills(folder: Path, memory: Path, num_kills: int, seconds: float, seed: int) -> dict[str, object]:
     words = train_words(folder / "wild", PLAN, steps=1_000_000, checkpoint__every=50, log=1)
-    nodes = Nodes(folder / "wild", words, fewest=2, most=2)
+    nodes = Nodes(folder / "wild", words, fewest=2, most=2, meeting=MEETING)
     kills = Kills(nodes=nodes, chance=random.Random(seed), names=("a", "b"))
     deadline = time.monotonic() + seconds
     try:
@@ -126,7 +129,8 @@ def main() -> None:
         parts = {
             "restarts": lambda: restarts(folder, folder / "none", asked.restarts) if asked.restarts else None,
             "cost": lambda: cost(folder) if asked.restarts else None,
-            "random kills": lambda: (
+            # One seed beside the other: what was found before stays.
+            f"random kills, seed {asked.seed}": lambda: (
                 random_kills(folder, folder / "none", asked.kills, asked.seconds, asked.seed) if asked.kills else None
             ),
         }
@@ -136,7 +140,8 @@ def main() -> None:
                 print(each, result, flush=True)
                 # Whether anything else was going on, part by part.
                 load = [round(number, 1) for number in os.getloadavg()]
-                record("survive", {**kept("survive"), each: {**result, "load": load}})
+                told = {**result, "load": load, "processor": environment.processor_name()}
+                record("survive", {**kept("survive"), each: told})
 
 
 if __name__ == "__main__":

@@ -135,19 +135,15 @@ def keep_streams_apart() -> None:
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
-def share_gpu(rank: int) -> None:
-    """Let this rank talk over NCCL with others on the same GPU. Before NCCL starts.
+def share_gpu(rank: int, *, is_one_network: bool) -> None:
+    """Let this rank, of all of a run, talk over NCCL with others on the same GPU. Before NCCL starts.
 
     It refuses two ranks on one device of a machine. Told that each is a machine of its own it goes over sockets, which
-    is slow and right.
+    is slow and right: those of the machine itself where all ranks reach each other so, else those that it chooses.
     """
-    os.environ.update(
-        NCCL_HOSTID=f"host{rank}",
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_IB_DISABLE="1",
-        NCCL_SHM_DISABLE="1",
-        NCCL_P2P_DISABLE="1",
-    )
+    os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_IB_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_P2P_DISABLE="1")
+    if is_one_network:
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 
 
 def num_cores() -> int:

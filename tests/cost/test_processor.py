@@ -9,9 +9,11 @@ from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.file import from_toml, to_toml
 from shardwise.cluster.kernel import KINDS, Kernel, get_kernel
 from shardwise.cost.constants import CONSTANTS
+from shardwise.cost.layouts import Layouts
 from shardwise.cost.processor import constants_on
 from shardwise.cost.software import Software
 from shardwise.cost.stage import Pricer
+from shardwise.cost.step import price
 from shardwise.errors import ShardwiseError
 from shardwise.model.catalogue import get_model
 from shardwise.model.model import Block
@@ -44,6 +46,26 @@ def test_scores_are_paid_for_once_each_however_long_a_head_is_and_masked_ones_to
     for head in (32, 128):
         operation = Attention(name="attention", heads=4, kv_heads=4, qk_dim=head, v_dim=head)
         assert float(engine.operation(operation, SHARE).forward) == pytest.approx(4 * 4 * 128 * 128 * 1e-6)
+
+
+def test_masks_are_paid_for_by_score_where_rows_have_documents() -> None:
+    pricer, operation = pricer_with(masks=1e-6), Attention(name="a", heads=4, kv_heads=4, qk_dim=32, v_dim=32)
+    masked = replace(pricer, software=replace(pricer.software, masks_documents=True))
+    assert float(masked.engine.operation(operation, SHARE).forward) == pytest.approx(4 * 4 * 128 * 128 * 1e-6)
+    assert float(pricer.engine.operation(operation, SHARE).forward) < 1e-9
+
+
+def test_an_optimizer_is_called_for_every_tensor_of_its_stage() -> None:
+    parts = []
+    for call in (0.0, 1e-3):
+        pricer = pricer_with()
+        called = replace(get_kernel(pricer.pool.device.kernels, "optimizer"), forward_call=call)
+        others = tuple(each for each in pricer.pool.device.kernels if each.kind != "optimizer")
+        pool = replace(pricer.pool, device=replace(pricer.pool.device, kernels=(called, *others)))
+        layouts = Layouts.of(dp=[2, 1], pp=[1, 2])
+        parts.append(price(pricer.model, Cluster(pools=(pool,)), layouts, sequence=128).parts["optimizer"])
+    num_tensors = sum(len(block.parameters) for block in get_model("gpt2").blocks)
+    assert (parts[1] - parts[0]).tolist() == pytest.approx([1e-3 * num_tensors, 1e-3 * num_tensors / 2])
 
 
 def test_calls_add_to_the_work_and_projections_are_called_one_by_one() -> None:

@@ -35,7 +35,7 @@ class StuckDevice(DeviceProgress):
 
 def watch_with(device: StuckDevice, limit_seconds: float) -> Watch:
     watch = Watch(dist.get_rank(), dist.get_world_size(), limit_seconds=limit_seconds, beat_seconds=0.1)
-    watch._gpu = device
+    watch._lookout.gpu = device
     return watch
 
 

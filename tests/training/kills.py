@@ -53,8 +53,14 @@ class Kills:
         """Counts, and seconds until the next step of those kills that ended all ranks."""
         seconds = sorted(each for target, _, each in self.done if target not in ("keeper", "standby"))
         sources = Counter(str(each.get("source")) for each in self.nodes.starts()[1:])
+        each_took = {
+            name: sorted(round(took, 1) for target, _, took in self.done if target == name) for name in TARGETS
+        }
         return {
             "kills": len(self.done),
+            "seconds to the next step": each_took,
+            # Beyond those that kills have caused: an agent was taken for dead that was not.
+            "further restarts": sum(sources.values()) - len(seconds),
             "by target": Counter(target for target, _, _ in self.done),
             "by moment": Counter(moment for _, moment, _ in self.done),
             "came back from": sources,
@@ -96,8 +102,12 @@ class Kills:
             children = Path(f"/proc/{nodes.agents[name].pid}/task/{nodes.agents[name].pid}/children").read_text()
             return kill(int((children.split() or ["0"])[0]))
         if target == "standby":
-            (*_, process) = processes_with("standby.server", f"--node {name} ", str(nodes.folder)) or [0]
-            return kill(process)
+            # Ranks that were forked from it have its command line too.
+            ranks, found = (
+                set(nodes.places().values()),
+                processes_with("standby.server", f"--node {name} ", str(nodes.folder)),
+            )
+            return kill(next((process for process in found if process not in ranks), 0))
         with suppress(OSError, ValueError):
             return kill(json.loads((nodes.folder / "copies" / f"{name}.json").read_bytes())["process"])
         return False

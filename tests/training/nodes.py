@@ -38,9 +38,11 @@ def train_words(folder: Path, plan: str, *, copies_every: int = 2, **changes: An
 class Nodes:
     """The machines of one run. The first one has the store where all of them meet, and stays."""
 
-    def __init__(self, folder: Path, words: Sequence[str], *, fewest: int, most: int, ranks: int = 1) -> None:
+    def __init__(
+        self, folder: Path, words: Sequence[str], *, fewest: int, most: int, ranks: int = 1, meeting: str = MEETING
+    ) -> None:
         self.folder, self._words, self._range, self._port = folder, list(words), f"{fewest}:{most}", free_port()
-        self._ranks = ranks
+        self._ranks, self._meeting = ranks, meeting
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -50,7 +52,7 @@ class Nodes:
             sys.executable, "-m", "torch.distributed.run", "--nnodes", self._range,
             "--nproc-per-node", str(self._ranks), "--max-restarts", "1000",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}",
-            "--rdzv-id", "nodes", "--rdzv-conf", f"{MEETING},is_host={is_host}", "-m", "shardwise", *self._words,
+            "--rdzv-id", "nodes", "--rdzv-conf", f"{self._meeting},is_host={is_host}", "-m", "shardwise", *self._words,
         ]  # fmt: skip
         variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "NODE_NAME": name}
         # Else a machine that comes later waits for an address that the others have noted once, and not for it.

@@ -4,11 +4,13 @@ import json
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from shardwise.errors import ShardwiseError
+from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.index import INDEX, clean, find_last, prune, saved_steps
@@ -118,6 +120,20 @@ def test_a_disk_without_room_leaves_the_last_good_one_and_says_so(tmp_path: Path
     assert writer.finish() is None
     writer.close()
     assert saved_steps(tmp_path) == [1, 3]
+
+
+def test_a_rank_that_was_killed_while_it_wrote_is_not_waited_for(tmp_path: Path) -> None:
+    def gather(given: Any) -> list[Any]:
+        if given == (False, None):  # This rank's thread waits for the other's part.
+            raise RankError("rank 1 is gone", rank=1)
+        return [given] * 2
+
+    writer = Writer(tmp_path, rank=0, num_ranks=2, keep=2, gather=gather)
+    writer.save(1, a_part(1.0), {})
+    with pytest.raises(RankError):
+        writer.finish()
+    writer.close(has_failed=True)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_damage_is_noticed(tmp_path: Path) -> None:

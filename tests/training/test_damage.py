@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from random import Random
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -58,6 +58,22 @@ def save(root: Path, meeting: Meeting, rank: int, value: float, steps: Sequence[
     problems.append(writer.finish())
     writer.close()
     return problems
+
+
+def test_a_run_that_fails_completes_what_another_rank_has_yet_to_write(tmp_path: Path) -> None:
+    meeting, fails = Meeting(), Event()
+
+    def fail(rank: int) -> None:
+        writer = Writer(tmp_path, rank=rank, num_ranks=2, keep=9, gather=partial(meeting.gather, rank))
+        if rank == 1:  # It comes to write its part when the first has failed.
+            writer._snapshot.wait = fails.wait  # type: ignore[method-assign, assignment]
+        writer.save(1, parts_of(rank, 1.0), {})
+        fails.set()
+        writer.close(has_failed=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(fail, range(2)))
+    assert saved_steps(tmp_path) == [1]
 
 
 def read_in_part(folder: Path) -> None:

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: What is measured by itself. Matmuls and attention are counted in FLOPs, `operands` in the bytes that matmuls read and
-#: write, `scores` in pairs of a query and a key, everything else in the bytes that pass through memory where nothing is
-#: fused; `elementwise` is every operation without a kind of its own, and `optimizer` has no backward.
+#: write, `scores` in pairs of a query and a key, and so are `masks`: what attention takes longer where it is given one.
+#: Everything else is counted in the bytes that pass through memory where nothing is fused; `elementwise` is every
+#: operation without a kind of its own, and `optimizer` has no backward, and a call for each tensor.
 KINDS = (
-    "matmul", "operands", "attention", "scores", "norm", "nonlinearity", "rotation", "loss", "elementwise", "optimizer",
+    "matmul", "operands", "attention", "scores", "masks", "norm", "nonlinearity", "rotation", "loss", "elementwise",
+    "optimizer",
 )  # fmt: skip
 
 

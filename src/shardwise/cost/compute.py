@@ -138,8 +138,8 @@ class Engine:
         gain = 1.0 + (self.constants.cached - 1.0) * np.clip(2.0 - moved / max(room, 1), 0.0, 1.0)
         return moved / (self._streaming * gain)
 
-    def optimizer(self, num_bytes: Floats) -> Floats:
-        """Seconds of an optimizer's step in which so many bytes pass through memory."""
+    def optimizer(self, num_bytes: Floats, num_tensors: Floats) -> Floats:  # noqa: ARG002 - they take many at once
+        """Seconds of an optimizer's step in which so many bytes pass through memory, of so many tensors."""
         return np.asarray(self.constants.optimizer * num_bytes / self._streaming)
 
     @property

@@ -70,6 +70,8 @@ class Software:
     fresh_buffers: bool = False
     # A rank that has its gradients takes its step and goes on, without waiting for the others (Qi et al. 2023, 4).
     steps_overlap: bool = False
+    # Attention is given a mask, as where no token sees another document. On processors alone it is priced.
+    masks_documents: bool = False
     # Kernels are not launched one by one: none of them, or none of those that choose experts and prepare to send rows;
     # or each is waited for (CUDA_LAUNCH_BLOCKING=1).
     cuda_graphs: bool = False

@@ -176,7 +176,8 @@ def optimizer_seconds(pricer: Pricer, layouts: Layouts, counts: Counts) -> Float
     """Adam on the states that a rank owns: 30 bytes of each parameter pass through memory (facts 4.4), and the norm."""
     owned = counts.trained.fullest.spread(layouts, 1)[:, 0]
     moved = owned * (30 + 2 * pricer.software.gradient_bytes)
-    return pricer.engine.optimizer(moved)
+    num_tensors = sum(each.trains for block in pricer.model.blocks for each in block.parameters)
+    return pricer.engine.optimizer(moved, num_tensors / layouts.pp)
 
 
 def _searching(pricer: Pricer, layouts: Layouts, held: StepBytes) -> Floats:

@@ -6,8 +6,9 @@ All ranks of a machine time the same at the same moment, and for as long: caches
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
@@ -26,13 +27,14 @@ from shardwise.probing.steady import settled
 #: One kind of one size takes so long, on every rank.
 LIMIT_SECONDS = 0.15
 #: Kinds and sizes that are timed.
-NUM_FIGURES = 19
+NUM_FIGURES = 26
 _KEPT = 8
+_TURNS = 3
 _ROWS, _TOKENS, _WIDTH, _MLP, _HEADS, _VOCABULARY = 8, 128, 256, 688, 4, 512
 _FEW = 4  # Tokens of the one row with which calls are timed.
 _NARROW, _WIDE = 64, 256
 _SHORT_HEAD, _LONG_HEAD = 32, 128
-_PARAMETERS, _PARAMETER = 16, (512, 512)
+_PARAMETERS, _PARAMETER, _SMALL = 16, (512, 512), (16, 16)
 #: Bytes of a parameter that pass through memory in a step of Adam and in the norm, as `cost/` counts them.
 _OPTIMIZER_BYTES = 38
 
@@ -73,8 +75,7 @@ def measure_kernels(timing: Timing) -> tuple[Kernel, ...]:
         found.append(_kernel(kind, _amount(trial, _ROWS, _TOKENS)[0], much, _amount(trial, 1, _FEW)[0], few))
     found += _two_ways("matmul", "operands", [_linear(_NARROW), _linear(_WIDE)], timing)
     found += _two_ways("attention", "scores", [_attention(_SHORT_HEAD), _attention(_LONG_HEAD)], timing)
-    rate = _optimizer_rate(timing)
-    return (*found, Kernel(kind="optimizer", forward=rate, backward=rate))
+    return (*found, _masks(timing), _optimizer(timing))
 
 
 def _simple() -> dict[str, Trial]:
@@ -140,6 +141,30 @@ def _attention(head: int) -> Trial:
         run=partial(functional.scaled_dot_product_attention, is_causal=True),
         inputs=lambda rows, tokens: [torch.randn(rows, _HEADS, tokens, head) for _ in range(3)],
     )
+
+
+def _masks(timing: Timing) -> Kernel:
+    """What attention takes longer where it is told whom each token sees, than where it sees all before it."""
+    plain = _attention(_SHORT_HEAD)
+    masked = replace(plain, run=_attend_masked)
+    pairs = _amount(plain, _ROWS, _TOKENS)[1]
+    # In turn: of two times that are near each other the difference counts.
+    taken = [[_time(trial, _ROWS, _TOKENS, timing) for trial in (plain, masked)] for _ in range(_TURNS)]
+    rates = []
+    for index in range(2):  # Forward, then backward.
+        longer = median([with_one[index] - without[index] for without, with_one in taken])
+        rates.append(pairs[index] / longer if longer > 0 else _FREE)
+    return Kernel(kind="masks", forward=rates[0], backward=rates[1])
+
+
+def _attend_masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=_seen(query.shape[0], query.shape[2]))
+
+
+@cache
+def _seen(rows: int, tokens: int) -> Tensor:
+    """A mask as rows with documents have it: made once for all layers."""
+    return torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(rows, 1, tokens, tokens).contiguous()
 
 
 def _amount(trial: Trial, rows: int, tokens: int) -> list[Both]:
@@ -231,9 +256,16 @@ def _rates(work: list[list[float]], seconds: list[float]) -> tuple[float, float]
     return 1.0 / first, 1.0 / second
 
 
-def _optimizer_rate(timing: Timing) -> float:
-    """Bytes/s of AdamW's step, of more parameters than a cache holds."""
-    parameters = [nn.Parameter(torch.randn(_PARAMETER)) for _ in range(_PARAMETERS)]
+def _optimizer(timing: Timing) -> Kernel:
+    """AdamW's step and the norm before it: the rate of bytes, of more than a cache holds, and the call of a tensor."""
+    (much, seconds), (few, little) = (_time_optimizer(shape, timing) for shape in (_PARAMETER, _SMALL))
+    rate, call = _line(much, seconds, few, little)
+    return Kernel(kind="optimizer", forward=rate, backward=rate, forward_call=call)
+
+
+def _time_optimizer(shape: tuple[int, int], timing: Timing) -> tuple[float, float]:
+    """Bytes of a tensor, as `cost/` counts them, and its seconds."""
+    parameters = [nn.Parameter(torch.randn(shape)) for _ in range(_PARAMETERS)]
     for each in parameters:
         each.grad = torch.ones_like(each)
     optimizer = torch.optim.AdamW(parameters)
@@ -241,6 +273,7 @@ def _optimizer_rate(timing: Timing) -> float:
     seconds, begun = list[float](), perf_counter()
     while timing.goes_on(len(seconds), begun):
         start = perf_counter()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        seconds.append(perf_counter() - start)
-    return _OPTIMIZER_BYTES * sum(each.numel() for each in parameters) / settled(seconds[1:]).seconds
+        seconds.append((perf_counter() - start) / _PARAMETERS)
+    return float(_OPTIMIZER_BYTES * parameters[0].numel()), settled(seconds[1:]).seconds

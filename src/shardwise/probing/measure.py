@@ -4,8 +4,6 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from time import perf_counter
 
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.probing import collectives, devices, kernels, links
 from shardwise.ranks.gpus import Gpus, check_one_each, find_gpus
 from shardwise.ranks.rank_error import RankError
+from shardwise.ranks.shared_gpus import network_namespace
 from shardwise.ranks.spawn import Ranks
 from shardwise.training.world import World
 from shardwise.units import counted, format_seconds
@@ -119,10 +118,7 @@ def _everyone(world: World) -> tuple[list[str], list[str]]:
 
     Two network namespaces of one machine, as containers have them, are two hosts: what joins them is a network.
     """
-    namespace = 0
-    with suppress(OSError):
-        namespace = Path("/proc/self/ns/net").stat().st_ino
-    told = world.gather((socket.gethostname(), namespace, str(world.device)))
+    told = world.gather((socket.gethostname(), network_namespace(), str(world.device)))
     spaces: dict[str, list[int]] = {}
     for host, space, _ in told:
         if space not in spaces.setdefault(host, []):

@@ -24,7 +24,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.ranks.faults import LIMIT_SECONDS, LOST, last_place
+from shardwise.ranks.faults import LIMIT_SECONDS, last_place
+from shardwise.ranks.lookout import LOST
 from shardwise.ranks.rank_error import RankError, decode, encode
 from shardwise.torch_private import Store
 

@@ -26,8 +26,8 @@ from typing import Any
 from shardwise import environment
 from shardwise.errors import ShardwiseError
 from shardwise.ranks import tensor_pickle
-from shardwise.ranks.faults import LAST_WORD, LOST, STATUS_OF_LAST_WORD
 from shardwise.ranks.gpus import Gpus
+from shardwise.ranks.lookout import LAST_WORD, LOST, STATUS_OF_LAST_WORD
 from shardwise.ranks.pulse import SILENT, SILENT_SECONDS, Silence
 from shardwise.ranks.rank_error import RankError, decode, encode
 from shardwise.ranks.worker import Failure, serve

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.ranks.faults import Watch, asking
+from shardwise.ranks.faults import Watch
 from shardwise.ranks.message_layout import HEADER_LENGTH, Description, Key, Layout, decode, describe, encode, length_of
 from shardwise.ranks.outbox import Sent, StreamOutbox, StreamWork, WaitingOutbox
 from shardwise.ranks.shared_memory import MOST_BYTES, Pair, meet
@@ -253,7 +253,7 @@ class ProcessTransport:
 
     def _asking(self, peer: int) -> AbstractContextManager[None]:
         """Over a link nothing waits, but CUDA may: for memory, say, while a kernel waits for the other rank."""
-        return asking(self._watch, self._in_world[peer]) if self._links and self._watch is not None else nullcontext()
+        return self._watch.asking(self._in_world[peer]) if self._links and self._watch is not None else nullcontext()
 
     def _wait_until(self, work: Any, what: object, peer: int) -> None:
         if self._watch is None:

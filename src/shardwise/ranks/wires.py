@@ -23,7 +23,7 @@ from shardwise.ranks.backend_exchange import make_exchange
 from shardwise.ranks.clocks import SharedClock
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.exchange import Exchange
-from shardwise.ranks.faults import LIMIT_SECONDS, Watch, check_before
+from shardwise.ranks.faults import LIMIT_SECONDS, Watch
 from shardwise.ranks.gpus import describe_mixed, gpu_of
 from shardwise.ranks.links import Link, connect, is_on_nccl, make_groups, make_links
 from shardwise.ranks.mesh import Mesh, Replicas, lone_mesh, make_mesh, make_replicas
@@ -67,7 +67,7 @@ class Wires:
     def check_before(self) -> None:
         """Raise if this rank has failed before: what connects it with others is over."""
         if self.watch is not None:
-            check_before(self.watch)
+            self.watch.check_before()
 
     def start_sum(self, numbers: Tensor) -> Any:  # noqa: ARG002 - they are the sum
         """Begin to add up numbers of the CPU over all processes, in place; None if they are the sum."""

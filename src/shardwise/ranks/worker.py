@@ -28,6 +28,7 @@ from shardwise.ranks.gpus import Gpus, check_one_each, find_gpus
 from shardwise.ranks.pulse import Pulse
 from shardwise.ranks.rank_error import RankError, describe_failure
 from shardwise.ranks.roll_call import agree_on_attempt
+from shardwise.ranks.shared_gpus import share_if_needed
 from shardwise.torch_private import PrefixStore, TCPStore
 
 #: How much later a rank under `torchrun` ends than the one whose failure it follows. It looks ten times a second.
@@ -99,19 +100,19 @@ def _join(rank: int, num_ranks: int, port: int, gpus: Gpus, silent_seconds: floa
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     backend = choose_backend(environment.device_of(rank), num_ranks, gpus)
     Pulse(store, rank, num_ranks, limit_seconds=silent_seconds)
+    if gpus == "shared":
+        share_if_needed(store, rank, num_ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
 
 
 def choose_backend(place: int, num_places: int, gpus: Gpus = "own") -> str:
-    """How processes of one machine talk: over NCCL too if there is a GPU for each, and then this one takes its own.
+    """How processes of one launcher talk: over NCCL too if there is a GPU for each, and then this one takes its own.
 
     Where they are `shared`, there may be fewer than processes.
     """
     num_gpus = torch.cuda.device_count() if dist.is_nccl_available() and torch.cuda.is_available() else 0
     if not num_gpus or gpus == "none" or (num_places > num_gpus and gpus == "own"):
         return "gloo"
-    if num_places > num_gpus:
-        environment.share_gpu(place)
     torch.cuda.set_device(place % num_gpus)
     return "cpu:gloo,cuda:nccl"
 
@@ -139,12 +140,10 @@ def join_if_launched() -> None:
     environment.name_attempt(agree_on_attempt(store, rank, size))
     backend = choose_backend(*place, gpus)
     Pulse(store_of_faults(store), rank, size, tells=True)
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(f"attempt {environment.attempt_name()}", store),
-        rank=rank,
-        world_size=size,
-    )
+    named = PrefixStore(f"attempt {environment.attempt_name()}", store)
+    if gpus == "shared":
+        share_if_needed(named, rank, size)
+    dist.init_process_group(backend, store=named, rank=rank, world_size=size)
 
 
 def _end_with_launcher() -> None:

@@ -130,9 +130,10 @@ class Loop:
             leave_out=self._health.leave_out,
         )
 
-    def close(self, *, is_over: bool) -> None:
-        """Let go of files and of writers' threads; where the run is over, of its copies in memory."""
-        self._safe.close(is_over=is_over)
+    def close(self, *, is_over: bool, has_failed: bool) -> None:
+        """Let go of files and of writers' threads, which wait for no rank that is gone where a run has failed; where it
+        is over, of its copies in memory."""
+        self._safe.close(is_over=is_over, has_failed=has_failed)
         self._log.close()
         self._health.close()
 

@@ -90,14 +90,15 @@ def _run(job: Job, world: World, stop: StopSignals, progress: Progress) -> Outco
         if world.is_first:
             write_recipe_and_plan(job.folder, job.recipe, job.plan)
         announce(job, world, setup, progress)
-        loop, is_over = Loop(job, world, setup, stop, progress), False
+        loop, is_over, has_failed = Loop(job, world, setup, stop, progress), False, True
         try:
             outcome = loop.run()
+            has_failed = False
             ended = outcome.result
             note_end(job, world, ended.stopped_by or "finished", step=ended.step, leave_out=ended.leave_out)
             return outcome
         except StoppedError as error:
-            is_over = error.is_final
+            is_over, has_failed = error.is_final, False
             note_end(job, world, error.problem, is_final=error.is_final, leave_out=error.hosts)
             return error
         except Exception as error:
@@ -108,5 +109,5 @@ def _run(job: Job, world: World, stop: StopSignals, progress: Progress) -> Outco
             lines = [line.strip() for line in str(error).splitlines() if line.strip() and "raised:" not in line]
             why = lines[0] if lines else type(error).__name__
         finally:
-            loop.close(is_over=is_over)
+            loop.close(is_over=is_over, has_failed=has_failed)
     return _NotCompiled(f"{why} (--set compile=off)")

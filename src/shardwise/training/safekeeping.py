@@ -46,9 +46,9 @@ class Safekeeping:
         self._is_on_disk = last is not None and last.endswith(folder_of(self._saver.root, step).name)
         return last
 
-    def close(self, *, is_over: bool) -> None:
+    def close(self, *, is_over: bool, has_failed: bool) -> None:
         """Let go of threads; where the run is over, or all of it is on disk, of its copies."""
-        self._saver.close()
+        self._saver.close(has_failed=has_failed)
         self._copier.close(is_over=is_over or self._is_on_disk)
 
     def _is_to_be_saved(self, step: int) -> bool:

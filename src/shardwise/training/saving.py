@@ -47,9 +47,9 @@ class Saver:
         last = find_last(self.root)
         return None if last is None else str(last)
 
-    def close(self) -> None:
+    def close(self, *, has_failed: bool) -> None:
         """Let go of the writer's thread."""
-        self._writer.close()
+        self._writer.close(has_failed=has_failed)
 
     def _warn(self, problem: str | None) -> None:
         """Of a checkpoint that could not be written. All ranks were told of it."""

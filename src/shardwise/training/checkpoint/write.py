@@ -15,9 +15,10 @@ import json
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,9 +43,11 @@ from shardwise.training.checkpoint.index import (
 from shardwise.training.checkpoint.parts import Part
 from shardwise.training.checkpoint.snapshot import Chunks, Snapshot
 
-_POLL_SECONDS = 0.01
+_POLL_SECONDS, _ASK_SECONDS = 0.01, 0.1
 # A rank whose disk takes not even an empty file cannot say so. The others give up on it after this long.
 _PATIENCE_SECONDS = 600.0
+# And after so long without a sign of writing, once the run has failed: whoever was killed writes no more.
+_QUIET_SECONDS = 1.0
 
 #: What identifies a part among those of all ranks.
 Description = tuple[str, Box, int]
@@ -79,6 +82,7 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
         self._snapshot = Snapshot()  # Of what this rank writes.
         self._under_way: Future[str | None] | None = None
+        self._has_failed = threading.Event()
         self._described: list[Description] = []
         self._mine: set[tuple[str, Box]] = set()
         #: How long the thread was at the last one.
@@ -97,11 +101,19 @@ class Writer:
         """Wait for what is being written. Returns what went wrong, on whichever rank. Every rank calls this."""
         if self._under_way is None:
             return None
-        mine, self._under_way = self._under_way.result(), None
-        return next((problem for problem in self._gather(mine) if problem is not None), None)
+        # All ask each other meanwhile: a rank that is gone is seen by that, and by nothing else here.
+        told: list[tuple[bool, str | None]] = [(False, None)]
+        while not all(is_done for is_done, _ in told):
+            is_done = bool(wait([self._under_way], _ASK_SECONDS).done)
+            told = self._gather((is_done, self._under_way.result() if is_done else None))
+        self._under_way = None
+        return next((problem for _, problem in told if problem is not None), None)
 
-    def close(self) -> None:
-        """End the thread, when it has written what it was given."""
+    def close(self, *, has_failed: bool = False) -> None:
+        """End the thread, when it has written what it was given. If the run has failed, ranks may be gone whose parts
+        will never come: they are waited for only as long as something is written."""
+        if has_failed:
+            self._has_failed.set()
         self._thread.shutdown()
 
     def agree(self, parts: Sequence[Part]) -> None:
@@ -138,10 +150,10 @@ class Writer:
     def _complete(self, step: int, folder: Path, final: Path, extra: dict[str, Any]) -> str | None:
         """Wait for the others, write the index, and give the folder its name."""
         names = [f"rank-{rank:05}" for rank in range(self._num_ranks)]
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        patience = _Patience(folder)
         while not all((folder / f"{name}.json").exists() for name in names):
             failed = next(iter(sorted(folder.glob("*.failed"))), None)
-            if failed is not None or time.monotonic() > deadline:
+            if failed is not None or patience.is_over(run_has_failed=self._has_failed.is_set()):
                 said = "" if failed is None else failed.read_text(encoding="utf-8")
                 problem = said or f"the checkpoint of step {step} failed: not every rank could write its part"
                 shutil.rmtree(folder, ignore_errors=True)
@@ -174,6 +186,25 @@ class Writer:
             files |= read_files(content["files"])
             path.unlink()
         return entries, files
+
+
+class _Patience:
+    """How long other ranks are waited for, by what they write to a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._deadline = folder, time.monotonic() + _PATIENCE_SECONDS
+        self._seen: set[tuple[str, int]] | None = None
+        self._quiet_since = 0.0
+
+    def is_over(self, *, run_has_failed: bool) -> bool:
+        now = time.monotonic()
+        if not run_has_failed:
+            return now > self._deadline
+        with contextlib.suppress(FileNotFoundError):  # One was given another name meanwhile, and that is a sign too.
+            found = {(path.name, path.stat().st_size) for path in self._folder.iterdir()}
+            if found != self._seen:
+                self._seen, self._quiet_since = found, now
+        return now - self._quiet_since > _QUIET_SECONDS
 
 
 class Mark(NamedTuple):

@@ -1,0 +1,163 @@
+"""The side thread of a rank's watch (`faults.py`): it tells the others where the rank stands, looks what has become of
+them, and ends waits that are in vain.
+
+What it shares with the watch, which runs in the rank's own threads, is all in one object:
+
+    the watch writes    where the rank stands, for whom it waits, what connects it with others, that it knows of a fault
+    the thread writes   the verdict, and then that all waits are ended
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from shardwise.ranks.breaking import break_all
+from shardwise.ranks.device_progress import DeviceProgress
+from shardwise.ranks.rank_error import RankError, decode, encode
+from shardwise.ranks.shared_memory import Pair
+from shardwise.ranks.stall import Board, RankLocation, find_stall
+from shardwise.torch_private import Store
+
+#: Where the process that started the ranks writes that one of them died.
+LOST = "shardwise/lost"
+#: Where a rank that ends its own process, as its host does not come back, writes why; and the status it ends with.
+LAST_WORD, STATUS_OF_LAST_WORD = "shardwise/last word", 70
+#: How long a broken connection may wait for the reason why it broke.
+SETTLE_SECONDS = 3.0
+# How long a host may take to come back from its GPU once the communicators are aborted.
+_LEAVE_SECONDS = 5.0
+# And from anything else, such as the user's own code between two steps.
+_LEAVE_AT_LAST = 60.0
+
+
+class Lookout:
+    """One rank's thread, and all that it knows."""
+
+    def __init__(self, store: Store, name: str, rank: int, num_ranks: int, *, limit: float, beat: float) -> None:
+        self._store, self._name, self.rank = store, name, rank
+        self._limit, self._beat = limit, beat
+        self.place: object = "the start"
+        self._moves = 0
+        #: For whom the rank waits now.
+        self.waits_for: tuple[int, ...] = ()
+        self._others = tuple(other for other in range(num_ranks) if other != rank)
+        #: Where its GPU stands, if others are waited for there.
+        self.gpu: DeviceProgress | None = None
+        #: What it ends the waits of when a rank fails.
+        self.guarded: list[dist.ProcessGroup | Pair] = []
+        #: Who has failed, once it is known.
+        self.verdict: RankError | None = None
+        #: Whether the rank knows that something went wrong: it raises, or has been told.
+        self.told = threading.Event()
+        #: Whether all that is guarded is broken.
+        self.stopped = threading.Event()
+        self._closed, self._hurry = threading.Event(), threading.Event()
+        self._board = Board(store, name, rank, num_ranks)
+        self._thread = threading.Thread(target=self._look, name="shardwise-watch", daemon=True)
+        self._thread.start()
+
+    def move(self, place: object) -> None:
+        """The rank stands there from now on."""
+        self.place = place
+        self._moves += 1
+
+    def follow(self, device: torch.device) -> None:
+        if self.gpu is None:
+            self.gpu = DeviceProgress(device)
+
+    def settle(self, seconds: float) -> bool:
+        """Look more often, for so long: whether a verdict has come."""
+        self._hurry.set()
+        return self.stopped.wait(seconds)
+
+    def places(self) -> list[RankLocation]:
+        """Where all ranks stand, as they have told last."""
+        return self._board.read(self._mine())
+
+    def publish(self, error: RankError) -> None:
+        """The first one wins; later ones are what came of it."""
+        try:
+            if self._store.add(f"{self._name}/failures", 1) == 1:
+                self._store.set(f"{self._name}/failed", encode(error))
+        except RuntimeError:
+            self._stop(error)
+        self._hurry.set()
+
+    def close(self) -> None:
+        """Stop looking. Where the store no longer answers, that is all."""
+        self._closed.set()
+        self._hurry.set()
+        self._thread.join(SETTLE_SECONDS)
+
+    def _mine(self) -> RankLocation:
+        waits_for, behind = self.waits_for, None if self.gpu is None else self.gpu.behind()
+        if not waits_for and behind is not None:
+            # Since when is seen by the number: it changes as long as the GPU moves on.
+            return replace(self._board.mine(behind[1], -2 - behind[0], self._others), on_gpu=True)
+        return self._board.mine(self.place, self._moves, waits_for)
+
+    def _look(self) -> None:
+        while not self._closed.is_set() and self.verdict is None:
+            try:
+                self._tick()
+            except RuntimeError as error:  # Also what torch raises when the store does not answer.
+                why = str(error).partition("\n")[0]
+                self._stop(RankError(f"rank {self.rank} lost the store that the ranks share ({why})"))
+            hurried = self._hurry.is_set() and self.verdict is None
+            if hurried:
+                self._closed.wait(0.02)
+            else:
+                self._hurry.wait(self._beat)
+        # A wait that begins while connections are broken may escape: it is ended in the next second.
+        while self.verdict is not None and not self.told.is_set() and not self._closed.wait(1.0):
+            break_all(self.guarded, again=True)
+        if self._closed.is_set() and self.verdict is None:
+            with contextlib.suppress(RuntimeError):  # The rank that has the store may have ended before this one.
+                self._board.write(self._mine())
+
+    def _tick(self) -> None:
+        mine = self._mine()
+        self._board.write(mine)
+        verdict = self._find_failure()
+        stays = mine.at_seconds > 2 * self._beat
+        if self.gpu is not None and stays and not mine.waits_for:
+            self.gpu.ask()  # Its host may wait for it where nothing says so.
+        if verdict is None and stays and mine.waits_for:
+            stall = find_stall(self._board.read(mine), self.rank, self._limit)
+            if stall is not None:
+                self.publish(stall)
+                verdict = self._find_failure() or stall
+        if verdict is not None:
+            self._stop(verdict)
+
+    def _find_failure(self) -> RankError | None:
+        for key in (LOST, f"{self._name}/failed"):
+            if self._store.check([key]):
+                return decode(self._store.get(key))
+        return None
+
+    def _stop(self, verdict: RankError) -> None:
+        self.verdict = verdict
+        self.stopped.set()
+        break_all(self.guarded)
+        if self.gpu is not None:
+            self._see_off(verdict, self.gpu)
+
+    def _see_off(self, verdict: RankError, gpu: DeviceProgress) -> None:
+        """Wait until the host knows. If it does not come back, from a GPU that stands still or from NCCL itself, end
+        this process: nothing else can."""
+        start = time.monotonic()
+        while time.monotonic() - start < (_LEAVE_SECONDS if gpu.behind() is not None else _LEAVE_AT_LAST):
+            if self.told.wait(0.1) or self._closed.is_set():
+                return
+        with contextlib.suppress(RuntimeError):
+            self._store.set(LAST_WORD, encode(verdict))
+        sys.stderr.write(f"error: {verdict}\n")
+        sys.stderr.flush()
+        os._exit(STATUS_OF_LAST_WORD)

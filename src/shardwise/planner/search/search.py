@@ -8,6 +8,7 @@
 
 A candidate is let go only when a bound says that it is slower than what was found, or that it does not fit. Of every
 kind (which axes are used at all) the most promising are kept all the same, so that there is something to compare with.
+Slower is meant of weighed seconds: those of a step times what `simplicity.py` asks of a plan that is not plain.
 """
 
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ from shardwise.planner.search.choices import (
     zeros,
 )
 from shardwise.planner.search.schedule_bounds import Cells, bound_schedules, holder
+from shardwise.planner.search.simplicity import ANY_HOST, handicap, of_axes, of_schedules, of_zeros
 from shardwise.planner.search.tally import Tally
 from shardwise.working import working_at
 
@@ -58,17 +60,18 @@ _WITH_WEIGHTS = ("weights", "masters", "gradients")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """Candidates that fit, in one precision, with their seconds and the parts of these."""
+    """Candidates that fit, in one precision, with their seconds, the same weighed, and the parts of the first."""
 
     precision: str
     layouts: Layouts
     seconds: Floats
+    weighed: Floats
     parts: dict[str, Floats]
 
 
 @dataclass(slots=True)
 class Search:
-    """One search under way."""
+    """One search under way. `best` is the least of weighed seconds."""
 
     question: Question
     tally: Tally = field(default_factory=Tally)
@@ -83,7 +86,7 @@ class Search:
 
     @property
     def limit(self) -> float:
-        """Seconds beyond which a candidate is of no interest."""
+        """Weighed seconds beyond which a candidate is of no interest."""
         return self.best * (1 + _SLACK)
 
 
@@ -125,18 +128,18 @@ class _InPrecision:
                 self._expand(axes.take(wanted))
 
     def _bounded(self, axes: Layouts, weight: int) -> tuple[Layouts, Floats]:
-        """The axes that can fit at all, and the seconds below which none of their steps is."""
+        """The axes that can fit at all, and the weighed seconds below which none of their steps is."""
         held, fits = leanest(self.question, axes, self.software, self.offloads)
         self.search.tally.add_memory(held, ~fits, np.full(len(axes), weight))
         axes = axes.take(fits)
         bound = least_seconds(
             self.question.model, self.question.cluster, axes, sequence=self.question.sequence, software=self.software
         )
-        return axes, bound
+        return axes, bound * of_axes(self.question, axes)
 
     def _usual(self, axes: Layouts, bound: Floats) -> float:
-        """Seconds of the best of the usual plans, for bounds to begin with: one sample a microbatch, states shared out
-        or not, nothing on the host that need not be. Only of what may be faster than what was found before."""
+        """Weighed seconds of the best of the usual plans, for bounds to begin with: one sample a microbatch, states
+        shared out or not, nothing on the host that need not be. Only of what may be faster than what was found."""
         is_usual = (axes.microbatch == 1) & (axes.order == 0) & (axes.context == 0) & (bound <= self.search.best)
         is_usual &= axes.sequence_parallel == (axes.tp > 1)
         inside = copy(self)
@@ -153,12 +156,14 @@ class _InPrecision:
         layouts = with_recomputations(axes, self.recomputations)
         tally, weight = self.search.tally, len(self.offloads)
         kinds = _axes_kind(layouts) * 4 + layouts.recompute
+        weight_of_axes = of_axes(self.question, layouts)
         per_layout = weight * len(self.schedules.code) * len(self.zeros)
 
         def wanted(least: Floats) -> np.ndarray:
+            weighed = least * weight_of_axes
             apart = kinds * 2 + (layouts.microbatch == 1)
-            few = _first_of_each(apart, np.argsort(least, kind="stable"), _LAYOUTS_OF_EACH_KIND)
-            chosen: np.ndarray = (least <= self.search.limit) | few
+            few = _first_of_each(apart, np.argsort(weighed, kind="stable"), _LAYOUTS_OF_EACH_KIND)
+            chosen: np.ndarray = (weighed <= self.search.limit) | few
             tally.slower += int((~chosen).sum()) * per_layout
             return chosen
 
@@ -166,6 +171,7 @@ class _InPrecision:
             self.question, self.software, layouts, self.schedules, self.zeros, self.movable, wanted,
             lambda held, counts: tally.add_memory(held, counts > 0, weight * counts),
         )  # fmt: skip
+        cells = self._weighed(cells, weight_of_axes)
         order = np.argsort(cells.seconds, kind="stable")
         always = _first_of_each(kinds[cells.layout] * 2 + cells.is_tight, order, _OF_EACH_KIND)
         num_near = int(np.searchsorted(cells.seconds[order], self.search.limit, side="right"))
@@ -178,6 +184,13 @@ class _InPrecision:
         if not len(near):
             self._finish(layouts, cells.take(kept))
         tally.slower += (len(rest) - len(kept)) * weight
+
+    def _weighed(self, cells: Cells, weight_of_axes: Floats) -> Cells:
+        """Candidates with weighed seconds. What fits only with something on the host pays for that."""
+        stages, groups = (np.array(column) for column in zip(*self.zeros, strict=True))
+        weight = weight_of_axes[cells.layout] * np.where(cells.is_tight, ANY_HOST, 1.0)
+        weight *= of_schedules(self.schedules.code, self.schedules.chunks)[cells.schedule]
+        return cells._replace(seconds=cells.seconds * weight * of_zeros(stages, groups)[cells.zero])
 
     def _finish(self, layouts: Layouts, cells: Cells) -> None:
         """Price some candidates in full: what fits as it is, and with what on the host the others do."""
@@ -221,15 +234,18 @@ class _InPrecision:
         tally.fitting += int(found.fits.sum())
         if found.fits.any():
             fits = found.fits
+            fitting = layouts.take(fits)
+            weighed = found.seconds[fits] * handicap(self.question, fitting)
             self.search.found.append(
                 Fitting(
                     precision=self.precision,
-                    layouts=layouts.take(fits),
+                    layouts=fitting,
                     seconds=found.seconds[fits],
+                    weighed=weighed,
                     parts={name: part[fits] for name, part in found.parts.items()},
                 )
             )
-            self.search.best = min(self.search.best, float(found.seconds[fits].min()))
+            self.search.best = min(self.search.best, float(weighed.min()))
 
 
 def _axes_kind(layouts: Layouts) -> np.ndarray:

@@ -70,9 +70,9 @@ def test_a_plan_leaves_a_reserve_and_activations_stay_where_there_is_room() -> N
     ("asked", "plain", "odd", "gain"),
     [
         ("8xh100 4096", "dp=8,zero=2", "dp=4,pp=2,schedule=zb-v,microbatches=8,zero=2", 0.03 + 3 * 0.01),
-        ("8xh100 4096", "dp=8,zero=2", "dp=4,cp=2,zero=2", 0.03 + 2 * 0.03),
+        ("8xh100 4096", "dp=8,zero=2", "dp=4,cp=2,zero=2", 0.03 + 3 * 0.03),
         ("8xh100 8192", "dp=8,zero=2", "dp=4,cp=2,zero=2", 0.03),
-        ("8xh100 4096", "tp=2,dp=4,zero=1", "dp=8,zero=1,offload.optimizer=1", 0.03),
+        ("8xh100 4096", "tp=2,dp=4,zero=1", "dp=8,zero=1,offload.optimizer=1", 2 * 0.03),
         ("4x8xh100 4096", "pp=16,tp=2,microbatches=32", "pp=32,microbatches=32", 0.0),
         ("4x8xh100 4096", "dp=4,tp=8", "dp=2,tp=16", 0.03),
         ("4x8xh100 4096", "pp=2,dp=16,chunks=4,schedule=interleaved",
@@ -86,7 +86,7 @@ def test_what_is_less_plain_has_to_gain_for_it(asked: str, plain: str, odd: str,
         float(handicap(question, layouts_of(question, Plan.parse(f"{text},precision=bf16")))[0])
         for text in (plain, odd)
     )
-    assert second / first == pytest.approx(1 + gain, abs=0.003)
+    assert second / first == pytest.approx(1 + gain, abs=0.006)
 
 
 def test_what_closed_forms_take_for_fitting_hides_nothing_that_does() -> None:

@@ -67,6 +67,7 @@ def test_no_candidate_of_all_is_faster_than_what_was_found(model: str, cluster: 
     found = price(question.model, question.cluster, layouts, sequence=1024, software=question.software_in("bf16"))
     weighed = found.seconds * handicap(question, layouts)
     assert search.best == pytest.approx(float(weighed[found.fits].min()), rel=1e-12)
+    assert search.fastest == pytest.approx(float(found.seconds[found.fits].min()), rel=1e-12)
     assert search.tally.priced < len(layouts)
 
 

@@ -24,8 +24,8 @@ from shardwise.planner.search.tally import Tally
 # Of the best by closed forms at least so many that fit exactly, and at most so many, are accounted for exactly; as long
 # as none fits, more. And of other kinds so many that fit exactly, of so many at most.
 _BEST, _MOST, _MOST_TRIED = 3, 8, 24
-# Of one grid and schedule so many that do not fit exactly, before the others of it are let go.
-_FAILURES = 2
+# Of one grid and schedule at most so many, whether they fit or not: they are much alike.
+_OF_ONE = 2
 _OTHER_KINDS, _MOST_KINDS = 5, 12
 _SHOWN = 4
 # How much more than closed forms promised is looked at beside the best; and by how much less room there is where
@@ -186,12 +186,12 @@ class Table:
             precision=str(value["precision"]), order=ORDERS[int(value["order"])], layers=question.fixed.get("layers"),
         )  # fmt: skip
 
-    def in_order(self) -> Iterator[tuple[int, int]]:
-        """All rows, the best first, each with a number for its grid and schedule."""
-        columns = [self.columns[name] for name in ("dp", "tp", "pp", "cp", "ep", "schedule", "chunks")]
+    def in_order(self) -> Iterator[tuple[int, int, int]]:
+        """All rows, the best first, each with a number for its grid and schedule, and its chunks."""
+        columns = [self.columns[name] for name in ("dp", "tp", "pp", "cp", "ep", "schedule")]
         _, shapes = np.unique(np.stack(columns), axis=1, return_inverse=True)
         for row in np.argsort(self.weighed, kind="stable"):
-            yield int(row), int(shapes.ravel()[row])
+            yield int(row), int(shapes.ravel()[row]), int(self.columns["chunks"][row])
 
     def fastest(self) -> list[int]:
         """The fastest rows, whatever they cost in simplicity."""
@@ -229,22 +229,20 @@ def _accounts(question: Question, table: Table) -> list[Account]:
 def _first_accounts(question: Question, table: Table) -> dict[int, Account]:
     """The best of each grid and schedule by closed forms, until these promise nothing better than what fits exactly."""
     accounts: dict[int, Account] = {}
-    fitting: set[int] = set()
-    failures: Counter[int] = Counter()
+    fitting: set[tuple[int, int]] = set()
+    tried: Counter[int] = Counter()
     best = np.inf
-    for row, shape in table.in_order():
-        num_fitting = len(fitting)
-        is_enough = num_fitting >= _BEST and table.weighed[row] >= best
-        if is_enough or len(accounts) >= (_MOST if num_fitting else _MOST_TRIED):
+    for row, shape, chunks in table.in_order():
+        is_enough = len(fitting) >= _BEST and table.weighed[row] >= best
+        if is_enough or len(accounts) >= (_MOST if fitting else _MOST_TRIED):
             break
-        if shape in fitting or failures[shape] >= _FAILURES:
+        if (shape, chunks) in fitting or tried[shape] >= _OF_ONE:
             continue
         accounts[row] = _account(question, table, row)
+        tried[shape] += 1
         if accounts[row].fits:
-            fitting.add(shape)
+            fitting.add((shape, chunks))
             best = min(best, weighed_seconds(accounts[row]))
-        else:
-            failures[shape] += 1
     return accounts
 
 

@@ -8,7 +8,8 @@
 
 A candidate is let go only when a bound says that it is slower than what was found, or that it does not fit. Of every
 kind (which axes are used at all) the most promising are kept all the same, so that there is something to compare with.
-Slower is meant of weighed seconds: those of a step times what `simplicity.py` asks of a plan that is not plain.
+Slower is meant of weighed seconds: those of a step times what `simplicity.py` asks of a plan that is not plain. The
+fastest is looked for beside, to say what it would gain.
 """
 
 from collections.abc import Iterator
@@ -71,12 +72,13 @@ class Fitting:
 
 @dataclass(slots=True)
 class Search:
-    """One search under way. `best` is the least of weighed seconds."""
+    """One search under way. `best` is the least of weighed seconds, `fastest` of seconds."""
 
     question: Question
     tally: Tally = field(default_factory=Tally)
     found: list[Fitting] = field(default_factory=list)
     best: float = np.inf
+    fastest: float = np.inf
 
     def run(self) -> "Search":
         """Search all precisions, the fastest first."""
@@ -84,10 +86,9 @@ class Search:
             _InPrecision(self, precision).run()
         return self
 
-    @property
-    def limit(self) -> float:
-        """Weighed seconds beyond which a candidate is of no interest."""
-        return self.best * (1 + _SLACK)
+    def is_near(self, weighed: Floats, seconds: Floats) -> np.ndarray:
+        """Which candidates are of interest, by bounds of theirs: as good as the best, nearly, or faster than all."""
+        return np.asarray((weighed <= self.best * (1 + _SLACK)) | (seconds < self.fastest))
 
 
 class _InPrecision:
@@ -114,40 +115,41 @@ class _InPrecision:
         if len(axes) == 0:
             return
         axes, bound = self._bounded(axes, weight)
-        self.search.best = min(self.search.best, self._usual(axes, bound))
-        order = np.argsort(bound, kind="stable")
+        weighed = bound * of_axes(self.question, axes)
+        self._begin_with_usual(axes, weighed)
+        order = np.argsort(weighed, kind="stable")
         # Once there is something to compare with, kinds need no second chance.
         each = 0 if self.search.found else _OF_EACH_KIND
         kept = _first_of_each(_axes_kind(axes), order, each)
         for start, stop in _growing(len(order), _BLOCK):
             working_at(f"ways to divide the devices, in {self.precision}", start, len(order))
             block = order[start:stop]
-            wanted = block[(bound[block] <= self.search.limit) | kept[block]]
+            wanted = block[self.search.is_near(weighed[block], bound[block]) | kept[block]]
             tally.slower += (len(block) - len(wanted)) * weight
             if len(wanted):
                 self._expand(axes.take(wanted))
 
     def _bounded(self, axes: Layouts, weight: int) -> tuple[Layouts, Floats]:
-        """The axes that can fit at all, and the weighed seconds below which none of their steps is."""
+        """The axes that can fit at all, and the seconds below which none of their steps is."""
         held, fits = leanest(self.question, axes, self.software, self.offloads)
         self.search.tally.add_memory(held, ~fits, np.full(len(axes), weight))
         axes = axes.take(fits)
         bound = least_seconds(
             self.question.model, self.question.cluster, axes, sequence=self.question.sequence, software=self.software
         )
-        return axes, bound * of_axes(self.question, axes)
+        return axes, bound
 
-    def _usual(self, axes: Layouts, bound: Floats) -> float:
-        """Weighed seconds of the best of the usual plans, for bounds to begin with: one sample a microbatch, states
-        shared out or not, nothing on the host that need not be. Only of what may be faster than what was found."""
-        is_usual = (axes.microbatch == 1) & (axes.order == 0) & (axes.context == 0) & (bound <= self.search.best)
+    def _begin_with_usual(self, axes: Layouts, weighed: Floats) -> None:
+        """Price the usual plans, for bounds to begin with: one sample a microbatch, states shared out or not, nothing
+        on the host that need not be. Only of what may be better than what was found before."""
+        is_usual = (axes.microbatch == 1) & (axes.order == 0) & (axes.context == 0) & (weighed <= self.search.best)
         is_usual &= axes.sequence_parallel == (axes.tp > 1)
         inside = copy(self)
-        inside.search = Search(self.question, best=self.search.best)
+        inside.search = Search(self.question, best=self.search.best, fastest=self.search.fastest)
         inside.zeros = [(stage, group) for stage, group in self.zeros if stage < 2] or self.zeros
         inside.offloads = self.offloads[:1]
         inside._expand(axes.take(np.flatnonzero(is_usual)))
-        return inside.search.best
+        self.search.best, self.search.fastest = inside.search.best, inside.search.fastest
 
     def _expand(self, axes: Layouts) -> None:
         """Schedules and recomputation beneath some axes, and what bounds leave of them in full."""
@@ -163,7 +165,7 @@ class _InPrecision:
             weighed = least * weight_of_axes
             apart = kinds * 2 + (layouts.microbatch == 1)
             few = _first_of_each(apart, np.argsort(weighed, kind="stable"), _LAYOUTS_OF_EACH_KIND)
-            chosen: np.ndarray = (weighed <= self.search.limit) | few
+            chosen = self.search.is_near(weighed, least) | few
             tally.slower += int((~chosen).sum()) * per_layout
             return chosen
 
@@ -171,34 +173,36 @@ class _InPrecision:
             self.question, self.software, layouts, self.schedules, self.zeros, self.movable, wanted,
             lambda held, counts: tally.add_memory(held, counts > 0, weight * counts),
         )  # fmt: skip
-        cells = self._weighed(cells, weight_of_axes)
-        order = np.argsort(cells.seconds, kind="stable")
+        weighed = self._weighed(cells, weight_of_axes)
+        order = np.argsort(weighed, kind="stable")
         always = _first_of_each(kinds[cells.layout] * 2 + cells.is_tight, order, _OF_EACH_KIND)
-        num_near = int(np.searchsorted(cells.seconds[order], self.search.limit, side="right"))
-        near, rest = order[:num_near], order[num_near:]
+        is_near = self.search.is_near(weighed, cells.seconds)
+        near, rest = order[is_near[order]], order[~is_near[order]]
         kept = rest[always[rest]]
         for start, stop in _growing(len(near), _BATCH):
             block = near[start:stop]
-            block = block[(cells.seconds[block] <= self.search.limit) | always[block]]
-            self._finish(layouts, cells.take(block if stop < len(near) else np.concatenate([block, kept])))
+            is_near[block] = self.search.is_near(weighed[block], cells.seconds[block])
+            block = block[is_near[block] | always[block]]
+            rows = block if stop < len(near) else np.concatenate([block, kept])
+            self._finish(layouts, cells.take(rows), is_near[rows])
         if not len(near):
-            self._finish(layouts, cells.take(kept))
+            self._finish(layouts, cells.take(kept), is_near[kept])
         tally.slower += (len(rest) - len(kept)) * weight
 
-    def _weighed(self, cells: Cells, weight_of_axes: Floats) -> Cells:
-        """Candidates with weighed seconds. What fits only with something on the host pays for that."""
+    def _weighed(self, cells: Cells, weight_of_axes: Floats) -> Floats:
+        """Weighed seconds of candidates. What fits only with something on the host pays for that."""
         stages, groups = (np.array(column) for column in zip(*self.zeros, strict=True))
         weight = weight_of_axes[cells.layout] * np.where(cells.is_tight, ANY_HOST, 1.0)
         weight *= of_schedules(self.schedules.code, self.schedules.chunks)[cells.schedule]
-        return cells._replace(seconds=cells.seconds * weight * of_zeros(stages, groups)[cells.zero])
+        return cells.seconds * weight * of_zeros(stages, groups)[cells.zero]
 
-    def _finish(self, layouts: Layouts, cells: Cells) -> None:
+    def _finish(self, layouts: Layouts, cells: Cells, is_near: np.ndarray) -> None:
         """Price some candidates in full: what fits as it is, and with what on the host the others do."""
         under = with_schedule(layouts, self.schedules, cells.layout, cells.schedule)
         under = with_offloads(with_zero(under, self.zeros, cells.zero), self.offloads[:1])
         self._keep(under.take(np.flatnonzero(~cells.is_tight)))
         # What fits as it is gains nothing from the host, and what does not is no faster with it.
-        tight = np.flatnonzero(cells.is_tight & (cells.seconds <= self.search.limit))
+        tight = np.flatnonzero(cells.is_tight & is_near)
         if len(self.offloads) > 1 and len(tight):
             under = under.take(tight)
             held = holder(self.question, self.software, under)(under)
@@ -246,6 +250,7 @@ class _InPrecision:
                 )
             )
             self.search.best = min(self.search.best, float(weighed.min()))
+            self.search.fastest = min(self.search.fastest, float(found.seconds[fits].min()))
 
 
 def _axes_kind(layouts: Layouts) -> np.ndarray:

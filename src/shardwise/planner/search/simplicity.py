@@ -3,7 +3,7 @@
 No prediction tells a few per cent apart, and what cannot be told apart is not worth another axis. So the search
 compares seconds times this factor: every axis in use has to gain 3 %, and so has every doubling beyond what people run
 (pipelines of more than 16 ranks, tensor parallelism beyond the fast links; contexts of fewer than 4,096 positions on a
-rank count twice). What is on the host has to gain as much as two axes, and as three if it crosses with every
+rank count thrice). What is on the host has to gain as much as three axes, and as four if it crosses with every
 microbatch; everything else that a person would have to explain has to gain 1 %.
 
 A factor is a product of what axes, recomputation, schedule, ZeRO and the host each add, so that bounds of candidates
@@ -20,7 +20,7 @@ from shardwise.schedule.catalogue import CATALOGUE
 
 _AXIS, _ODDITY = 0.03, 0.01
 #: The least that the host adds, if anything is there.
-ANY_HOST = (1.0 + _AXIS) ** 2
+ANY_HOST = (1.0 + _AXIS) ** 3
 _DEEP, _SHORT, _MANY_CHUNKS = 16, 4096, 4
 # How far schedules are from plain; those that are not named are further than all of these.
 _PLAINNESS = {"1f1b": 0, "gpipe": 1, "interleaved": 1, "looped-bfs": 2, "zb-h1": 2}
@@ -38,7 +38,7 @@ def of_axes(question: Question, layouts: Layouts) -> Floats:
     domain = min(pool.domain for pool in question.cluster.pools)
     axes = sum((size > 1).astype(np.float64) for size in (layouts.tp, layouts.pp, layouts.cp))
     axes = axes + _doublings(layouts.pp / _DEEP) + _doublings(layouts.tp / domain)
-    axes = axes + np.where(layouts.cp > 1, 2.0 * _doublings(_SHORT * layouts.cp / question.sequence), 0.0)
+    axes = axes + np.where(layouts.cp > 1, 3.0 * _doublings(_SHORT * layouts.cp / question.sequence), 0.0)
     odd = (layouts.recompute > 0) * (1 + (layouts.recompute_share < 1)) + (layouts.order > 0)
     return _factor(axes, odd)
 
@@ -56,7 +56,7 @@ def of_zeros(zero: Ints, group: Ints) -> Floats:
 def of_host(layouts: Layouts) -> Floats:
     """What the host adds: weights and activations cross with every microbatch, optimizer state once a step."""
     often = (layouts.offload_parameters > 0) | (layouts.offload_activations > 0)
-    return np.where(often, _factor(3.0, 0.0), np.where(layouts.offload_optimizer > 0, ANY_HOST, 1.0))
+    return np.where(often, _factor(4.0, 0.0), np.where(layouts.offload_optimizer > 0, ANY_HOST, 1.0))
 
 
 def _doublings(ratio: Floats) -> Floats:

@@ -28,6 +28,7 @@ from shardwise.planner.search.axes import leanest, spread_axes
 from shardwise.planner.search.choices import (
     Schedules,
     holds_once,
+    joined,
     offloads,
     offloads_by_recomputation,
     precisions,
@@ -52,9 +53,11 @@ _BATCH = 65_536
 _SLACK = 0.03
 # How many of each kind are kept whatever the bounds say.
 _OF_EACH_KIND = 1
-# And layouts of each kind, with one sample in a microbatch and with more, whose schedules are looked at in any case: of
-# the fastest none may fit.
+# And layouts of each kind that nothing was found of yet, with one sample in a microbatch and with more, whose schedules
+# are looked at in any case: of the fastest none may fit.
 _LAYOUTS_OF_EACH_KIND = 16
+# Usual plans that are priced first: those with the least bounds.
+_USUAL = 4096
 # What moves to the host with weights, at most.
 _WITH_WEIGHTS = ("weights", "masters", "gradients")
 
@@ -72,13 +75,15 @@ class Fitting:
 
 @dataclass(slots=True)
 class Search:
-    """One search under way. `best` is the least of weighed seconds, `fastest` of seconds."""
+    """One search under way. `best` is the least of weighed seconds, `fastest` of seconds; of these
+    kinds something is found."""
 
     question: Question
     tally: Tally = field(default_factory=Tally)
     found: list[Fitting] = field(default_factory=list)
     best: float = np.inf
     fastest: float = np.inf
+    kinds: set[int] = field(default_factory=set)
 
     def run(self) -> "Search":
         """Search all precisions, the fastest first."""
@@ -114,8 +119,9 @@ class _InPrecision:
         axes = spread_axes(self.question, tally, weight)
         if len(axes) == 0:
             return
-        axes, bound = self._bounded(axes, weight)
-        weighed = bound * of_axes(self.question, axes)
+        axes, bound, weighed = self._bounded(axes, weight)
+        if len(axes) == 0:
+            return
         self._begin_with_usual(axes, weighed)
         order = np.argsort(weighed, kind="stable")
         # Once there is something to compare with, kinds need no second chance.
@@ -129,15 +135,21 @@ class _InPrecision:
             if len(wanted):
                 self._expand(axes.take(wanted))
 
-    def _bounded(self, axes: Layouts, weight: int) -> tuple[Layouts, Floats]:
-        """The axes that can fit at all, and the seconds below which none of their steps is."""
-        held, fits = leanest(self.question, axes, self.software, self.offloads)
-        self.search.tally.add_memory(held, ~fits, np.full(len(axes), weight))
-        axes = axes.take(fits)
+    def _bounded(self, axes: Layouts, weight: int) -> tuple[Layouts, Floats, Floats]:
+        """The axes that can fit at all, the seconds below which none of their steps is, and these weighed."""
+        question, search = self.question, self.search
         bound = least_seconds(
-            self.question.model, self.question.cluster, axes, sequence=self.question.sequence, software=self.software
+            question.model, question.cluster, axes, sequence=question.sequence, software=self.software
         )
-        return axes, bound
+        weighed = bound * of_axes(question, axes)
+        if search.found:
+            # Of a slower precision little is near, and only of that memory is a question.
+            near = np.flatnonzero(search.is_near(weighed, bound))
+            search.tally.slower += (len(axes) - len(near)) * weight
+            axes, bound, weighed = axes.take(near), bound[near], weighed[near]
+        held, fits = leanest(question, axes, self.software, self.offloads)
+        search.tally.add_memory(held, ~fits, np.full(len(axes), weight))
+        return axes.take(fits), bound[fits], weighed[fits]
 
     def _begin_with_usual(self, axes: Layouts, weighed: Floats) -> None:
         """Price the usual plans, for bounds to begin with: one sample a microbatch, states shared out or not, nothing
@@ -148,7 +160,8 @@ class _InPrecision:
         inside.search = Search(self.question, best=self.search.best, fastest=self.search.fastest)
         inside.zeros = [(stage, group) for stage, group in self.zeros if stage < 2] or self.zeros
         inside.offloads = self.offloads[:1]
-        inside._expand(axes.take(np.flatnonzero(is_usual)))
+        usual = np.flatnonzero(is_usual)
+        inside._expand(axes.take(usual[np.argsort(weighed[usual], kind="stable")[:_USUAL]]))
         self.search.best, self.search.fastest = inside.search.best, inside.search.fastest
 
     def _expand(self, axes: Layouts) -> None:
@@ -157,14 +170,16 @@ class _InPrecision:
             return
         layouts = with_recomputations(axes, self.recomputations)
         tally, weight = self.search.tally, len(self.offloads)
-        kinds = _axes_kind(layouts) * 4 + layouts.recompute
+        kinds = _kind(layouts)
         weight_of_axes = of_axes(self.question, layouts)
         per_layout = weight * len(self.schedules.code) * len(self.zeros)
 
         def wanted(least: Floats) -> np.ndarray:
             weighed = least * weight_of_axes
             apart = kinds * 2 + (layouts.microbatch == 1)
-            few = _first_of_each(apart, np.argsort(weighed, kind="stable"), _LAYOUTS_OF_EACH_KIND)
+            missing = np.flatnonzero(~np.isin(kinds, list(self.search.kinds)))
+            order = missing[np.argsort(weighed[missing], kind="stable")]
+            few = _first_of_each(apart, order, _LAYOUTS_OF_EACH_KIND)
             chosen = self.search.is_near(weighed, least) | few
             tally.slower += int((~chosen).sum()) * per_layout
             return chosen
@@ -200,14 +215,15 @@ class _InPrecision:
         """Price some candidates in full: what fits as it is, and with what on the host the others do."""
         under = with_schedule(layouts, self.schedules, cells.layout, cells.schedule)
         under = with_offloads(with_zero(under, self.zeros, cells.zero), self.offloads[:1])
-        self._keep(under.take(np.flatnonzero(~cells.is_tight)))
+        wanted = [under.take(np.flatnonzero(~cells.is_tight))]
         # What fits as it is gains nothing from the host, and what does not is no faster with it.
         tight = np.flatnonzero(cells.is_tight & is_near)
         if len(self.offloads) > 1 and len(tight):
             under = under.take(tight)
             held = holder(self.question, self.software, under)(under)
             rows, chosen = self._made_to_fit(held, np.arange(len(under)), under)
-            self._keep(with_offload(under.take(rows), self.offloads[chosen]))
+            wanted.append(with_offload(under.take(rows), self.offloads[chosen]))
+        self._keep(joined(wanted))
 
     def _made_to_fit(self, held: StepBytes, tight: np.ndarray, layouts: Layouts) -> tuple[np.ndarray, np.ndarray]:
         """Which candidates choices of offload make fit, each with those that do: but for what moves more of one thing,
@@ -251,6 +267,12 @@ class _InPrecision:
             )
             self.search.best = min(self.search.best, float(weighed.min()))
             self.search.fastest = min(self.search.fastest, float(found.seconds[fits].min()))
+            self.search.kinds.update(np.unique(_kind(fitting)).tolist())
+
+
+def _kind(layouts: Layouts) -> np.ndarray:
+    """Which axes are used at all, and what is recomputed, as one number."""
+    return np.asarray(_axes_kind(layouts) * 4 + layouts.recompute)
 
 
 def _axes_kind(layouts: Layouts) -> np.ndarray:

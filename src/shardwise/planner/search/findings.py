@@ -26,7 +26,7 @@ from shardwise.planner.search.tally import Tally
 _BEST, _MOST, _MOST_TRIED = 3, 8, 24
 # Of one grid and schedule at most so many, whether they fit or not: they are much alike.
 _OF_ONE = 2
-_OTHER_KINDS, _MOST_KINDS = 5, 12
+_OTHER_KINDS, _MOST_KINDS = 4, 12
 _SHOWN = 4
 # How much more than closed forms promised is looked at beside the best; and by how much less room there is where
 # nothing that near fits exactly.
@@ -93,6 +93,8 @@ def _find(question: Question, tally: Tally) -> Findings | None:
     """Search, and account for what is found. Closed forms may take for fitting what does not, by a little, and let
     everything else go: where nothing near what they promise fits exactly, the search has less room the next time."""
     found = _find_within(question, question, tally)
+    if tally.fitting == 0:
+        return None
     for less in _LESS_ROOM:
         if found is not None and found.is_as_promised:
             return found.findings

@@ -48,7 +48,7 @@ from shardwise.working import working_at
 
 # Axes of a block that is expanded together, candidates that are finished together, and how much slower than the best
 # something may be and still be looked at, for the comparison.
-_BLOCK = 2048
+_BLOCK = 4096
 _BATCH = 65_536
 _SLACK = 0.03
 # How many of each kind are kept whatever the bounds say.
@@ -127,7 +127,9 @@ class _InPrecision:
         # Once there is something to compare with, kinds need no second chance.
         each = 0 if self.search.found else _OF_EACH_KIND
         kept = _first_of_each(_axes_kind(axes), order, each)
-        for start, stop in _growing(len(order), _BLOCK):
+        # Every block costs something however short it is; as long as nothing is found, short ones cost less.
+        first = _BLOCK // (2 if np.isfinite(self.search.best) else 16)
+        for start, stop in _growing(len(order), _BLOCK, first):
             working_at(f"ways to divide the devices, in {self.precision}", start, len(order))
             block = order[start:stop]
             wanted = block[self.search.is_near(weighed[block], bound[block]) | kept[block]]
@@ -194,7 +196,7 @@ class _InPrecision:
         is_near = self.search.is_near(weighed, cells.seconds)
         near, rest = order[is_near[order]], order[~is_near[order]]
         kept = rest[always[rest]]
-        for start, stop in _growing(len(near), _BATCH):
+        for start, stop in _growing(len(near), _BATCH, _BATCH // 8):
             block = near[start:stop]
             is_near[block] = self.search.is_near(weighed[block], cells.seconds[block])
             block = block[is_near[block] | always[block]]
@@ -290,9 +292,9 @@ def _first_of_each(kinds: np.ndarray, order: np.ndarray, count: int) -> np.ndarr
     return marked
 
 
-def _growing(count: int, most: int) -> Iterator[tuple[int, int]]:
+def _growing(count: int, most: int, first: int) -> Iterator[tuple[int, int]]:
     """Stretches of a list: short ones first, so that something is found before much is looked at."""
-    start, length = 0, max(most // 8, 1)
+    start, length = 0, first
     while start < count:
         yield start, min(start + length, count)
         start, length = start + length, min(2 * length, most)

@@ -182,7 +182,7 @@ class _InPrecision:
             missing = np.flatnonzero(~np.isin(kinds, list(self.search.kinds)))
             order = missing[np.argsort(weighed[missing], kind="stable")]
             few = _first_of_each(apart, order, _LAYOUTS_OF_EACH_KIND)
-            chosen = self.search.is_near(weighed, least) | few
+            chosen: np.ndarray = self.search.is_near(weighed, least) | few
             tally.slower += int((~chosen).sum()) * per_layout
             return chosen
 

@@ -81,10 +81,10 @@ def test_a_schedule_that_holds_all_holds_those_of_the_whole_step() -> None:
 def test_a_long_step_is_played_as_if_it_were_played_whole(name: str, chunks: int | None, num_microbatches: int) -> None:
     layouts = Layouts.of(pp=4, num_microbatches=num_microbatches, chunks=chunks or 1)
     stages = share_layers(32, [stage % 4 for stage in range(4 * (chunks or 1))], 0.1, 2.0)
-    played = play(pricer(), layouts, name, chunks, stages)
+    played = play(pricer(), layouts, name, chunks, stages, pricer().pieces(layouts))
     assert played is not None
     short = Layouts.of(pp=4, num_microbatches=num_microbatches + 4, chunks=chunks or 1)
-    longer = play(pricer(), short, name, chunks, stages)
+    longer = play(pricer(), short, name, chunks, stages, pricer().pieces(short))
     assert longer is not None
     # Four microbatches more take as long as four of the busiest rank, and no less.
     assert longer.seconds - played.seconds >= (longer.work - played.work) * (1 - 1e-9)
@@ -172,7 +172,7 @@ def test_dense_layers_at_the_beginning_are_priced_where_they_are() -> None:
     cluster = Cluster.parse("3x8xh100")
     found = price(model, cluster, layouts, sequence=4096)
     deep = replace(pricer(), model=model, pool=cluster.pools[0], sequence=4096)
-    played = play(deep, layouts, "1f1b", None, (9, 9, 9))
+    played = play(deep, layouts, "1f1b", None, (9, 9, 9), deep.pieces(layouts))
     inside = sum(found.parts[name][0] for name in ("compute", "tp", "ep", "bubble", "hops"))
     assert played is not None
     assert inside == pytest.approx(played.seconds, rel=0.01)

@@ -115,6 +115,44 @@ def test_a_command_line_of_vllm_is_read_with_short_and_long_names() -> None:
     assert (found.tp, found.pp, found.dp, found.sequences, found.longest) == (4, 2, 1, 64, 2048)
 
 
+def test_what_a_command_line_of_vllm_says_and_is_not_priced_is_told() -> None:
+    said = "vllm serve x --quantization fp8 --kv_cache_dtype=fp8 --gpu-memory-utilization 0.90 --dtype auto -q none"
+    assert vllm.read(said).unpriced == (
+        "--quantization fp8 is not priced: quantization is taken as none",
+        "--kv_cache_dtype fp8 is not priced: kv-cache-dtype is taken as auto",
+    )
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "llama3-8b"])
+def test_what_vllm_is_told_is_read_back(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [model, "--cluster", "8xh100"]
+    assert main(["plan", *words, "--task", "serve", "--for", "vllm", "--sequence", "1024", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert main(["fit", *words, "--from", made["text"], "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["not_priced"] == []
+    for name in ("plan", "sequences", "tokens_per_second", "kv_blocks"):
+        assert read[name] == made[name]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("megatron", marks=pytest.mark.whole), "torchtitan",
+             pytest.param("accelerate", marks=pytest.mark.whole)],
+)  # fmt: skip
+def test_plans_in_fp8_are_written_and_read_back_with_their_seconds(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["llama3-8b", "--cluster", "8xh100", "--sequence", "4096", "--batch", "64", "--json"]
+    fixed = "precision=fp8,dp=8,pp=1,tp=1,cp=1,microbatches=8"
+    assert main(["plan", *words, "--for", name, "--fix", fixed]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert "precision=fp8" in made["plan"]
+    assert main(["fit", *words, "--from", made["text"]]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["plan"] == made["plan"]
+    assert read["seconds"] == pytest.approx(made["seconds"])
+
+
 def test_arguments_need_no_word_before_them(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["fit", "llama3-8b", "--cluster", "8xh100", "--from"]
     # It is read, and does not fit.

@@ -85,12 +85,14 @@ def _schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int | No
     return make_schedule(name, num_ranks, num_microbatches, chunks)
 
 
-def play(pricer: Pricer, layouts: Layouts, name: str, chunks: int | None, stage_layers: Sequence[int]) -> Played | None:
-    """Play the only layout of `layouts`. None where that would take too long."""
+def play(
+    pricer: Pricer, layouts: Layouts, name: str, chunks: int | None, stage_layers: Sequence[int], pieces: Pieces
+) -> Played | None:
+    """Play the only layout of `layouts`, whose `pieces` these are. None where that would take too long."""
     num_ranks, num_microbatches = int(layouts.pp[0]), int(layouts.num_microbatches[0])
     if not _is_played(num_ranks, num_microbatches, len(stage_layers) // num_ranks):
         return None
-    works = _stage_works(pricer, pricer.pieces(layouts), stage_layers)
+    works = _stage_works(pricer, pieces, stage_layers)
     times = [_times(work) for work in works]
     hop = float(hop_seconds(pricer, layouts)[0])
     first = short_schedule(name, num_ranks, num_microbatches, chunks)

@@ -16,7 +16,7 @@ from shardwise.cost.memory import StepBytes, fitting_odds, step_bytes
 from shardwise.cost.pipeline import SCHEDULES
 from shardwise.cost.places import layer_kinds, rank_places
 from shardwise.cost.play import end_weights, play, share_layers, short_schedule
-from shardwise.cost.stage import Pricer
+from shardwise.cost.stage import Pieces, Pricer
 from shardwise.cost.step import HOST_TAKEN, Estimate, spread
 from shardwise.errors import ShardwiseError
 from shardwise.model.operations import Router
@@ -96,8 +96,9 @@ def account(question: Question, plan: Plan) -> Account:
     layouts = layouts_of(question, plan)
     found = question.price(layouts, question.software_in(plan.precision))
     pricer = _slowest(question, plan)
-    stages = stage_layers(question, plan, pricer, layouts)
-    parts = _played(pricer, layouts, plan, stages, found)
+    pieces = pricer.pieces(layouts)
+    stages = stage_layers(question, plan, pieces)
+    parts = _played(pricer, layouts, plan, pieces, stages, found)
     seconds = sum(parts.values())
     has_experts = any(isinstance(each, Router) for block, _ in question.model.kinds for each in block.operations)
     arrays = {name: np.array([part]) for name, part in parts.items()}
@@ -178,7 +179,7 @@ def layouts_of(question: Question, plan: Plan) -> Layouts:
     )  # fmt: skip
 
 
-def stage_layers(question: Question, plan: Plan, pricer: Pricer, layouts: Layouts) -> tuple[int, ...]:
+def stage_layers(question: Question, plan: Plan, pieces: Pieces) -> tuple[int, ...]:
     """Layers of each stage: the plan's, or balanced by what they and the ends take."""
     num_layers, num_stages = question.model.num_layers, _stages_of(plan)
     if plan.layers is not None:
@@ -186,7 +187,7 @@ def stage_layers(question: Question, plan: Plan, pricer: Pricer, layouts: Layout
     if num_stages == 1 or num_layers == 0:
         return (num_layers,)
     counts = [count for _, count in layer_kinds(question.model)]
-    ends = end_weights(pricer.pieces(layouts), num_layers, counts)
+    ends = end_weights(pieces, num_layers, counts)
     return share_layers(num_layers, _schedule(plan).placement.ranks[:num_stages], *ends)
 
 
@@ -219,12 +220,14 @@ def _work(pricer: Pricer, layouts: Layouts) -> float:
     return sum(float(work.total[0]) for work in (*kinds, begin, end))
 
 
-def _played(pricer: Pricer, layouts: Layouts, plan: Plan, stages: tuple[int, ...], found: Estimate) -> dict[str, float]:
+def _played(
+    pricer: Pricer, layouts: Layouts, plan: Plan, pieces: Pieces, stages: tuple[int, ...], found: Estimate
+) -> dict[str, float]:
     """The parts of a step, the pipeline's own as the schedule plays. Where it is too long to, by closed forms."""
     parts = {name: float(part[0]) for name, part in found.parts.items()}
     if plan.pp == 1 or plan.schedule == "auto":
         return parts
-    played = play(pricer, layouts, plan.schedule, plan.chunks, stages)
+    played = play(pricer, layouts, plan.schedule, plan.chunks, stages, pieces)
     if played is None:
         return parts
     inside = sum(parts[name] for name in _IN_PIPELINE)
@@ -238,7 +241,7 @@ def _played(pricer: Pricer, layouts: Layouts, plan: Plan, stages: tuple[int, ...
 def hold(question: Question, plan: Plan) -> tuple[RankBytes, ...]:
     """What every rank of a plan holds, without its seconds."""
     layouts, pricer = layouts_of(question, plan), _slowest(question, plan)
-    stages = stage_layers(question, plan, pricer, layouts)
+    stages = stage_layers(question, plan, pricer.pieces(layouts))
     return _ranks(question, plan, _rank_bytes(question, plan, layouts, stages, pricer))
 
 

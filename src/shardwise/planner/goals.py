@@ -34,8 +34,9 @@ def fewest_devices(question: Question, seconds: float) -> Findings:
         found = find_plan_if_any(smaller, Tally())
         if found is None:
             continue
-        if found.best.seconds <= seconds:
-            return found
+        in_time = found.within(seconds)
+        if in_time is not None:
+            return in_time
         if nearest is None or found.best.seconds < nearest.best.seconds:
             nearest = found
     fastest = nearest or find_plan_if_any(question, Tally())
@@ -60,7 +61,9 @@ def cheapest(question: Question, prices: Mapping[str, float], seconds: float | N
         if (best is not None and least * rate >= best.price_of_step) or (seconds is not None and least > seconds):
             continue
         found = find_plan_if_any(smaller, Tally())
-        if found is None or (seconds is not None and found.best.seconds > seconds):
+        if found is not None and seconds is not None:
+            found = found.within(seconds)
+        if found is None:
             continue
         price = found.best.seconds * rate
         if best is None or price < best.price_of_step:

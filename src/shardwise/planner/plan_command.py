@@ -110,6 +110,7 @@ def _train(arguments: argparse.Namespace) -> Answer:
         "batch": question.batch,
         "sequence": question.sequence,
         **account_data(found.best),
+        "fastest": None if found.fastest is None else account_data(found.fastest),
         "others": [account_data(each) for each in found.others],
         "candidates": tally_data(found.tally),
         "price_of_step": price,

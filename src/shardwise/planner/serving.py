@@ -17,13 +17,15 @@ _MOST_SEQUENCES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is wanted of serving: `goal` is tokens or latency; the limits are seconds, and `sequences` at once."""
+    """What is wanted of serving: `goal` is tokens or latency; the limits are seconds, and `sequences` at once. With
+    `experts_over_all`, experts are shared out over all replicas or not at all (vLLM)."""
 
     output: int = 256
     goal: str = "tokens"
     first_token: float | None = None
     each_token: float | None = None
     sequences: int | None = None
+    experts_over_all: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +93,7 @@ def _candidates(question: Question, target: Target) -> dict[str, np.ndarray]:
                 continue
             replicas = devices // tp // pp
             for ep in divisors(question.num_experts) if question.num_experts > 1 else (1,):
-                if replicas % ep:
+                if replicas % ep or (target.experts_over_all and ep not in (1, replicas)):
                     continue
                 rows += [(replicas, tp, pp, ep, sequences) for sequences in _sequences(target, replicas)]
     names = ("dp", "tp", "pp", "ep", "sequences")

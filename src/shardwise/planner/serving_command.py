@@ -26,6 +26,7 @@ def answer(arguments: argparse.Namespace) -> Answer:
         first_token=None if arguments.first_token is None else parse_seconds(arguments.first_token),
         each_token=None if arguments.each_token is None else parse_seconds(arguments.each_token),
         sequences=arguments.batch,
+        experts_over_all=arguments.program == "vllm",
     )
     question = make_question(
         arguments.model, cluster=arguments.cluster, batch=arguments.batch or 1, sequence=arguments.sequence

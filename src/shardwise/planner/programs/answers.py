@@ -151,7 +151,7 @@ def _served(arguments: argparse.Namespace, server: vllm.Server) -> Answer:
     longest = server.longest
     prompt = arguments.sequence or (max(longest - _OUTPUT, 1) if longest else None)
     question = make_question(arguments.model, cluster=arguments.cluster, batch=1, sequence=prompt, usual_sequence=1024)
-    target = Target(output=_OUTPUT)
+    target = Target(output=_OUTPUT, experts_over_all=True)
     way, fits = vllm.account_for(server, question, target)
     best = find_serving(question, target).best
     gain = best.tokens_per_second / way.tokens_per_second - 1.0
@@ -169,6 +169,7 @@ def _served(arguments: argparse.Namespace, server: vllm.Server) -> Answer:
         "each_token_seconds": way.each_token,
         "tokens_per_second": way.tokens_per_second,
         "kv_blocks": way.num_blocks,
+        "not_priced": list(server.unpriced),
         "better": {"plan": str(best.plan), "sequences": best.sequences, "tokens_per_second": best.tokens_per_second}
         if gain > _WORTH
         else None,
@@ -176,6 +177,8 @@ def _served(arguments: argparse.Namespace, server: vllm.Server) -> Answer:
 
     def render(canvas: Canvas) -> None:
         canvas.print(f"vLLM is told: {way.plan}, {server.sequences} sequences at once in each replica")
+        for words in server.unpriced:
+            canvas.print(f"{words}.")
         if not fits:
             canvas.print(
                 f"It does not fit: {format_bytes(way.weight_bytes)} of weights on a device, and no room for one "

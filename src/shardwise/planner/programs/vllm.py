@@ -17,6 +17,18 @@ _SIZES = {
     "max-num-seqs": ("sequences", None),
     "max-model-len": ("longest", None),
 }
+# Arguments that change what is answered and are not priced, each with the value that is assumed.
+_UNPRICED = {
+    "quantization": ("-q", "none"),
+    "kv-cache-dtype": (None, "auto"),
+    "dtype": (None, "bfloat16"),
+    "gpu-memory-utilization": (None, "0.9"),
+    "block-size": (None, "16"),
+    "cpu-offload-gb": (None, "0"),
+    "speculative-config": (None, "none"),
+    "decode-context-parallel-size": ("-dcp", "1"),
+}
+_AS_ASSUMED = ("auto", "none", "half", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +41,8 @@ class Server:
     sequences: int = 256
     longest: int | None = None
     spreads_experts: bool = False
+    #: What it says beside and what is not priced, in words.
+    unpriced: tuple[str, ...] = ()
 
 
 def write(way: Serving, model: str, *, longest: int) -> str:
@@ -56,19 +70,33 @@ def is_vllm(text: str) -> bool:
 
 
 def read(text: str) -> Server:
-    """What a command line says. Arguments that decide nothing here are passed over."""
+    """What a command line says. Arguments that decide nothing here are passed over; what is not priced is told."""
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     found: dict[str, int] = {}
+    unpriced = []
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
+        value = value if equals else words[index + 1] if index + 1 < len(words) else ""
         for long, (key, short) in _SIZES.items():
-            if name in (f"--{long}", f"--{long.replace('-', '_')}", short):
-                value = value if equals else words[index + 1] if index + 1 < len(words) else ""
+            if name in _spellings(long, short):
                 if not value.isdecimal() or int(value) < 1:
                     raise ShardwiseError(f"{name} {value} wants a number of 1 or more", remedy=f"{name} 1")
                 found[key] = int(value)
+        for long, (short, assumed) in _UNPRICED.items():
+            if name in _spellings(long, short) and not _is_assumed(value, assumed):
+                unpriced.append(f"{name} {value} is not priced: {long} is taken as {assumed}")
     spreads = "--enable-expert-parallel" in words or "-ep" in words
-    return Server(**found, spreads_experts=spreads)
+    return Server(**found, spreads_experts=spreads, unpriced=tuple(unpriced))
+
+
+def _is_assumed(value: str, assumed: str) -> bool:
+    """Whether a value is what is taken anyway, however it is written."""
+    is_number = assumed.replace(".", "").isdecimal() and value.replace(".", "", 1).isdecimal()
+    return float(value) == float(assumed) if is_number else value in (assumed, *_AS_ASSUMED)
+
+
+def _spellings(long: str, short: str | None) -> tuple[str | None, ...]:
+    return f"--{long}", f"--{long.replace('-', '_')}", short
 
 
 def account_for(server: Server, question: Question, target: Target) -> tuple[Serving, bool]:

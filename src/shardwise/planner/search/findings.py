@@ -1,7 +1,9 @@
 """What a search gives back: the best plan, the next few that differ in kind, and what fell to what."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,30 +11,31 @@ from shardwise.cost.layouts import CONTEXT, ORDERS, RECOMPUTE
 from shardwise.cost.memory import SPARE, SPREAD
 from shardwise.cost.numbers import Floats
 from shardwise.cost.pipeline import SCHEDULES
-from shardwise.planner.account import Account, account
+from shardwise.planner.account import Account, account, layouts_of
 from shardwise.planner.plan import Offload, Plan
 from shardwise.planner.question import Question
 from shardwise.planner.search.choices import joined
 from shardwise.planner.search.nowhere import nowhere
 from shardwise.planner.search.reasons import with_reasons
 from shardwise.planner.search.search import Fitting, Search
+from shardwise.planner.search.simplicity import handicap
 from shardwise.planner.search.tally import Tally
-from shardwise.schedule.catalogue import CATALOGUE
 
-# Of the best by closed forms at least so many, and at most so many, are accounted for exactly; and of other kinds so
-# many that fit exactly, of so many at most.
-_BEST, _MOST = 3, 8
-_OTHER_KINDS, _MOST_KINDS = 5, 12
+# Of the best by closed forms at least so many that fit exactly, and at most so many, are accounted for exactly; as long
+# as none fits, more. And of other kinds so many that fit exactly, of so many at most.
+_BEST, _MOST, _MOST_TRIED = 3, 8, 24
+# Of one grid and schedule at most so many, whether they fit or not: they are much alike.
+_OF_ONE = 2
+_OTHER_KINDS, _MOST_KINDS = 4, 12
 _SHOWN = 4
+# How much more than closed forms promised is looked at beside the best; and by how much less room there is where
+# nothing that near fits exactly.
+_NEAR = 0.1
+_LESS_ROOM = (0.05, 0.12)
 # Plans as fast and as large as each other, to this, are one and the same to whoever chooses.
 _SAME = 1e-3
-# No prediction is good to this: of plans that are within it of the fastest, the simplest is chosen.
-_CLOSE = 0.03
-# Of the simplest within it so many are accounted for exactly.
-_SIMPLEST = 4
-# How far schedules are from plain; those that are not named are further than all of these.
-_PLAINNESS = {"1f1b": 0, "gpipe": 1, "interleaved": 1, "looped-bfs": 2, "zb-h1": 2}
-_PLAIN = np.array([_PLAINNESS.get(name, 3) + 2 * (CATALOGUE[name].num_weight_copies > 1) for name in SCHEDULES])
+# Of the fastest, whatever they cost in simplicity, so many are accounted for exactly, to say what they would gain.
+_FASTEST = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +46,20 @@ class Findings:
     best: Account
     others: tuple[Account, ...]
     tally: Tally
-    #: What is predicted to be faster than the best, by less than can be told.
+    #: What is predicted to be faster than the best, by less than it has to be for being less simple.
     fastest: Account | None = None
 
     @property
     def plan(self) -> Plan:
         return self.best.plan
+
+    def within(self, seconds: float) -> "Findings | None":
+        """The same if its step takes no longer; or with the fastest as the best, if that alone does."""
+        if self.best.seconds <= seconds:
+            return self
+        if self.fastest is None or self.fastest.seconds > seconds:
+            return None
+        return replace(self, best=self.fastest, fastest=None)
 
 
 def kind_of(plan: Plan) -> tuple[bool, ...]:
@@ -79,36 +90,58 @@ def find_plan_if_any(question: Question, tally: Tally) -> Findings | None:
 
 
 def _find(question: Question, tally: Tally) -> Findings | None:
-    search = Search(question, tally).run()
+    """Search, and account for what is found. Closed forms may take for fitting what does not, by a little, and let
+    everything else go: where nothing near what they promise fits exactly, the search has less room the next time."""
+    found = _find_within(question, question, tally)
+    if tally.fitting == 0:
+        return None
+    for less in _LESS_ROOM:
+        if found is not None and found.is_as_promised:
+            return found.findings
+        again = _find_within(question, replace(question, reserve=question.reserve + less), Tally())
+        if again is not None and (found is None or again.weighed < found.weighed):
+            found = again
+    return None if found is None else found.findings
+
+
+class _Found(NamedTuple):
+    """Findings with the weighed seconds of the best, and the least that closed forms promised."""
+
+    findings: Findings
+    weighed: float
+    promised: float
+
+    @property
+    def is_as_promised(self) -> bool:
+        return self.weighed <= (1 + _NEAR) * self.promised
+
+
+def _find_within(question: Question, searched: Question, tally: Tally) -> _Found | None:
+    search = Search(searched, tally).run()
     if not search.found:
         return None
     table = Table.of(search.found)
     accounts = _accounts(question, table)
     if not accounts:
         return None
-    best = simplest_of_the_fastest(accounts)
-    fastest = accounts[0] if accounts[0].plan != best.plan else None
+    best = accounts[0]
+    first = min(accounts, key=lambda each: each.seconds)
+    fastest = first if first.seconds < (1.0 - _SAME) * best.seconds else None
     others: list[Account] = []
     seen = {kind_of(best.plan)}
     for each in accounts:
         if kind_of(each.plan) not in seen and not any(_is_same(each, other) for other in (best, *others)):
             seen.add(kind_of(each.plan))
             others.append(each)
-    explained = with_reasons(best, table.seconds, table.columns, table.parts)
-    return Findings(question=question, best=explained, others=tuple(others[:_SHOWN]), tally=tally, fastest=fastest)
+    explained = with_reasons(best, table.seconds, table.weighed, table.columns, table.parts)
+    findings = Findings(question=question, best=explained, others=tuple(others[:_SHOWN]), tally=tally, fastest=fastest)
+    return _Found(findings, weighed_seconds(best), search.best)
 
 
-def simplest_of_the_fastest(accounts: list[Account]) -> Account:
-    """Of those that are as fast as can be told, the one with fewest axes, then with least out of the ordinary."""
-    near = [each for each in accounts if each.seconds <= (1 + _CLOSE) * accounts[0].seconds]
-    return min(near, key=lambda each: (*_complexity(each.plan), each.seconds))
-
-
-def _complexity(plan: Plan) -> tuple[int, int]:
-    on_host = plan.offload != Offload()
-    axes = sum(size > 1 for size in (plan.tp, plan.pp, plan.cp, plan.ep)) + on_host
-    others = (plan.zero == 3, plan.zero_group is not None, plan.recompute != "none", plan.order != ORDERS[0])
-    return axes, int(_PLAIN[SCHEDULES.index(plan.schedule)]) + sum(others) + (plan.recompute_layers is not None)
+def weighed_seconds(found: Account) -> float:
+    """Seconds of a step, times what is asked of a plan for not being plain."""
+    layouts = layouts_of(found.question, found.plan)
+    return found.seconds * float(handicap(found.question, layouts)[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +151,8 @@ class Table:
     found: list[Fitting]
     columns: Mapping[str, np.ndarray]
     seconds: Floats
+    weighed: Floats
     parts: Mapping[str, Floats]
-    where: np.ndarray
 
     @staticmethod
     def of(found: list[Fitting]) -> "Table":
@@ -130,8 +163,8 @@ class Table:
             found=found,
             columns=columns,
             seconds=np.concatenate([each.seconds for each in found]),
+            weighed=np.concatenate([each.weighed for each in found]),
             parts={name: np.concatenate([each.parts[name] for each in found]) for name in found[0].parts},
-            where=np.concatenate([[0], np.cumsum([len(each.seconds) for each in found])]),
         )
 
     def plan(self, question: Question, row: int) -> Plan:
@@ -155,30 +188,21 @@ class Table:
             precision=str(value["precision"]), order=ORDERS[int(value["order"])], layers=question.fixed.get("layers"),
         )  # fmt: skip
 
-    def in_order(self) -> Iterator[int]:
-        """The best row of each different grid and schedule, the fastest first."""
-        columns = self.columns
-        shapes: set[tuple[int, ...]] = set()
-        for row in np.argsort(self.seconds, kind="stable"):
-            shape = tuple(int(columns[name][row]) for name in ("dp", "tp", "pp", "cp", "ep", "schedule", "chunks"))
-            if shape not in shapes:
-                shapes.add(shape)
-                yield int(row)
+    def in_order(self) -> Iterator[tuple[int, int, int]]:
+        """All rows, the best first, each with a number for its grid and schedule, and its chunks."""
+        columns = [self.columns[name] for name in ("dp", "tp", "pp", "cp", "ep", "schedule")]
+        _, shapes = np.unique(np.stack(columns), axis=1, return_inverse=True)
+        for row in np.argsort(self.weighed, kind="stable"):
+            yield int(row), int(shapes.ravel()[row]), int(self.columns["chunks"][row])
 
-    def simplest(self) -> list[int]:
-        """The simplest rows of those that are as fast as can be told, the fastest of each simplicity."""
-        near = np.flatnonzero(self.seconds <= (1 + _CLOSE) * self.seconds.min())
-        of = {name: self.columns[name][near] for name in self.columns}
-        on_host = (of["offload_optimizer"] > 0) | (of["offload_parameters"] > 0) | (of["offload_activations"] > 0)
-        axes = sum((of[name] > 1).astype(np.int64) for name in ("tp", "pp", "cp", "ep")) + on_host
-        odd = np.where(of["pp"] > 1, _PLAIN[of["schedule"]], 0) + (of["zero"] == 3) + (of["zero_group"] > 0)
-        odd = odd + (of["recompute"] > 0) * (1 + (of["recompute_share"] < 1)) + (of["order"] > 0)
-        return [int(near[row]) for row in np.lexsort((self.seconds[near], odd, axes))[:_SIMPLEST]]
+    def fastest(self) -> list[int]:
+        """The fastest rows, whatever they cost in simplicity."""
+        return [int(row) for row in np.argsort(self.seconds, kind="stable")[:_FASTEST]]
 
     def of_kinds(self) -> list[int]:
-        """The best row of each kind, the fastest first."""
+        """The best row of each kind, the best first."""
         kinds = _codes(self.columns, (("tp", 1), ("pp", 1), ("cp", 1), ("ep", 1), ("zero", 2), ("recompute", 0)))
-        order = np.argsort(self.seconds, kind="stable")
+        order = np.argsort(self.weighed, kind="stable")
         _, first = np.unique(kinds[order], return_index=True)
         return [int(order[place]) for place in np.sort(first)]
 
@@ -189,16 +213,9 @@ def _codes(columns: Mapping[str, np.ndarray], above: tuple[tuple[str, int], ...]
 
 
 def _accounts(question: Question, table: Table) -> list[Account]:
-    """The best that fit exactly, the fastest first: until no closed form promises a faster one; and one of a kind."""
-    accounts: dict[int, Account] = {}
-    best = np.inf
-    for number, row in enumerate(table.in_order()):
-        if number >= _MOST or (number >= _BEST and table.seconds[row] >= best):
-            break
-        accounts[row] = _account(question, table, row)
-        if accounts[row].fits:
-            best = min(best, accounts[row].seconds)
-    for row in table.simplest():
+    """The best that fit exactly, the best first: until no closed form promises a better one; and one of a kind."""
+    accounts = _first_accounts(question, table)
+    for row in table.fastest():
         if row not in accounts:
             accounts[row] = _account(question, table, row)
     num_fitting = 0
@@ -208,7 +225,27 @@ def _accounts(question: Question, table: Table) -> list[Account]:
         if row not in accounts:
             accounts[row] = _account(question, table, row)
         num_fitting += accounts[row].fits
-    return sorted((each for each in accounts.values() if each.fits), key=lambda each: each.seconds)
+    return sorted((each for each in accounts.values() if each.fits), key=weighed_seconds)
+
+
+def _first_accounts(question: Question, table: Table) -> dict[int, Account]:
+    """The best of each grid and schedule by closed forms, until these promise nothing better than what fits exactly."""
+    accounts: dict[int, Account] = {}
+    fitting: set[tuple[int, int]] = set()
+    tried: Counter[int] = Counter()
+    best = np.inf
+    for row, shape, chunks in table.in_order():
+        is_enough = len(fitting) >= _BEST and table.weighed[row] >= best
+        if is_enough or len(accounts) >= (_MOST if fitting else _MOST_TRIED):
+            break
+        if (shape, chunks) in fitting or tried[shape] >= _OF_ONE:
+            continue
+        accounts[row] = _account(question, table, row)
+        tried[shape] += 1
+        if accounts[row].fits:
+            fitting.add((shape, chunks))
+            best = min(best, weighed_seconds(accounts[row]))
+    return accounts
 
 
 def _account(question: Question, table: Table, row: int) -> Account:

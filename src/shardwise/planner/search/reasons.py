@@ -42,13 +42,14 @@ _SAME = 0.005
 
 
 def with_reasons(
-    best: Account, seconds: Floats, columns: Mapping[str, np.ndarray], parts: Mapping[str, Floats]
+    best: Account, seconds: Floats, weighed: Floats, columns: Mapping[str, np.ndarray], parts: Mapping[str, Floats]
 ) -> Account:
-    """The account whose plan says of each choice why it was made. The columns are of all candidates that fit."""
+    """The account whose plan says of each choice why it was made. The columns are of all candidates that fit; of those
+    that chose otherwise, the best by weighed seconds is told of."""
     row = _row_of(best.plan, seconds, columns)
     reasons = {}
     for key, column in _KEYS.items():
-        why = _reason(key, columns[column], row, seconds, parts)
+        why = _reason(key, columns[column], row, seconds, weighed, parts)
         if why is not None:
             reasons[key] = why
     reasons |= _making_room(best)
@@ -96,16 +97,22 @@ def _row_of(plan: Plan, seconds: Floats, columns: Mapping[str, np.ndarray]) -> i
     return int(np.flatnonzero(same)[seconds[same].argmin()])
 
 
-def _reason(key: str, column: np.ndarray, row: int, seconds: Floats, parts: Mapping[str, Floats]) -> str | None:
+def _reason(
+    key: str, column: np.ndarray, row: int, seconds: Floats, weighed: Floats, parts: Mapping[str, Floats]
+) -> str | None:
     values = np.unique(column)
     if len(values) == 1:
         return None if _is_plain(key, column[row]) else "no other value fits, or comes near"
     other = column != column[row]
-    rival = int(np.flatnonzero(other)[seconds[other].argmin()])
+    rival = int(np.flatnonzero(other)[weighed[other].argmin()])
     longer = float(seconds[rival] / seconds[row]) - 1.0
     name = _named(key, column[rival])
+    if longer <= _SAME and _is_plain(key, column[row]):
+        return None
+    if longer < -_SAME:
+        return f"the best with {name} takes {format_percent(-longer)} less, and is less simple"
     if longer <= _SAME:
-        return None if _is_plain(key, column[row]) else f"{name} would take as long"
+        return f"{name} would take as long"
     grown = max(parts, key=lambda part: float(parts[part][rival] - parts[part][row]))
     more = float(parts[grown][rival] - parts[grown][row])
     return (

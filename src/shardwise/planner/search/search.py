@@ -8,6 +8,8 @@
 
 A candidate is let go only when a bound says that it is slower than what was found, or that it does not fit. Of every
 kind (which axes are used at all) the most promising are kept all the same, so that there is something to compare with.
+Slower is meant of weighed seconds: those of a step times what `simplicity.py` asks of a plan that is not plain. The
+fastest is looked for beside, to say what it would gain.
 """
 
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from shardwise.planner.search.axes import leanest, spread_axes
 from shardwise.planner.search.choices import (
     Schedules,
     holds_once,
+    joined,
     offloads,
     offloads_by_recomputation,
     precisions,
@@ -39,41 +42,48 @@ from shardwise.planner.search.choices import (
     zeros,
 )
 from shardwise.planner.search.schedule_bounds import Cells, bound_schedules, holder
+from shardwise.planner.search.simplicity import ANY_HOST, handicap, of_axes, of_schedules, of_zeros
 from shardwise.planner.search.tally import Tally
 from shardwise.working import working_at
 
 # Axes of a block that is expanded together, candidates that are finished together, and how much slower than the best
 # something may be and still be looked at, for the comparison.
-_BLOCK = 2048
+_BLOCK = 4096
 _BATCH = 65_536
 _SLACK = 0.03
 # How many of each kind are kept whatever the bounds say.
 _OF_EACH_KIND = 1
-# And layouts of each kind, with one sample in a microbatch and with more, whose schedules are looked at in any case: of
-# the fastest none may fit.
+# And layouts of each kind that nothing was found of yet, with one sample in a microbatch and with more, whose schedules
+# are looked at in any case: of the fastest none may fit.
 _LAYOUTS_OF_EACH_KIND = 16
+# Usual plans that are priced first: those with the least bounds.
+_USUAL = 4096
 # What moves to the host with weights, at most.
 _WITH_WEIGHTS = ("weights", "masters", "gradients")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """Candidates that fit, in one precision, with their seconds and the parts of these."""
+    """Candidates that fit, in one precision, with their seconds, the same weighed, and the parts of the first."""
 
     precision: str
     layouts: Layouts
     seconds: Floats
+    weighed: Floats
     parts: dict[str, Floats]
 
 
 @dataclass(slots=True)
 class Search:
-    """One search under way."""
+    """One search under way. `best` is the least of weighed seconds, `fastest` of seconds; of these
+    kinds something is found."""
 
     question: Question
     tally: Tally = field(default_factory=Tally)
     found: list[Fitting] = field(default_factory=list)
     best: float = np.inf
+    fastest: float = np.inf
+    kinds: set[int] = field(default_factory=set)
 
     def run(self) -> "Search":
         """Search all precisions, the fastest first."""
@@ -81,10 +91,9 @@ class Search:
             _InPrecision(self, precision).run()
         return self
 
-    @property
-    def limit(self) -> float:
-        """Seconds beyond which a candidate is of no interest."""
-        return self.best * (1 + _SLACK)
+    def is_near(self, weighed: Floats, seconds: Floats) -> np.ndarray:
+        """Which candidates are of interest, by bounds of theirs: as good as the best, nearly, or faster than all."""
+        return np.asarray((weighed <= self.best * (1 + _SLACK)) | (seconds < self.fastest))
 
 
 class _InPrecision:
@@ -110,41 +119,52 @@ class _InPrecision:
         axes = spread_axes(self.question, tally, weight)
         if len(axes) == 0:
             return
-        axes, bound = self._bounded(axes, weight)
-        self.search.best = min(self.search.best, self._usual(axes, bound))
-        order = np.argsort(bound, kind="stable")
+        axes, bound, weighed = self._bounded(axes, weight)
+        if len(axes) == 0:
+            return
+        self._begin_with_usual(axes, weighed)
+        order = np.argsort(weighed, kind="stable")
         # Once there is something to compare with, kinds need no second chance.
         each = 0 if self.search.found else _OF_EACH_KIND
         kept = _first_of_each(_axes_kind(axes), order, each)
-        for start, stop in _growing(len(order), _BLOCK):
+        # Every block costs something however short it is; as long as nothing is found, short ones cost less.
+        first = _BLOCK // (2 if np.isfinite(self.search.best) else 16)
+        for start, stop in _growing(len(order), _BLOCK, first):
             working_at(f"ways to divide the devices, in {self.precision}", start, len(order))
             block = order[start:stop]
-            wanted = block[(bound[block] <= self.search.limit) | kept[block]]
+            wanted = block[self.search.is_near(weighed[block], bound[block]) | kept[block]]
             tally.slower += (len(block) - len(wanted)) * weight
             if len(wanted):
                 self._expand(axes.take(wanted))
 
-    def _bounded(self, axes: Layouts, weight: int) -> tuple[Layouts, Floats]:
-        """The axes that can fit at all, and the seconds below which none of their steps is."""
-        held, fits = leanest(self.question, axes, self.software, self.offloads)
-        self.search.tally.add_memory(held, ~fits, np.full(len(axes), weight))
-        axes = axes.take(fits)
+    def _bounded(self, axes: Layouts, weight: int) -> tuple[Layouts, Floats, Floats]:
+        """The axes that can fit at all, the seconds below which none of their steps is, and these weighed."""
+        question, search = self.question, self.search
         bound = least_seconds(
-            self.question.model, self.question.cluster, axes, sequence=self.question.sequence, software=self.software
+            question.model, question.cluster, axes, sequence=question.sequence, software=self.software
         )
-        return axes, bound
+        weighed = bound * of_axes(question, axes)
+        if search.found:
+            # Of a slower precision little is near, and only of that memory is a question.
+            near = np.flatnonzero(search.is_near(weighed, bound))
+            search.tally.slower += (len(axes) - len(near)) * weight
+            axes, bound, weighed = axes.take(near), bound[near], weighed[near]
+        held, fits = leanest(question, axes, self.software, self.offloads)
+        search.tally.add_memory(held, ~fits, np.full(len(axes), weight))
+        return axes.take(fits), bound[fits], weighed[fits]
 
-    def _usual(self, axes: Layouts, bound: Floats) -> float:
-        """Seconds of the best of the usual plans, for bounds to begin with: one sample a microbatch, states shared out
-        or not, nothing on the host that need not be. Only of what may be faster than what was found before."""
-        is_usual = (axes.microbatch == 1) & (axes.order == 0) & (axes.context == 0) & (bound <= self.search.best)
+    def _begin_with_usual(self, axes: Layouts, weighed: Floats) -> None:
+        """Price the usual plans, for bounds to begin with: one sample a microbatch, states shared out or not, nothing
+        on the host that need not be. Only of what may be better than what was found before."""
+        is_usual = (axes.microbatch == 1) & (axes.order == 0) & (axes.context == 0) & (weighed <= self.search.best)
         is_usual &= axes.sequence_parallel == (axes.tp > 1)
         inside = copy(self)
-        inside.search = Search(self.question, best=self.search.best)
+        inside.search = Search(self.question, best=self.search.best, fastest=self.search.fastest)
         inside.zeros = [(stage, group) for stage, group in self.zeros if stage < 2] or self.zeros
         inside.offloads = self.offloads[:1]
-        inside._expand(axes.take(np.flatnonzero(is_usual)))
-        return inside.search.best
+        usual = np.flatnonzero(is_usual)
+        inside._expand(axes.take(usual[np.argsort(weighed[usual], kind="stable")[:_USUAL]]))
+        self.search.best, self.search.fastest = inside.search.best, inside.search.fastest
 
     def _expand(self, axes: Layouts) -> None:
         """Schedules and recomputation beneath some axes, and what bounds leave of them in full."""
@@ -152,13 +172,17 @@ class _InPrecision:
             return
         layouts = with_recomputations(axes, self.recomputations)
         tally, weight = self.search.tally, len(self.offloads)
-        kinds = _axes_kind(layouts) * 4 + layouts.recompute
+        kinds = _kind(layouts)
+        weight_of_axes = of_axes(self.question, layouts)
         per_layout = weight * len(self.schedules.code) * len(self.zeros)
 
         def wanted(least: Floats) -> np.ndarray:
+            weighed = least * weight_of_axes
             apart = kinds * 2 + (layouts.microbatch == 1)
-            few = _first_of_each(apart, np.argsort(least, kind="stable"), _LAYOUTS_OF_EACH_KIND)
-            chosen: np.ndarray = (least <= self.search.limit) | few
+            missing = np.flatnonzero(~np.isin(kinds, list(self.search.kinds)))
+            order = missing[np.argsort(weighed[missing], kind="stable")]
+            few = _first_of_each(apart, order, _LAYOUTS_OF_EACH_KIND)
+            chosen: np.ndarray = self.search.is_near(weighed, least) | few
             tally.slower += int((~chosen).sum()) * per_layout
             return chosen
 
@@ -166,31 +190,42 @@ class _InPrecision:
             self.question, self.software, layouts, self.schedules, self.zeros, self.movable, wanted,
             lambda held, counts: tally.add_memory(held, counts > 0, weight * counts),
         )  # fmt: skip
-        order = np.argsort(cells.seconds, kind="stable")
+        weighed = self._weighed(cells, weight_of_axes)
+        order = np.argsort(weighed, kind="stable")
         always = _first_of_each(kinds[cells.layout] * 2 + cells.is_tight, order, _OF_EACH_KIND)
-        num_near = int(np.searchsorted(cells.seconds[order], self.search.limit, side="right"))
-        near, rest = order[:num_near], order[num_near:]
+        is_near = self.search.is_near(weighed, cells.seconds)
+        near, rest = order[is_near[order]], order[~is_near[order]]
         kept = rest[always[rest]]
-        for start, stop in _growing(len(near), _BATCH):
+        for start, stop in _growing(len(near), _BATCH, _BATCH // 8):
             block = near[start:stop]
-            block = block[(cells.seconds[block] <= self.search.limit) | always[block]]
-            self._finish(layouts, cells.take(block if stop < len(near) else np.concatenate([block, kept])))
+            is_near[block] = self.search.is_near(weighed[block], cells.seconds[block])
+            block = block[is_near[block] | always[block]]
+            rows = block if stop < len(near) else np.concatenate([block, kept])
+            self._finish(layouts, cells.take(rows), is_near[rows])
         if not len(near):
-            self._finish(layouts, cells.take(kept))
+            self._finish(layouts, cells.take(kept), is_near[kept])
         tally.slower += (len(rest) - len(kept)) * weight
 
-    def _finish(self, layouts: Layouts, cells: Cells) -> None:
+    def _weighed(self, cells: Cells, weight_of_axes: Floats) -> Floats:
+        """Weighed seconds of candidates. What fits only with something on the host pays for that."""
+        stages, groups = (np.array(column) for column in zip(*self.zeros, strict=True))
+        weight = weight_of_axes[cells.layout] * np.where(cells.is_tight, ANY_HOST, 1.0)
+        weight *= of_schedules(self.schedules.code, self.schedules.chunks)[cells.schedule]
+        return cells.seconds * weight * of_zeros(stages, groups)[cells.zero]
+
+    def _finish(self, layouts: Layouts, cells: Cells, is_near: np.ndarray) -> None:
         """Price some candidates in full: what fits as it is, and with what on the host the others do."""
         under = with_schedule(layouts, self.schedules, cells.layout, cells.schedule)
         under = with_offloads(with_zero(under, self.zeros, cells.zero), self.offloads[:1])
-        self._keep(under.take(np.flatnonzero(~cells.is_tight)))
+        wanted = [under.take(np.flatnonzero(~cells.is_tight))]
         # What fits as it is gains nothing from the host, and what does not is no faster with it.
-        tight = np.flatnonzero(cells.is_tight & (cells.seconds <= self.search.limit))
+        tight = np.flatnonzero(cells.is_tight & is_near)
         if len(self.offloads) > 1 and len(tight):
             under = under.take(tight)
             held = holder(self.question, self.software, under)(under)
             rows, chosen = self._made_to_fit(held, np.arange(len(under)), under)
-            self._keep(with_offload(under.take(rows), self.offloads[chosen]))
+            wanted.append(with_offload(under.take(rows), self.offloads[chosen]))
+        self._keep(joined(wanted))
 
     def _made_to_fit(self, held: StepBytes, tight: np.ndarray, layouts: Layouts) -> tuple[np.ndarray, np.ndarray]:
         """Which candidates choices of offload make fit, each with those that do: but for what moves more of one thing,
@@ -221,15 +256,25 @@ class _InPrecision:
         tally.fitting += int(found.fits.sum())
         if found.fits.any():
             fits = found.fits
+            fitting = layouts.take(fits)
+            weighed = found.seconds[fits] * handicap(self.question, fitting)
             self.search.found.append(
                 Fitting(
                     precision=self.precision,
-                    layouts=layouts.take(fits),
+                    layouts=fitting,
                     seconds=found.seconds[fits],
+                    weighed=weighed,
                     parts={name: part[fits] for name, part in found.parts.items()},
                 )
             )
-            self.search.best = min(self.search.best, float(found.seconds[fits].min()))
+            self.search.best = min(self.search.best, float(weighed.min()))
+            self.search.fastest = min(self.search.fastest, float(found.seconds[fits].min()))
+            self.search.kinds.update(np.unique(_kind(fitting)).tolist())
+
+
+def _kind(layouts: Layouts) -> np.ndarray:
+    """Which axes are used at all, and what is recomputed, as one number."""
+    return np.asarray(_axes_kind(layouts) * 4 + layouts.recompute)
 
 
 def _axes_kind(layouts: Layouts) -> np.ndarray:
@@ -247,9 +292,9 @@ def _first_of_each(kinds: np.ndarray, order: np.ndarray, count: int) -> np.ndarr
     return marked
 
 
-def _growing(count: int, most: int) -> Iterator[tuple[int, int]]:
+def _growing(count: int, most: int, first: int) -> Iterator[tuple[int, int]]:
     """Stretches of a list: short ones first, so that something is found before much is looked at."""
-    start, length = 0, max(most // 8, 1)
+    start, length = 0, first
     while start < count:
         yield start, min(start + length, count)
         start, length = start + length, min(2 * length, most)

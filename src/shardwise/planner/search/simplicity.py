@@ -1,0 +1,67 @@
+"""How far a plan is from a plain one, as a factor on its seconds: what is out of the ordinary has to pay for itself.
+
+No prediction tells a few per cent apart, and what cannot be told apart is not worth another axis. So the search
+compares seconds times this factor: every axis in use has to gain 3 %, and so has every doubling beyond what people run
+(pipelines of more than 16 ranks, tensor parallelism beyond the fast links; contexts of fewer than 4,096 positions on a
+rank count thrice). What is on the host has to gain as much as three axes, and as four if it crosses with every
+microbatch; everything else that a person would have to explain has to gain 1 %.
+
+A factor is a product of what axes, recomputation, schedule, ZeRO and the host each add, so that bounds of candidates
+that are not complete may be multiplied by what is known of theirs.
+"""
+
+import numpy as np
+
+from shardwise.cost.layouts import Layouts
+from shardwise.cost.numbers import Floats, Ints
+from shardwise.cost.pipeline import SCHEDULES
+from shardwise.planner.question import Question
+from shardwise.schedule.catalogue import CATALOGUE
+
+_AXIS, _ODDITY = 0.03, 0.01
+#: The least that the host adds, if anything is there.
+ANY_HOST = (1.0 + _AXIS) ** 3
+_DEEP, _SHORT, _MANY_CHUNKS = 16, 4096, 4
+# How far schedules are from plain; those that are not named are further than all of these.
+_PLAINNESS = {"1f1b": 0, "gpipe": 1, "interleaved": 1, "looped-bfs": 2, "zb-h1": 2}
+_ODD = np.array([_PLAINNESS.get(name, 3) + 2 * (CATALOGUE[name].num_weight_copies > 1) for name in SCHEDULES])
+
+
+def handicap(question: Question, layouts: Layouts) -> Floats:
+    """The factor of complete candidates."""
+    found = of_axes(question, layouts) * of_schedules(layouts.schedule, layouts.chunks)
+    return found * of_zeros(layouts.zero, layouts.zero_group) * of_host(layouts)
+
+
+def of_axes(question: Question, layouts: Layouts) -> Floats:
+    """What axes and recomputation add. Experts are shared out in every plan for a mixture, and are no axis here."""
+    domain = min(pool.domain for pool in question.cluster.pools)
+    axes = sum((size > 1).astype(np.float64) for size in (layouts.tp, layouts.pp, layouts.cp))
+    axes = axes + _doublings(layouts.pp / _DEEP) + _doublings(layouts.tp / domain)
+    axes = axes + np.where(layouts.cp > 1, 3.0 * _doublings(_SHORT * layouts.cp / question.sequence), 0.0)
+    odd = (layouts.recompute > 0) * (1 + (layouts.recompute_share < 1)) + (layouts.order > 0)
+    return _factor(axes, odd)
+
+
+def of_schedules(code: Ints, chunks: Ints) -> Floats:
+    """What schedules add. One rank has 1F1B, which adds nothing."""
+    return _factor(0.0, _ODD[code] + _doublings(chunks / _MANY_CHUNKS))
+
+
+def of_zeros(zero: Ints, group: Ints) -> Floats:
+    """What sharing out all weights, or states in groups of replicas, adds."""
+    return _factor(0.0, (zero == 3).astype(np.float64) + (group > 0))
+
+
+def of_host(layouts: Layouts) -> Floats:
+    """What the host adds: weights and activations cross with every microbatch, optimizer state once a step."""
+    often = (layouts.offload_parameters > 0) | (layouts.offload_activations > 0)
+    return np.where(often, _factor(4.0, 0.0), np.where(layouts.offload_optimizer > 0, ANY_HOST, 1.0))
+
+
+def _doublings(ratio: Floats) -> Floats:
+    return np.asarray(np.log2(np.maximum(ratio, 1.0)))
+
+
+def _factor(axes: Floats | float, odd: Floats | float) -> Floats:
+    return np.asarray((1.0 + _AXIS) ** axes * (1.0 + _ODDITY) ** odd)

@@ -9,6 +9,7 @@ from shardwise.engine.batches import Cutter
 from shardwise.engine.loss_agreement import agree_on_loss
 from shardwise.engine.options import Options
 from shardwise.engine.same_weights import check_given
+from shardwise.engine.tried_again import TriedAgain
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
 from shardwise.stages.batch import home_of
@@ -23,7 +24,8 @@ class Checked(NamedTuple):
     """The microbatches of the example, where they are, the rule by which they were cut, and what the loss is.
 
     `loss` is a user's, of a microbatch; `weighed` the same with its weight in the batch. `is_quiet`: ranks are known
-    not to talk to each other in module and loss, so that one may try something for all.
+    not to talk to each other in module and loss, so that one may try something for all. `settings` are values that a
+    script may set later, unless nothing is to be tried.
     """
 
     microbatches: list[Batch]
@@ -31,8 +33,9 @@ class Checked(NamedTuple):
     rule: RowRule
     kind: LossKind
     loss: Loss
-    weighed: Loss
+    weighed: WeighedLoss
     is_quiet: bool
+    settings: TriedAgain | None
 
 
 def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, options: Options, wires: Wires) -> Checked:
@@ -45,6 +48,7 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
     rule.tables |= set(tried.tables)
     cutter = Cutter(plan, wires.mesh, rule, pad=options.pad, is_local=options.is_local)
     microbatches = cutter.cut(example)
+    settings = TriedAgain(module, loss, plan, rule, tensor=options.tensor) if options.verify else None
     loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
     by_rows = options.pad or options.is_local
     weighed = WeighedLoss(
@@ -54,4 +58,6 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
         by_rows=by_rows,
         is_all=plan.dp * plan.microbatches * plan.cp == 1,
     )
-    return Checked(microbatches, home_of(microbatches[0]), rule, tried.kind, loss, weighed, is_quiet)
+    if settings is not None and not options.is_local:
+        settings.weigh = weighed.weigh
+    return Checked(microbatches, home_of(microbatches[0]), rule, tried.kind, loss, weighed, is_quiet, settings)

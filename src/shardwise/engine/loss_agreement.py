@@ -30,8 +30,9 @@ def agree_on_loss(
     tried, is_quiet = Tried(LossKind.UNTRIED), False
     is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
     if plan.dp * plan.microbatches * plan.cp > 1 and options.verify and not is_meta:
+        num_parts = plan.microbatches * (1 if options.is_local else plan.dp)
         # Under cp a loss has to be a pair anyway.
-        attempt = partial(try_loss, meets=_has_capacity(module)) if plan.cp == 1 else try_backward
+        attempt = partial(try_loss, meets=_has_capacity(module), num_parts=num_parts) if plan.cp == 1 else try_backward
         precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
 
         def try_both(*, for_all: bool = False) -> _Found:

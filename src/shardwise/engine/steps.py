@@ -30,7 +30,7 @@ class Steps:
         self._module, self._sharded, self._wires = parts.module, parts.sharded, parts.wires
         self._execution, self._states = execution, states
         self._unchanged, self.metrics = Unchanged(parts.module), MetricSum(parts)
-        self._hooks = UnchangedHooks(parts)
+        self._hooks, self._settings = UnchangedHooks(parts), parts.settings
         self._groups = UnchangedGroups(states.parameters, states.data.updates, is_all=parts.plan.pp == 1)
         self._predictions = Predictions(parts, execution)
         self.graphs = StepGraphs(parts, states, execution.dropouts)
@@ -54,6 +54,7 @@ class Steps:
             self._unchanged.check()
             self._hooks.check()
             self._groups.check()
+            self._check_settings(batch)
             if execution.batches.outside is not None:
                 execution.batches.outside.begin()
             states.begin_step()
@@ -75,6 +76,9 @@ class Steps:
                     (update or states.update.take)(tally)
                 if execution.batches.outside is not None:
                     execution.batches.outside.end()
+                self._groups.end()
+                if self._settings is not None:
+                    self._settings.end()
                 end = perf_counter()
         if recording is not None:
             execution.recorder.end(
@@ -94,12 +98,18 @@ class Steps:
     def evaluate(self, batch: Batch, metrics: Metrics | None = None) -> Tally:
         """The loss of a batch, with every part of the module in evaluation mode meanwhile."""
         evaluator = self._execution.evaluator
+        with self._wires.told_to_all():
+            self._check_settings(batch)
         with self._in_evaluation_mode(), self.metrics.of(evaluator, metrics):
             microbatches = self._execution.batches.cut(batch, "evaluation")
             with before_a_loss():
                 tally = self._run(evaluator, microbatches, ("evaluate", shapes_of(batch)), None)
             self._execution.batches.same.check_told()
             return tally
+
+    def _check_settings(self, batch: Batch) -> None:
+        if self._settings is not None:
+            self._settings.check(batch)
 
     def predict(self, batch: Batch) -> Any:
         """What the module returns for a batch in evaluation mode."""

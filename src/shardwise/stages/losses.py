@@ -104,6 +104,10 @@ class WeighedLoss:
         self._is_all = is_all and not getattr(getattr(loss, "__self__", None), "has_factor", False)
         self._counts: LabelCounts | None = None
 
+    def weigh(self, tried: Tried) -> None:
+        """From now on the loss is something else."""
+        self._tried = tried
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around the forward of a last stage and its loss: means over labels are counted here."""

@@ -14,7 +14,7 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
 from shardwise.stages.batch import home_of
 from shardwise.stages.loss_kind import LossKind
-from shardwise.stages.losses import WeighedLoss, summed_only
+from shardwise.stages.losses import WeighedLoss, numbers_in, summed_only
 from shardwise.stages.rows import RowRule, check_openable
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.stage import Batch, Loss
@@ -49,14 +49,19 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
     cutter = Cutter(plan, wires.mesh, rule, pad=options.pad, is_local=options.is_local)
     microbatches = cutter.cut(example)
     settings = TriedAgain(module, loss, plan, rule, tensor=options.tensor) if options.verify else None
-    loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
+    num_parts = plan.dp * plan.microbatches * plan.cp
+    users = loss
+    if plan.cp > 1:
+        # A trial compares parts of sequences with the whole, by what each is over. A step adds up parts of a sum.
+        users = summed_only(loss, plan.cp, tried, lambda _: 1 / num_parts)
+        loss = summed_only(loss, plan.cp, tried, numbers_in)
     by_rows = options.pad or options.is_local
     weighed = WeighedLoss(
-        loss,
+        users,
         tried,
         num_parts=plan.dp * plan.microbatches,
         by_rows=by_rows,
-        is_all=plan.dp * plan.microbatches * plan.cp == 1,
+        is_all=num_parts == 1,
     )
     if settings is not None and not options.is_local:
         settings.weigh = weighed.weigh

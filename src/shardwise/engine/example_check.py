@@ -1,5 +1,6 @@
 """The example looked at before anything is cut: what of it are rows, and what its loss is, on all ranks alike."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
     if plan.cp > 1:
         # A trial compares parts of sequences with the whole, by what each is over. A step adds up parts of a sum.
         users = summed_only(loss, plan.cp, tried, lambda _: 1 / num_parts)
-        loss = summed_only(loss, plan.cp, tried, numbers_in)
+        loss = summed_only(loss, plan.cp, tried, partial(numbers_in, tuple(example)))
     by_rows = options.pad or options.is_local
     weighed = WeighedLoss(
         users,

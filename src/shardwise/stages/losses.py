@@ -1,6 +1,6 @@
 """The loss that a user gives: tried on the example before anything is trained; and parts of it, weighed."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import Any
@@ -98,9 +98,10 @@ def summed_only(loss: Loss, cp: int, tried: Tried, number_of: Callable[[Batch], 
     return checked
 
 
-def numbers_in(batch: Batch) -> float:
-    """How many numbers the entries of sequences have: parts of sequences have as many together as the whole."""
-    return float(sum(each.numel() for each in batch.values() if isinstance(each, Tensor) and each.dim() > 1))
+def numbers_in(entries: Collection[str], batch: Batch) -> float:
+    """How many numbers these entries have, of sequences: parts of sequences have as many together as the whole."""
+    found = [batch[name] for name in entries if name in batch]
+    return float(sum(each.numel() for each in found if isinstance(each, Tensor) and each.dim() > 1))
 
 
 class WeighedLoss:

@@ -31,6 +31,7 @@ class Steps:
         self._execution, self._states = execution, states
         self._unchanged, self.metrics = Unchanged(parts.module), MetricSum(parts)
         self._hooks, self._settings = UnchangedHooks(parts), parts.settings
+        self._end_settings()
         self._groups = UnchangedGroups(states.parameters, states.data.updates, is_all=parts.plan.pp == 1)
         self._predictions = Predictions(parts, execution)
         self.graphs = StepGraphs(parts, states, execution.dropouts)
@@ -77,8 +78,7 @@ class Steps:
                 if execution.batches.outside is not None:
                     execution.batches.outside.end()
                 self._groups.end()
-                if self._settings is not None:
-                    self._settings.end()
+                self._end_settings()
                 end = perf_counter()
         if recording is not None:
             execution.recorder.end(
@@ -111,8 +111,14 @@ class Steps:
         if self._settings is not None:
             self._settings.check(batch)
 
+    def _end_settings(self) -> None:
+        if self._settings is not None:
+            self._settings.end()
+
     def predict(self, batch: Batch) -> Any:
         """What the module returns for a batch in evaluation mode."""
+        if self._settings is not None:
+            self._settings.note()
         with self._in_evaluation_mode():
             given = self._predictions.cut(batch)
             predictor = self._predictions.executor
@@ -131,6 +137,7 @@ class Steps:
         finally:
             for each in training:
                 each.training = True
+            self._end_settings()
 
     def _run(self, executor: Executor, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:
         """Run a step or an evaluation; the loss of the whole batch."""

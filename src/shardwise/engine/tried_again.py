@@ -88,9 +88,9 @@ class TriedAgain:
         self._kept = [each.values.read() for each in self._holders]
         buffers = module.named_buffers() if self._holders else ()
         self._buffers = {name: each.clone() for name, each in buffers if each.numel() <= _MOST_IN_BUFFERS}
-        #: Holders of values that were seen to be others. Forwards may set them: they are read after each step, too.
-        self._moving: set[int] = set()
         self._known: set[tuple[str, Any]] = set()
+        #: What was set, and not tried yet.
+        self._set: list[_Set] = []
         #: Tensors of one number that modules have, buffers too: a copy without numbers does not know them.
         self._numbers = {
             f"{each.module}.{key}".strip("."): value
@@ -101,28 +101,30 @@ class TriedAgain:
         #: What trials find with the values that were there when the engine was made.
         self._at_first: _Found | None = None
 
-    def check(self, batch: Batch) -> None:
-        """Refuse what was set since the last step, if trials fail with it."""
-        found: list[_Set] = []
+    def note(self) -> None:
+        """Take down what was set since the last step, before something else is run."""
         for number, holder in enumerate(self._holders):
             now, was = holder.values.read(), self._kept[number]
             if now != was:
-                found += [
+                self._set += [
                     _Set(number, key, was.get(key, _ABSENT), value)
                     for key, value in now.items()
                     if was.get(key, _ABSENT) != value
                 ]
                 self._kept[number] = now
-                self._moving.add(number)
+
+    def check(self, batch: Batch) -> None:
+        """Refuse what was set since the last step, if trials fail with it."""
+        self.note()
+        found, self._set = self._set, []
         if sum(self._is_new(each) for each in found):  # All of them: each is known from now on.
             self._try(batch, found)
         elif found:
             self._set_in_twin(found)
 
     def end(self) -> None:
-        """What has changed during a step was changed by it."""
-        for number in self._moving:
-            self._kept[number] = self._holders[number].values.read()
+        """What has changed during a step was changed by it, or by the engine that was made."""
+        self._kept = [each.values.read() for each in self._holders]
 
     def _is_new(self, each: _Set) -> bool:
         """Whether a value is of a kind that was not tried: a rate that falls is tried once, one that is 0 again."""

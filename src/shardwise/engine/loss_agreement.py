@@ -14,10 +14,11 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
 from shardwise.stages.batch import home_of
 from shardwise.stages.loss_kind import LossKind, Tried
-from shardwise.stages.loss_trial import try_loss, try_tokens
+from shardwise.stages.loss_trial import try_loss
 from shardwise.stages.no_collectives import CollectiveMetError
 from shardwise.stages.rows import RowRule
 from shardwise.stages.stage import Batch, Loss
+from shardwise.stages.token_trial import try_tokens
 
 #: What a loss is, and the buffers that count rows.
 _Found = tuple[Tried, list[str]]

@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.stages.across_rows import first_across, with_numbers_of
@@ -39,7 +38,6 @@ from shardwise.stages.loss_kind import (
 from shardwise.stages.no_collectives import NoCollectives
 from shardwise.stages.rows import RowRule, Seen, nodes, take_rows, tensors_in, unmarked
 from shardwise.stages.slope_trial import slopes_of
-from shardwise.stages.split.arguments import Signature
 from shardwise.stages.spread_outputs import WAYS, spread
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.trial_rows import FIRST, IGNORED, NUM_ROWS, UNKNOWN, is_mask, three_rows, two_and_one, with_hidden
@@ -69,7 +67,7 @@ def try_loss(
     `num_parts` are those that a batch is cut into. `meets`: it is known that rows of a part see each other, and that is
     meant. `for_all`: no other rank tries it; raise `CollectiveMetError` if all must."""
     seen = rule.look(example)
-    trial = Trial(module, loss, precision, meets=meets, at_first=_at_first(for_all))
+    trial = Trial(module, loss, precision, meets=meets, at_first=at_first(for_all))
     three = three_rows(example, seen)
     first = _outcome(trial, three, seen)
     if first.problem is None and seen.length // num_parts % 2:
@@ -107,7 +105,7 @@ def _in_pairs(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:
     return tried._replace(problem=_mismatch(*runs, 2, 1))
 
 
-def _at_first(for_all: bool) -> Context:
+def at_first(for_all: bool) -> Context:
     """What the first runs of a trial are run in: who tries for all ranks must not wait for them there."""
     return NoCollectives if for_all else nullcontext
 
@@ -193,44 +191,9 @@ def try_backward(
     seen = rule.look(example)
     tried, three = Tried(LossKind.UNTRIED), three_rows(example, seen)
     try:
-        return _of_backward(tried, *Trial(module, loss, precision, at_first=_at_first(for_all)).run_in_training(three))
+        return _of_backward(tried, *Trial(module, loss, precision, at_first=at_first(for_all)).run_in_training(three))
     except Exception:
         return tried
-
-
-def try_tokens(
-    module: nn.Module, loss: Loss, example: Batch, rule: RowRule, precision: Context, *, for_all: bool = False
-) -> Tried:
-    """The same for parts of sequences; and whether a loss that is one number is a mean over labels and nothing else,
-    so that parts weigh as much as they have labels; or a sum to which tokens that are added, without labels, add
-    nothing."""
-    tried = try_backward(module, loss, example, rule, precision, for_all=for_all)
-    if tried.problem is not None:
-        return tried
-    three = three_rows(example, rule.look(example))
-    trial = Trial(module, loss, precision, at_first=_at_first(for_all))
-    try:
-        whole = trial.run(three)
-        if whole.number is not None:
-            return tried
-        found = try_loss(module, loss, example, rule, precision, for_all=for_all)
-        is_told = found.kind is LossKind.LABELS or (
-            found.kind is LossKind.SUM and trial.run(_unlabelled(module, three), output=whole.output).total == 0
-        )
-    except Exception:
-        return tried
-    return found if is_told and found.problem is None and not found.inside else tried
-
-
-def _unlabelled(module: nn.Module, batch: Batch) -> Batch:
-    """The same with no label in any entry that the module itself does not take."""
-    taken = Signature(module).names
-    return {
-        name: torch.full_like(each, -100)
-        if isinstance(each, Tensor) and name not in taken and not each.is_floating_point() and each.dtype != torch.bool
-        else each
-        for name, each in batch.items()
-    }
 
 
 def _of_backward(tried: Tried, whole: Run, bent: str | None) -> Tried:

@@ -181,10 +181,20 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def names_in_classes(module: nn.Module, name: str) -> bool:
-    """Whether a function of the user's own classes, of a module and of all below it, names something."""
-    kinds = {base for each in module.modules() for base in type(each).__mro__ if is_theirs(base)}
-    functions = [each for kind in kinds for each in vars(kind).values() if isinstance(each, FunctionType)]
-    return any(name in names_in(each.__code__) for each in functions)
+    """Whether a forward of the user's own, of a module or one below it, names something; or a method that it names."""
+    return any(name in _named_by_forward(kind) for kind in {type(each) for each in module.modules()})
+
+
+def _named_by_forward(kind: type) -> set[str]:
+    own = [base for base in kind.__mro__ if is_theirs(base)]
+    found: set[str] = set()
+    waiting = {"forward", "__call__"}
+    while waiting - found:
+        key = (waiting - found).pop()
+        found.add(key)
+        methods = [vars(base)[key] for base in own if isinstance(vars(base).get(key), FunctionType)]
+        waiting |= {each for method in methods for each in names_in(method.__code__)}
+    return found
 
 
 def _is_full(cell: CellType) -> bool:

@@ -322,7 +322,8 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """Hooks of an optimizer's steps, and of those of all optimizers. They can be registered and not listed."""
     from torch.optim import optimizer as home
 
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    # One that is wrapped around another may never have called its class's `__init__`.
+    own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
     every = (home._global_optimizer_pre_hooks, home._global_optimizer_post_hooks)
     return [hook for hooks in (*own, *every) for hook in hooks.values()]
 

@@ -70,13 +70,33 @@ def compiled(plan: str) -> str:
     return "nothing"
 
 
+def train_under_cp(kind: str) -> list[float]:
+    """Losses of two steps: of a sum and its number, of the mean, or of the sum alone. The module takes no `targets`."""
+
+    def given(seed: int) -> dict[str, Tensor]:
+        batch = make_batch(seed)
+        return {"input_ids": batch["input_ids"], "targets": batch["labels"]}
+
+    def loss(output: Any, batch: Batch) -> Any:
+        total, number = token_loss(output, {"labels": batch["targets"]})
+        if kind == "mean":
+            return cross_entropy(output.logits.flatten(0, 1), batch["targets"].flatten())
+        return total / 64 if kind == "sum" else (total, number)
+
+    with parallelize(
+        make_family("llama"), "cp=2", loss=loss, optimizer=make_optimizer, example=given(0), entries={"targets": 1},
+        verify=True,
+    ) as engine:  # fmt: skip
+        return [engine.train_step(given(step)) for step in range(2)]
+
+
 def mean_under_cp() -> str:
-    """What is said of a loss that is a mean."""
+    """What is said of a loss that is a mean over something else than labels."""
     try:
         parallelize(
             make_family("llama"),
             "cp=2",
-            loss=lambda output, batch: cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten()),
+            loss=lambda output, _: output.logits.square().mean(),
             optimizer=make_optimizer,
             example=make_batch(0),
         )

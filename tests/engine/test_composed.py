@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from shardwise.ranks.spawn import Ranks
-from tests.engine.composed import compiled, disagree, look_and_load, make_batch, mean_under_cp, token_loss, train_net
+from tests.engine.composed import (
+    compiled,
+    disagree,
+    look_and_load,
+    make_batch,
+    mean_under_cp,
+    token_loss,
+    train_net,
+    train_under_cp,
+)
 from tests.same import assert_same
 from tests.stages.families import make_family
 
@@ -29,7 +38,20 @@ def test_it_evaluates_and_loads_what_it_saved_and_traces_its_pipeline(model: str
         assert " in the state and " in found.refusal
 
 
-def test_a_mean_loss_is_refused_where_ranks_have_parts_of_sequences(two: Ranks) -> None:
+def test_a_mean_over_labels_is_that_of_all_parts_of_sequences(two: Ranks) -> None:
+    (pair, *_), (mean, *_) = two.run(train_under_cp, "pair"), two.run(train_under_cp, "mean")
+    assert mean == pytest.approx(pair, rel=1e-6)
+
+
+@pytest.mark.whole
+def test_a_sum_over_labels_is_that_of_all_parts_of_sequences(two: Ranks) -> None:
+    batch = make_batch(0)
+    with torch.no_grad():
+        total, _ = token_loss(make_family("llama")(input_ids=batch["input_ids"]), batch)
+    assert two.run(train_under_cp, "sum")[0][0] == pytest.approx(float(total) / 64, rel=1e-5)
+
+
+def test_a_mean_of_something_else_is_refused_where_ranks_have_parts_of_sequences(two: Ranks) -> None:
     for text in two.run(mean_under_cp):
         assert "the loss is one number, and under cp=2 each rank has its own" in text
 

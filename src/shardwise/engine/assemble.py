@@ -63,7 +63,7 @@ def _parts(
     if not any(each.training for each in module.modules()):
         # What is dropped in training is seen in training mode only. Of one that is partly so the user has said which.
         module.train()
-    (microbatch, *others), device, rule, kind, loss, weighed, is_quiet = check_example(
+    (microbatch, *others), device, rule, kind, loss, weighed, is_quiet, settings = check_example(
         module, plan, loss, example, options, wires
     )
     sharded = Sharded(module, plan, wires.mesh, microbatch, options, loss)
@@ -79,6 +79,9 @@ def _parts(
         gather=wires.gather, is_tried=wires.rank == 0 or not is_quiet or max(plan.tp, plan.ep, plan.cp) > 1,
     )  # fmt: skip
     trial.check(plan, shapes, split, wires)
+    if settings is not None:
+        settings.units = tuple(dict.fromkeys(call.partition("#")[0] for calls in split.units for call in calls))
+        settings.make_context = sharded.make_tried_context(options)
     if sharded.experts is not None and without_numbers:
         sharded.experts.draw(module, without_numbers, seed=options.seed, device=device)
     context = sharded.attach_context(module, options)
@@ -89,6 +92,7 @@ def _parts(
         loss=weighed, options=options, sharded=sharded, order=order, shapes=shapes,
         wires=wires, device=device, callers=callers, written=trial.written, rule=rule, kind=kind,
         has_metrics=trial.has_metrics, is_without_numbers=bool(without_numbers), fused=fused,
+        settings=settings,
     )  # fmt: skip
     return parts, optimizers
 

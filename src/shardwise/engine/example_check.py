@@ -1,5 +1,6 @@
 """The example looked at before anything is cut: what of it are rows, and what its loss is, on all ranks alike."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -9,11 +10,12 @@ from shardwise.engine.batches import Cutter
 from shardwise.engine.loss_agreement import agree_on_loss
 from shardwise.engine.options import Options
 from shardwise.engine.same_weights import check_given
+from shardwise.engine.tried_again import TriedAgain
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
 from shardwise.stages.batch import home_of
 from shardwise.stages.loss_kind import LossKind
-from shardwise.stages.losses import WeighedLoss, summed_only
+from shardwise.stages.losses import WeighedLoss, numbers_in, summed_only
 from shardwise.stages.rows import RowRule, check_openable
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.stage import Batch, Loss
@@ -23,7 +25,8 @@ class Checked(NamedTuple):
     """The microbatches of the example, where they are, the rule by which they were cut, and what the loss is.
 
     `loss` is a user's, of a microbatch; `weighed` the same with its weight in the batch. `is_quiet`: ranks are known
-    not to talk to each other in module and loss, so that one may try something for all.
+    not to talk to each other in module and loss, so that one may try something for all. `settings` are values that a
+    script may set later, unless nothing is to be tried.
     """
 
     microbatches: list[Batch]
@@ -31,8 +34,9 @@ class Checked(NamedTuple):
     rule: RowRule
     kind: LossKind
     loss: Loss
-    weighed: Loss
+    weighed: WeighedLoss
     is_quiet: bool
+    settings: TriedAgain | None
 
 
 def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, options: Options, wires: Wires) -> Checked:
@@ -45,13 +49,21 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
     rule.tables |= set(tried.tables)
     cutter = Cutter(plan, wires.mesh, rule, pad=options.pad, is_local=options.is_local)
     microbatches = cutter.cut(example)
-    loss = summed_only(loss, plan.cp) if plan.cp > 1 else loss
+    settings = TriedAgain(module, loss, plan, rule, tensor=options.tensor) if options.verify else None
+    num_parts = plan.dp * plan.microbatches * plan.cp
+    users = loss
+    if plan.cp > 1:
+        # A trial compares parts of sequences with the whole, by what each is over. A step adds up parts of a sum.
+        users = summed_only(loss, plan.cp, tried, lambda _: 1 / num_parts)
+        loss = summed_only(loss, plan.cp, tried, partial(numbers_in, tuple(example)))
     by_rows = options.pad or options.is_local
     weighed = WeighedLoss(
-        loss,
+        users,
         tried,
         num_parts=plan.dp * plan.microbatches,
         by_rows=by_rows,
-        is_all=plan.dp * plan.microbatches * plan.cp == 1,
+        is_all=num_parts == 1,
     )
-    return Checked(microbatches, home_of(microbatches[0]), rule, tried.kind, loss, weighed, is_quiet)
+    if settings is not None and not options.is_local:
+        settings.weigh = weighed.weigh
+    return Checked(microbatches, home_of(microbatches[0]), rule, tried.kind, loss, weighed, is_quiet, settings)

@@ -14,10 +14,11 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
 from shardwise.stages.batch import home_of
 from shardwise.stages.loss_kind import LossKind, Tried
-from shardwise.stages.loss_trial import try_backward, try_loss
+from shardwise.stages.loss_trial import try_loss
 from shardwise.stages.no_collectives import CollectiveMetError
 from shardwise.stages.rows import RowRule
 from shardwise.stages.stage import Batch, Loss
+from shardwise.stages.token_trial import try_tokens
 
 #: What a loss is, and the buffers that count rows.
 _Found = tuple[Tried, list[str]]
@@ -30,8 +31,9 @@ def agree_on_loss(
     tried, is_quiet = Tried(LossKind.UNTRIED), False
     is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
     if plan.dp * plan.microbatches * plan.cp > 1 and options.verify and not is_meta:
-        # Under cp a loss has to be a pair anyway.
-        attempt = partial(try_loss, meets=_has_capacity(module)) if plan.cp == 1 else try_backward
+        num_parts = plan.microbatches * (1 if options.is_local else plan.dp)
+        # Under cp a loss has to be a pair, or a mean over labels, which are counted.
+        attempt = partial(try_loss, meets=_has_capacity(module), num_parts=num_parts) if plan.cp == 1 else try_tokens
         precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
 
         def try_both(*, for_all: bool = False) -> _Found:

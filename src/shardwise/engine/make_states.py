@@ -109,6 +109,7 @@ def make_states(parts: Parts, optimizers: Sequence[MadeOptimizer], sharing: Zero
         vars(optimizer)["zero_grad"] = partial(_zeroed, optimizer.zero_grad)
     data.updates.pieces = _pieces_of(parts)
     data.updates.check_hooks()
+    data.updates.check_kept()
     has_copies = isinstance(wires, ManyProcesses) and (plan.dp * plan.cp > 1 or len(schedule.placement.pipes) > 1)
     states = States(
         parameters=parameters,

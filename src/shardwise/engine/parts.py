@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwise.engine.options import Options
 from shardwise.engine.sharded import Sharded
+from shardwise.engine.tried_again import TriedAgain
 from shardwise.fusion.fuse import Fused
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
@@ -47,6 +48,8 @@ class Parts:
     is_without_numbers: bool = False
     #: What kernels compute in place of the module.
     fused: Fused = field(default_factory=Fused)
+    #: What a script may set between steps.
+    settings: TriedAgain | None = None
 
     def detach(self) -> None:
         """What the module computes is its own again: attention, and what kernels computed in its place."""

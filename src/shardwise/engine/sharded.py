@@ -1,6 +1,6 @@
 """What this rank has of every layer: its part of the matrices (tp), of the experts (ep), of the sequences (cp)."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -69,6 +69,10 @@ class Sharded:
         self.context.is_strict = not self.is_tried
         self.context.attach(module)
         return self.context
+
+    def make_tried_context(self, options: Options) -> Callable[[], ContextParallel] | None:
+        """What gives contexts for a trial like the one that was made; None if there was none."""
+        return partial(self._make_context, options) if self.is_tried else None
 
     def _make_context(self, options: Options) -> ContextParallel:
         return ContextParallel(

@@ -30,7 +30,8 @@ class Steps:
         self._module, self._sharded, self._wires = parts.module, parts.sharded, parts.wires
         self._execution, self._states = execution, states
         self._unchanged, self.metrics = Unchanged(parts.module), MetricSum(parts)
-        self._hooks = UnchangedHooks(parts)
+        self._hooks, self._settings = UnchangedHooks(parts), parts.settings
+        self._end_settings()
         self._groups = UnchangedGroups(states.parameters, states.data.updates, is_all=parts.plan.pp == 1)
         self._predictions = Predictions(parts, execution)
         self.graphs = StepGraphs(parts, states, execution.dropouts)
@@ -54,6 +55,7 @@ class Steps:
             self._unchanged.check()
             self._hooks.check()
             self._groups.check()
+            self._check_settings(batch)
             if execution.batches.outside is not None:
                 execution.batches.outside.begin()
             states.begin_step()
@@ -75,6 +77,8 @@ class Steps:
                     (update or states.update.take)(tally)
                 if execution.batches.outside is not None:
                     execution.batches.outside.end()
+                self._groups.end()
+                self._end_settings()
                 end = perf_counter()
         if recording is not None:
             execution.recorder.end(
@@ -94,6 +98,8 @@ class Steps:
     def evaluate(self, batch: Batch, metrics: Metrics | None = None) -> Tally:
         """The loss of a batch, with every part of the module in evaluation mode meanwhile."""
         evaluator = self._execution.evaluator
+        with self._wires.told_to_all():
+            self._check_settings(batch)
         with self._in_evaluation_mode(), self.metrics.of(evaluator, metrics):
             microbatches = self._execution.batches.cut(batch, "evaluation")
             with before_a_loss():
@@ -101,8 +107,18 @@ class Steps:
             self._execution.batches.same.check_told()
             return tally
 
+    def _check_settings(self, batch: Batch) -> None:
+        if self._settings is not None:
+            self._settings.check(batch)
+
+    def _end_settings(self) -> None:
+        if self._settings is not None:
+            self._settings.end()
+
     def predict(self, batch: Batch) -> Any:
         """What the module returns for a batch in evaluation mode."""
+        if self._settings is not None:
+            self._settings.note()
         with self._in_evaluation_mode():
             given = self._predictions.cut(batch)
             predictor = self._predictions.executor
@@ -121,6 +137,7 @@ class Steps:
         finally:
             for each in training:
                 each.training = True
+            self._end_settings()
 
     def _run(self, executor: Executor, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:
         """Run a step or an evaluation; the loss of the whole batch."""

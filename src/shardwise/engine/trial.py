@@ -57,6 +57,7 @@ class Trial:
 
     def _check_reads(self, plan: Plan, shapes: Mapping[str, torch.Size], units: Sequence[Sequence[str]]) -> None:
         check_owners(self.written, units)
+        check_buffers_of_loss(self._reads.buffers, units)
         gone = [names[0] for names, parameter in self._reads.found if self._is_gone(names, parameter, shapes, units)]
         away = [f"zero={plan.zero}"] if plan.zero == 3 else []
         away += ["offload.parameters"] if plan.offload.parameters else []
@@ -79,8 +80,21 @@ class Trial:
         return len(units) > 1 and not any(name.startswith(f"{unit}.") for name in names for unit in last)
 
 
+def check_buffers_of_loss(buffers: Sequence[str], units: Sequence[Sequence[str]]) -> None:
+    """Refuse a loss that reads buffers of a stage before the last, which are not there where it is computed."""
+    stages = [{call.partition("#")[0] for call in calls} for calls in units]
+    before = set().union(*stages[:-1]) - stages[-1]
+    gone = [name for name in buffers if any(name.startswith(f"{unit}.") for unit in before)]
+    if gone:
+        raise ShardwiseError(
+            f"the loss reads {len(gone)} buffers ({some(gone)}), and under pp={len(units)} the rank that computes it"
+            " does not have them",
+            remedy="return them beside the outputs; or a buffer of the module itself, or of its last layer",
+        )
+
+
 class _Reads(TorchFunctionMode):
-    """Sees which parameters of a module are computed with."""
+    """Sees which parameters and buffers of a module are computed with."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -88,6 +102,9 @@ class _Reads(TorchFunctionMode):
         for name, each in module.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(each), []).append(name)
         self._found: dict[int, Tensor] = {}
+        self._buffers = {id(each): name for name, each in module.named_buffers()}
+        #: The names of buffers.
+        self.buffers: list[str] = []
 
     @property
     def found(self) -> list[tuple[list[str], Tensor]]:
@@ -102,4 +119,6 @@ class _Reads(TorchFunctionMode):
             for each in pytree.tree_leaves((args, kwargs)):
                 if id(each) in self._names:
                     self._found[id(each)] = each
+                elif id(each) in self._buffers:
+                    self.buffers.append(self._buffers[id(each)])
         return func(*args, **(kwargs or {}))

@@ -134,6 +134,9 @@ class UnchangedGroups:
         self._optimizers = updates.optimizers
         self._cut = [names_of_cut(held, each, updates) for each in updates.optimizers]
         self._seen = [_ids_of(each) for each in updates.optimizers]
+        #: Lists of groups as the last step has left them; of the first there were others.
+        self._lists: list[dict[int, tuple[list[Any], list[int]]]] | None = None
+        self._pieces = updates.pieces
         self._known = {id(each.weight) for each in updates.updated} | {id(each) for each in held.values()}
         #: Whether nothing else may be in groups: parameters of other stages may, and what stands in for some in updates
         #: that go on beside the script.
@@ -142,6 +145,8 @@ class UnchangedGroups:
     def check(self) -> None:
         """Refuse a whole parameter in the place of the pieces that are updated of it, and what is none."""
         for number, (optimizer, cut) in enumerate(zip(self._optimizers, self._cut, strict=True)):
+            if self._pieces is not None and self._lists is not None:
+                self._check_lists(self._lists[number], optimizer, is_cut=bool(cut))
             if (ids := _ids_of(optimizer)) == self._seen[number]:
                 continue
             if self._is_all and not self._known.issuperset(ids):
@@ -161,6 +166,25 @@ class UnchangedGroups:
                 )
             self._seen[number] = ids
 
+    def end(self) -> None:
+        """A step may have put other lists in the place of those there were."""
+        self._lists = [_lists_of(each) for each in self._optimizers]
+
+    def _check_lists(
+        self, known: dict[int, tuple[list[Any], list[int]]], optimizer: Optimizer, *, is_cut: bool
+    ) -> None:
+        """Refuse parameters taken out of a group by their place, or searched for where there are pieces of them."""
+        for each, (_, ids) in _lists_of(optimizer).items():
+            fewer = each in known and len(ids) < len(known[each][1])
+            searched = is_cut and each not in known and ids in [old for _, old in known.values()]
+            if ids and (fewer or searched):
+                raise ShardwiseError(
+                    f"parameters were taken out of a group of {type(optimizer).__name__} between steps, and on this"
+                    f" rank it has {self._pieces}: others would be left out than were meant",
+                    remedy="parameter.requires_grad_(False) between steps, and it is left as it is; or a group of its"
+                    ' own in the function that makes the optimizer, and group["lr"] = 0.0',
+                )
+
 
 def names_of_cut(held: Mapping[str, nn.Parameter], optimizer: Optimizer, updates: Updates) -> dict[int, str]:
     """By id, parameters that this rank holds and in whose place this optimizer has other tensors, or nothing."""
@@ -170,3 +194,9 @@ def names_of_cut(held: Mapping[str, nn.Parameter], optimizer: Optimizer, updates
 
 def _ids_of(optimizer: Optimizer) -> list[int]:
     return [id(each) for group in optimizer.param_groups for each in group["params"]]
+
+
+def _lists_of(optimizer: Optimizer) -> dict[int, tuple[list[Any], list[int]]]:
+    """By its id, the list of parameters that each group has, kept so that no other comes to lie there; and which."""
+    lists = [group["params"] for group in optimizer.param_groups]
+    return {id(each): (each, [id(one) for one in each]) for each in lists}

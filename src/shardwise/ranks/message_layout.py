@@ -85,12 +85,13 @@ class Layout:
             (tensor,), ((dtype, shape, wants_gradient),) = tensors, self.description
             if tensor.dtype is not dtype or tensor.shape != shape or tensor.requires_grad is not wants_gradient:
                 return None
+            tensor = _written_out(tensor)
             return tensor if tensor.is_contiguous() else tensor.contiguous()
         if describe(tensors) != self.description:
             return None
         buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=tensors[0].device if tensors else None)
         for tensor, (start, end) in zip(tensors, self._spans, strict=True):
-            buffer[start:end].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+            buffer[start:end].copy_(_written_out(tensor).detach().contiguous().view(-1).view(torch.uint8))
         return buffer
 
     def unpack(self, message: Tensor) -> list[Tensor]:
@@ -107,3 +108,8 @@ class Layout:
             tensor.set_(storage, start // dtype.itemsize, shape, strides)
             tensors.append(tensor.requires_grad_(wants_gradient))
         return tensors
+
+
+def _written_out(tensor: Tensor) -> Tensor:
+    """A tensor whose memory has its numbers: a conjugate is the same memory and a mark, which no message has."""
+    return tensor.resolve_conj().resolve_neg()

@@ -26,6 +26,11 @@ REMEDY_OF_PARTS = (
     "rows that are computed each by itself; a number that the module returns beside them; or return total / number, 1"
     " if each part of a batch by itself is meant"
 )
+OWN_BACKWARD = (
+    "the forward or the loss calls backward() itself, and leaves gradients that belong to no part of a batch: they"
+    " would be added once for each part, and not weighed as its loss is"
+)
+REMEDY_OF_OWN = "return the sum of both losses; or torch.autograd.grad, which leaves nothing in parameters"
 REMEDY_OF_LEARNED = "number.detach(), if it is not to be learned; or a plan without dp, cp and microbatches"
 
 

@@ -25,7 +25,16 @@ from torch import Tensor, nn
 
 from shardwise.stages.across_rows import first_across, with_numbers_of
 from shardwise.stages.backward_trial import NOT_IN_PROPORTION
-from shardwise.stages.loss_kind import LEARNED_NUMBER, REMEDY_OF_LEARNED, REMEDY_OF_PARTS, LossKind, Through, Tried
+from shardwise.stages.loss_kind import (
+    LEARNED_NUMBER,
+    OWN_BACKWARD,
+    REMEDY_OF_LEARNED,
+    REMEDY_OF_OWN,
+    REMEDY_OF_PARTS,
+    LossKind,
+    Through,
+    Tried,
+)
 from shardwise.stages.no_collectives import NoCollectives
 from shardwise.stages.rows import RowRule, Seen, nodes, take_rows, tensors_in, unmarked
 from shardwise.stages.slope_trial import slopes_of
@@ -51,15 +60,18 @@ def try_loss(
     *,
     meets: bool = False,
     for_all: bool = False,
+    num_parts: int = 1,
 ) -> Tried:
     """Find out what a loss is, from a few rows of an example that the module can compute.
 
-    `meets`: it is known that rows of a part see each other, and that is meant. `for_all`: no other rank tries it; raise
-    `CollectiveMetError` if all must."""
+    `num_parts` are those that a batch is cut into. `meets`: it is known that rows of a part see each other, and that is
+    meant. `for_all`: no other rank tries it; raise `CollectiveMetError` if all must."""
     seen = rule.look(example)
-    trial = Trial(module, loss, precision, meets=meets, at_first=_at_first(for_all))
+    trial = Trial(module, loss, precision, meets=meets, at_first=at_first(for_all))
     three = three_rows(example, seen)
     first = _outcome(trial, three, seen)
+    if first.problem is None and seen.length // num_parts % 2:
+        first = _in_pairs(trial, three, seen, first)
     if first.problem is None and first.kind is not LossKind.UNTRIED:
         return first if first.apart else first._replace(decides=trial.decides(three, two_and_one(three, seen)[1]))
     # Perhaps something is as long as the batch by chance, and no part of the rows.
@@ -77,7 +89,23 @@ def try_loss(
     return (_by_halves(trial, example, seen) if untold else None) or _of_parts(trial, example, seen, first)
 
 
-def _at_first(for_all: bool) -> Context:
+def _in_pairs(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:
+    """Refuse rows that see each other two by two, where a part has an odd number of them: of three rows the first two
+    are a pair."""
+    if tried.kind not in (LossKind.ROWS, LossKind.LABELS, LossKind.SUM):
+        return tried
+    try:
+        parts = [take_rows(three, Seen(NUM_ROWS, seen.paths), *each) for each in ((0, 2), (0, 1), (1, 2))]
+        runs = trial.run(parts[0]), trial.run(parts[1]), trial.run(parts[2])
+    except Exception:
+        return tried
+    fits = _fits_by(1, 1, *runs) if tried.kind is LossKind.ROWS else _fits(tried.kind, *runs)
+    if fits or not all(map(is_finite, runs)) or trial.run(parts[0], seed=1).total != runs[0].total:
+        return tried
+    return tried._replace(problem=_mismatch(*runs, 2, 1))
+
+
+def at_first(for_all: bool) -> Context:
     """What the first runs of a trial are run in: who tries for all ranks must not wait for them there."""
     return NoCollectives if for_all else nullcontext
 
@@ -163,13 +191,15 @@ def try_backward(
     seen = rule.look(example)
     tried, three = Tried(LossKind.UNTRIED), three_rows(example, seen)
     try:
-        return _of_backward(tried, *Trial(module, loss, precision, at_first=_at_first(for_all)).run_in_training(three))
+        return _of_backward(tried, *Trial(module, loss, precision, at_first=at_first(for_all)).run_in_training(three))
     except Exception:
         return tried
 
 
 def _of_backward(tried: Tried, whole: Run, bent: str | None) -> Tried:
     tried = tried._replace(writes_none=not whole.writes)
+    if whole.has_left:
+        return tried._replace(problem=OWN_BACKWARD, remedy=REMEDY_OF_OWN)
     if whole.is_learned:
         return tried._replace(problem=LEARNED_NUMBER, remedy=REMEDY_OF_LEARNED)
     return tried if bent is None else tried._replace(problem=bent, remedy=NOT_IN_PROPORTION)

@@ -1,6 +1,6 @@
 """The loss that a user gives: tried on the example before anything is trained; and parts of it, weighed."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import Any
@@ -75,11 +75,18 @@ def _remedy(error: Exception, output: Any, batch: Batch) -> str:
     return "a loss(output, batch) of what the module returns and of what the batch has"
 
 
-def summed_only(loss: Loss, cp: int) -> Loss:
-    """The same loss, refused if it is one number: ranks have different numbers of tokens that count."""
+def summed_only(loss: Loss, cp: int, tried: Tried, number_of: Callable[[Batch], float]) -> Loss:
+    """The same loss, as a sum and its number: a mean over labels has theirs, and a sum what `number_of` says. Any other
+    number is refused: ranks have different numbers of tokens that count."""
 
     def checked(output: Any, batch: Batch) -> Any:
-        result, metrics = take_metrics(loss(output, batch))
+        counts = LabelCounts()
+        with counts if tried.kind is LossKind.LABELS else nullcontext():
+            result, metrics = take_metrics(loss(output, batch))
+        if not isinstance(result, tuple) and len(counts.found) == 1:
+            result = result * counts.found[0].number, counts.found[0].number
+        elif not isinstance(result, tuple) and tried.kind is LossKind.SUM:
+            result = result, number_of(batch)
         if not isinstance(result, tuple):
             raise ShardwiseError(
                 f"the loss is one number, and under cp={cp} each rank has its own for parts of sequences: of how many"
@@ -89,6 +96,12 @@ def summed_only(loss: Loss, cp: int) -> Loss:
         return with_metrics(result, None if metrics is None else pairs_of(metrics, cp=cp))
 
     return checked
+
+
+def numbers_in(entries: Collection[str], batch: Batch) -> float:
+    """How many numbers these entries have, of sequences: parts of sequences have as many together as the whole."""
+    found = [batch[name] for name in entries if name in batch]
+    return float(sum(each.numel() for each in found if isinstance(each, Tensor) and each.dim() > 1))
 
 
 class WeighedLoss:
@@ -103,6 +116,10 @@ class WeighedLoss:
         self._loss, self._tried, self._num_parts, self._by_rows = loss, tried, num_parts, by_rows
         self._is_all = is_all and not getattr(getattr(loss, "__self__", None), "has_factor", False)
         self._counts: LabelCounts | None = None
+
+    def weigh(self, tried: Tried) -> None:
+        """From now on the loss is something else."""
+        self._tried = tried
 
     @contextmanager
     def watching(self) -> Iterator[None]:

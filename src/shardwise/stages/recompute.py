@@ -29,6 +29,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+from shardwise.stages.left_in_arguments import has_containers, with_own_containers
 from shardwise.stages.recalled import DEAR, recalling
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.switch import Inner
@@ -87,6 +88,7 @@ def _outside(stage: ModuleStage, selective: bool, stops_early: bool, unit: str, 
         if stage.moment is None or not torch.is_grad_enabled() or is_theirs:
             return call(*args, **kwargs)
         again, counted = stage.moment(stage.unit(unit))
+        computed = _with_arguments_kept(call, args, kwargs) if has_containers((*args, *kwargs.values())) else call
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             if not selective:
@@ -96,7 +98,24 @@ def _outside(stage: ModuleStage, selective: bool, stops_early: bool, unit: str, 
 
         with set_checkpoint_early_stop(stops_early):
             # Random numbers are those of `again`, with the buffers.
-            return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+            return checkpoint(
+                computed, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
+            )
+
+    return run
+
+
+def _with_arguments_kept(call: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inner:
+    """The same call, whose second run finds in dictionaries, lists and objects what its first one found there."""
+    kept_args, kept_kwargs = with_own_containers(args), with_own_containers(kwargs)
+    has_run = False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_run
+        if has_run:
+            args, kwargs = with_own_containers(kept_args), with_own_containers(kept_kwargs)
+        has_run = True
+        return call(*args, **kwargs)
 
     return run
 

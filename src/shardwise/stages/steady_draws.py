@@ -1,14 +1,16 @@
 """While a copy of a module is tried nothing is drawn at random, and nothing is recomputed."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwise.stages.checkpoints import nothing_recomputed
+from shardwise.stages.split.script_values import names_in_classes
 from shardwise.torch_private import EagerDispatchMode
 
 
@@ -74,3 +76,8 @@ def steady() -> Iterator[None]:
     """All of it: nothing is drawn at random, and nothing is recomputed. What is shuffled is turned round."""
     with nothing_recomputed(), SteadyDropout(), SteadyDraws(turns=True):
         yield
+
+
+def steady_for(module: nn.Module) -> AbstractContextManager[None]:
+    """The same, unless a module sets the seed itself: what it draws then is no chance, and the same in every call."""
+    return nothing_recomputed() if names_in_classes(module, "manual_seed") else steady()

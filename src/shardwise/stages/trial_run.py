@@ -20,7 +20,7 @@ from shardwise.stages.split.python_state import PythonState, draws_digest
 from shardwise.stages.split.seed import seed_torch
 from shardwise.stages.split.switch import uncompiled, undisturbed
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.steady_draws import steady
+from shardwise.stages.steady_draws import steady_for
 from shardwise.stages.trial_rows import FIRST, NUM_ROWS, two_and_one
 from shardwise.torch_private import RunningNormModule
 
@@ -44,6 +44,8 @@ class Run(NamedTuple):
     writes: bool = False
     #: Whether Python's or NumPy's generators were drawn from: other rows may draw something else.
     has_drawn: bool = False
+    #: Whether a backward of its own has left gradients in parameters.
+    has_left: bool = False
 
 
 Runs = tuple[Run, Run, Run]
@@ -73,7 +75,7 @@ class Trial:
         """
         bent: list[str | None] = []
         hooks = SeenHooks()
-        with steady(), hooks:
+        with steady_for(self.module), hooks:
             found = self.run(batch, training=True, look=lambda total: bent.append(find_bent(self.module, total, hooks)))
         return found._replace(output=None), bent[0]
 
@@ -89,6 +91,7 @@ class Trial:
         for each in self.module.modules():
             each.training = each.training and training and not isinstance(each, RunningNormModule)
         before = [(each, each.clone()) for each in self.module.buffers()] if training else []
+        gradients = GradientsKept(self.module) if training else None
         try:
             with (
                 undisturbed(self.module, {}, self._loss, state=None if training else self._state) as switch,
@@ -109,6 +112,7 @@ class Trial:
                     inside = len(counts.found)
                     result, _ = take_metrics(self._loss(output, copy(batch)))
                 self._unknown.discard(training)
+                has_left = gradients is not None and gradients.put_back()
                 has_drawn = draws_digest() != drawn
                 if look is not None:
                     look(result[0] if isinstance(result, tuple) else result)
@@ -127,7 +131,7 @@ class Trial:
             float(total.detach()), None if number is None else float(torch.as_tensor(number).detach()),
             [float(each.number) for each in counts.found], inside,
             max(1, counts.found[0].size // NUM_ROWS) if counts.found else 1, tolerance, output,
-            isinstance(number, Tensor) and number.requires_grad, training and writes, has_drawn,
+            isinstance(number, Tensor) and number.requires_grad, training and writes, has_drawn, has_left,
         )  # fmt: skip
 
     def decides(self, three: Batch, one: Batch) -> str | None:
@@ -184,6 +188,27 @@ class Trial:
         seed_torch(0)
         result, _ = take_metrics(self._loss(run.output, copy(batch)))
         return float(result[0] if isinstance(result, tuple) else result)
+
+
+class GradientsKept:
+    """The gradients that parameters have."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kept = [
+            (each, each.grad, None if each.grad is None else each.grad.clone()) for each in module.parameters()
+        ]
+
+    def put_back(self) -> bool:
+        """Whether any is another now; and as they were."""
+        found = False
+        for parameter, gradient, numbers in self._kept:
+            now = parameter.grad
+            if now is gradient and (now is None or numbers is None or torch.equal(now, numbers)):
+                continue
+            found, parameter.grad = True, gradient
+            if gradient is not None and numbers is not None:
+                gradient.copy_(numbers)
+        return found
 
 
 def is_finite(run: Run) -> bool:

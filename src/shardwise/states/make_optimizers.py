@@ -266,3 +266,19 @@ def check_step_hooks(optimizers: Iterator[Optimizer] | Sequence[Optimizer], piec
                 remedy="after engine.train_step(batch): engine.gradients() and engine.state_dict() are whole, and"
                 " engine.gradient_norm is that of all with clip=float('inf'); or a plan of dp with zero=0",
             )
+
+
+def check_kept_tensors(optimizers: Sequence[Optimizer], pieces: str) -> None:
+    """Refuse one of the user's own that has made a tensor for each parameter it was given (slow weights, an average),
+    where it has something else than these in its steps; `pieces` says what."""
+    for optimizer in optimizers:
+        for key, value in vars(optimizer).items():
+            leaves = () if key in _OWN_ATTRIBUTES or isinstance(value, Optimizer) else pytree.tree_leaves(value)
+            kept = [each for each in leaves if isinstance(each, Tensor) and each.numel() > 1]
+            if kept:
+                kind = type(optimizer).__name__
+                raise ShardwiseError(
+                    f"{kind}.{key} keeps {len(kept)} tensors that were made of the parameters it was given, and in its"
+                    f" steps it would see {pieces}: which belongs to which is not told",
+                    remedy=f"self.state[p] in step() for what {kind} keeps of a parameter; or a plan of dp with zero=0",
+                )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.lazy_logits import LazyLogits
 from shardwise.schedule.instruction import Instruction, Kind
+from shardwise.stages.left_in_arguments import has_containers, tensors_left
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.stage import Call
 from shardwise.states.buckets.bucket import Bucket
@@ -38,6 +39,10 @@ class UnitPrefetch:
     def __init__(self, stage: ModuleStage) -> None:
         self.units: list[str] = []
         self.in_glue = stage.flow.in_glue
+        #: By unit, all that its calls read, also of other modules: blocks may know the root.
+        self.touched: dict[str, set[str]] = {}
+        for call in stage.flow.calls:
+            self.touched.setdefault(call.unit, set()).update(call.touched)
         #: The weights that come for each unit, or that it waits for.
         self.weights: Mapping[str, Sequence[Weights]] = {}
         #: What the stage is computing.
@@ -53,8 +58,12 @@ class UnitPrefetch:
                 self._enter(unit, ahead=-1)
                 return call(*args, **kwargs)
             self._enter(unit, ahead=1)
+            given = (*args, *kwargs.values())
+            known = {id(each): each for each in tensors_left(given)} if has_containers(given) else None
             output = call(*args, **kwargs)
             leaves = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor)]
+            if known is not None:
+                leaves += [each for each in tensors_left(given) if id(each) not in known]
             for leaf in leaves if torch.is_grad_enabled() else ():
                 if isinstance(leaf, LazyLogits):
                     leaf.on_gradient(lambda _: self._go_back(unit))
@@ -121,9 +130,12 @@ def find_users(layers: Iterable[UnitPrefetch], module: nn.Module | None) -> dict
     found: dict[int, list[str]] = {}
     every = list(layers)
     in_glue = {name for each in every for name in each.in_glue}
-    for unit in [unit for each in every for unit in each.units]:
-        for parameter in module.get_submodule(unit).parameters():
-            found.setdefault(id(parameter), []).append(unit)
+    named = dict(module.named_parameters(remove_duplicate=False))
+    for each in every:
+        for unit in each.units:
+            touched = [named[name] for name in each.touched.get(unit, ()) if name in named]
+            for parameter in {id(one): one for one in (*module.get_submodule(unit).parameters(), *touched)}.values():
+                found.setdefault(id(parameter), []).append(unit)
     outside = {id(each) for name, each in module.named_parameters(remove_duplicate=False) if name in in_glue}
     return {identity: units for identity, units in found.items() if identity not in outside}
 

@@ -20,6 +20,7 @@ from shardwise.sharding.tensor.vocabulary import VocabParallelLogits
 from shardwise.stages.checkpoints import nothing_recomputed
 from shardwise.stages.full_precision import full_precision
 from shardwise.stages.split.python_state import left_as_it_was
+from shardwise.stages.split.script_values import names_in_classes
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout
 from shardwise.units import format_percent
@@ -131,6 +132,11 @@ def compare(
         if errors and not max(errors) <= most:
             return Difference(error=max(errors))
     return _compare_gradients(whole, ranks, shards, most)
+
+
+def asks_for_mode(module: nn.Module) -> bool:
+    """Whether a forward of the user's own names `training`: it may do something else in evaluation mode."""
+    return names_in_classes(module, "training")
 
 
 def are_alike(one: Course, other: Course, dtype: torch.dtype) -> bool:

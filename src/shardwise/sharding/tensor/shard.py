@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from shardwise.sharding.tensor.plain_layers import has_hooks, is_layer, why_whol
 from shardwise.sharding.tensor.regions import Found, find_regions
 from shardwise.sharding.tensor.sharding import Sharding, Shards, cost_of, starred
 from shardwise.sharding.tensor.tensor_plan import TensorPlan, read_tensor_plan
-from shardwise.sharding.tensor.trial import Arguments, Trial
+from shardwise.sharding.tensor.trial import Arguments, Trial, differs_in_evaluation, in_evaluation_mode
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
@@ -75,23 +75,9 @@ def shard(
         return Sharding(group=group, shards=shapes, twin=twin)
     plan = read_tensor_plan(module, spec)
     given = _example(twin, example)
-    arguments = _on_meta(twin, given)
-    hooked = {name for name, each in module.named_parameters(remove_duplicate=False) if has_hooks(each)}
-
-    def read_by_loss(output: Any) -> dict[str, str]:
-        return {} if loss is None else _read_by_loss(loss, module, output, given)
-
-    found, seen = find(
-        twin, plan, group.size, arguments, uncut=_uncut(module, plan), hooked=hooked, read_by_loss=read_by_loss
+    trial = _settled(
+        module, twin, group.size, plan, given, sequence=sequence, num_chunks=num_chunks, loss=loss, verify=verify
     )
-    if plan.is_users:
-        _check_named(plan, found)
-    trial = Trial(
-        module=module, twin=twin, found=found, seen=seen, num_ranks=group.size, example=given, on_meta=arguments,
-        device=home_of(given), loss=loss, sequence=sequence, num_chunks=num_chunks,
-        named=frozenset(name for name, kind in plan.kinds.items() if kind != "whole") if plan.is_users else frozenset(),
-    )  # fmt: skip
-    trial.settle(verify=verify)
     cutter = trial.cut(module, group)
     sharding = Sharding(
         group=group,
@@ -112,6 +98,50 @@ def shard(
                 stacklevel=3,
             )
     return sharding
+
+
+def _settled(
+    module: nn.Module, twin: nn.Module, num_ranks: int, plan: TensorPlan, given: Batch, *, sequence: bool = False,
+    num_chunks: int | None = None, loss: Loss | None = None, verify: bool = True,
+) -> Trial:  # fmt: skip
+    """What is to be cut, tried until it computes what the whole module does."""
+    arguments = _on_meta(twin, given)
+    hooked = {name for name, each in module.named_parameters(remove_duplicate=False) if has_hooks(each)}
+
+    def read_by_loss(output: Any) -> dict[str, str]:
+        return {} if loss is None else _read_by_loss(loss, module, output, given)
+
+    found, seen = find(
+        twin, plan, num_ranks, arguments, uncut=_uncut(module, plan), hooked=hooked, read_by_loss=read_by_loss
+    )
+    if plan.is_users:
+        _check_named(plan, found)
+    trial = Trial(
+        module=module, twin=twin, found=found, seen=seen, num_ranks=num_ranks, example=given, on_meta=arguments,
+        device=home_of(given), loss=loss, sequence=sequence, num_chunks=num_chunks,
+        named=frozenset(name for name, kind in plan.kinds.items() if kind != "whole") if plan.is_users else frozenset(),
+    )  # fmt: skip
+    trial.settle(verify=verify)
+    if verify and differs_in_evaluation(trial):
+        with in_evaluation_mode(module, twin):
+            trial.settle(verify=True)
+    return trial
+
+
+class Apart(NamedTuple):
+    """Of the layers of a module, those that come apart, and those that were called."""
+
+    layers: frozenset[str] = frozenset()
+    called: frozenset[str] = frozenset()
+
+
+@leaves_classes
+def find_apart(
+    twin: nn.Module, num_ranks: int, spec: Mapping[str, str] | None = None, *, example: Batch, loss: Loss | None = None
+) -> Apart:
+    """The layers of a module on the meta device that would be cut over so many ranks."""
+    trial = _settled(twin, meta_twin(twin), num_ranks, read_tensor_plan(twin, spec), example, loss=loss)
+    return Apart(frozenset(trial.cut_layers()), frozenset(trial.seen.given))
 
 
 def find(

@@ -12,7 +12,8 @@ Blocks that differ in their number alone are treated alike. Every process tries 
 """
 
 import traceback
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -87,6 +88,10 @@ class Trial:
         """Try until what is left computes what the whole module does."""
         while (failure := self._fault(verify=verify)) is not None:
             self._give_up(*failure, guesses=verify)
+
+    def cut_layers(self) -> list[str]:
+        """The layers of which a rank would have a part."""
+        return [name.rpartition(".")[0] for name, lie in self._shards.items() if lie.dim is not None]
 
     def _fault(self, *, verify: bool) -> tuple[list[str], str] | None:
         """The kinds of layers that are wrong, and what is."""
@@ -302,6 +307,35 @@ class Trial:
             whole=dict(self.found.whole),
         )
         return replace(self, found=found)
+
+
+def differs_in_evaluation(trial: Trial) -> bool:
+    """Whether the whole module computes something else in evaluation mode, where nothing is dropped in either."""
+    is_cut = trial.found.regions or trial.found.heads or trial.found.experts
+    if not is_cut or trial.unverified or not numbers.asks_for_mode(trial.module):
+        return False
+    try:
+        with numbers.precisely(trial.device):
+            whole = trial._whole(1)
+            other = another(whole.twin)
+            with in_evaluation_mode(other):
+                again = numbers.run(other, whole.call, (), whole.loss, whole.batch)
+    except Exception:
+        return True
+    return not numbers.are_alike(whole.course, again, whole.dtype)
+
+
+@contextmanager
+def in_evaluation_mode(*modules: nn.Module) -> Iterator[None]:
+    """Everything in evaluation mode, and as it was afterwards; by attributes, as a `train()` may be the user's own."""
+    training = [each for module in modules for each in module.modules() if each.training]
+    for each in training:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
 
 
 def run_on_meta(module: nn.Module, arguments: Arguments, watch: BlockWatch) -> Any:

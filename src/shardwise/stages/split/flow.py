@@ -369,6 +369,18 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
+def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return module(*args, **kwargs)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise ShardwiseError(
+            f"the forward asks for gradients, and the example is run without, as evaluations are: {error}",
+            remedy="with torch.enable_grad(): around what torch.autograd.grad goes through",
+        ) from error
+
+
 def watch(
     module: nn.Module,
     units: Mapping[str, nn.Module],
@@ -388,7 +400,7 @@ def watch(
     watcher = FlowWatch(module, home_of(example), records=records)
     with undisturbed(module, units, tells_writes=True) as switch:
         with uncompiled(), nothing_recomputed(), watcher, _Looks(watcher), switch.visited_by(watcher):
-            output = module(*args, **kwargs)
+            output = _run(module, args, kwargs)
         assert switch.state is not None, "it is known what was there before"
         assert switch.guard is not None, "parameters are looked after"
         traces = bool(switch.state.changed())

@@ -1,0 +1,275 @@
+"""What a script has set between steps, tried again before it is trained with.
+
+What trials find out when an engine is made (what a loss is a mean over, whether rows see each other, which layers come
+apart) is true of the module and of the loss as they were then. A curriculum sets other values later: the weight of a
+contrastive term, `criterion.hard = True`, `block.normalise = True`. So when a value was set, the trials are made again,
+on a copy of the module with random numbers: with the values of before, once, and with those of now. What only fails
+with those of now is refused, by its name. Values that forwards set themselves are left alone.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from shardwise.errors import ShardwiseError, some
+from shardwise.planner.plan import Plan
+from shardwise.sharding.context.parallel import ContextParallel
+from shardwise.sharding.context.trial import are_parts_alike
+from shardwise.sharding.stand_in import converted, fitting, stand_in
+from shardwise.sharding.tensor.shard import Apart, find_apart
+from shardwise.stages.batch import home_of
+from shardwise.stages.loss_kind import LossKind, Tried
+from shardwise.stages.loss_trial import try_loss
+from shardwise.stages.rows import RowRule, unmarked
+from shardwise.stages.split.flow import watch
+from shardwise.stages.split.meta import meta_twin
+from shardwise.stages.split.script_values import Holder, Number, find_holders, shared_by
+from shardwise.stages.stage import Batch, Loss
+from shardwise.torch_private import buffer_slots
+
+_AGAIN = "state = engine.state_dict(), then sw.parallelize(module, ...) again and engine.load_state_dict(state)"
+#: Buffers of more numbers than this are not kept for trials: they are drawn as their modules draw them.
+_MOST_IN_BUFFERS = 2**16
+#: Of whole numbers that a script counts up, as many values are tried as these.
+_MOST_NUMBERS = 8
+
+
+class _Absent:
+    """Of an attribute that was not there: its class may have had it."""
+
+    def __repr__(self) -> str:
+        return "not there"
+
+
+_ABSENT = _Absent()
+
+
+class _Found(NamedTuple):
+    """What trials come to: what the loss is, the layers that come apart, and by unit what its calls read."""
+
+    tried: Tried = Tried(LossKind.UNTRIED)
+    apart: Apart = Apart()
+    read: Mapping[str, frozenset[str]] = {}
+
+
+class _Set(NamedTuple):
+    """A value that was set: which holder has it, its key, what it was and what it is."""
+
+    holder: int
+    key: str
+    was: Any
+    now: Any
+
+
+class TriedAgain:
+    """The values of one module and its loss. Made before anything is cut; `rule` says what of a batch are rows."""
+
+    def __init__(
+        self, module: nn.Module, loss: Loss, plan: Plan, rule: RowRule, *, tensor: Mapping[str, str] | None
+    ) -> None:
+        self._loss, self._plan, self._rule, self._tensor = loss, plan, rule, tensor
+        #: Whether parts of a batch are computed, of which a loss is told. Under cp it has to be a pair anyway.
+        self._has_parts = plan.dp * plan.microbatches > 1 and plan.cp == 1
+        #: Whether weights are here for units alone that were seen to read them.
+        self._comes = plan.pp > 1 or plan.zero == 3 or plan.offload.parameters > 0
+        #: The units of stages; and what sequences would be shared out by, where they are. Known later.
+        self.units: Sequence[str] = ()
+        self.make_context: Callable[[], ContextParallel] | None = None
+        #: Has parts of the loss weighed otherwise; None where ranks, with rows of their own, may not agree on it.
+        self.weigh: Callable[[Tried], None] | None = None
+        self._holders: list[Holder] = []
+        if plan.num_ranks > 1 and not any(each.is_meta for each in module.parameters()):
+            self._holders = find_holders(module, loss)
+        self._twin = _twin(module) if self._holders else None
+        self._kept = [each.values.read() for each in self._holders]
+        buffers = module.named_buffers() if self._holders else ()
+        self._buffers = {name: each.clone() for name, each in buffers if each.numel() <= _MOST_IN_BUFFERS}
+        self._known: set[tuple[str, Any]] = set()
+        #: What was set, and not tried yet.
+        self._set: list[_Set] = []
+        #: Tensors of one number that modules have, buffers too: a copy without numbers does not know them.
+        self._numbers = {
+            f"{each.module}.{key}".strip("."): value
+            for each, kept in zip(self._holders, self._kept, strict=True)
+            for key, value in kept.items()
+            if each.module is not None and isinstance(value, Number)
+        }
+        #: What trials find with the values that were there when the engine was made.
+        self._at_first: _Found | None = None
+
+    def note(self) -> None:
+        """Take down what was set since the last step, before something else is run."""
+        for number, holder in enumerate(self._holders):
+            now, was = holder.values.read(), self._kept[number]
+            if now != was:
+                self._set += [
+                    _Set(number, key, was.get(key, _ABSENT), value)
+                    for key, value in now.items()
+                    if was.get(key, _ABSENT) != value
+                ]
+                self._kept[number] = now
+
+    def check(self, batch: Batch) -> None:
+        """Refuse what was set since the last step, if trials fail with it."""
+        self.note()
+        found, self._set = self._set, []
+        if sum(self._is_new(each) for each in found):  # All of them: each is known from now on.
+            self._try(batch, found)
+        elif found:
+            self._set_in_twin(found)
+
+    def end(self) -> None:
+        """What has changed during a step was changed by it, or by the engine that was made."""
+        self._kept = [each.values.read() for each in self._holders]
+
+    def _is_new(self, each: _Set) -> bool:
+        """Whether a value is of a kind that was not tried: a rate that falls is tried once, one that is 0 again."""
+        name = f"{self._holders[each.holder].name}.{each.key}"
+        kind: Any = each.now.was.item() if isinstance(each.now, Number) else each.now
+        if isinstance(kind, float):
+            kind = kind if kind in (0.0, 1.0) or not math.isfinite(kind) else "a number"
+        elif type(kind) is int and sum(key == name for key, _ in self._known) >= _MOST_NUMBERS:
+            return False
+        is_new = (name, kind) not in self._known
+        self._known.add((name, kind))
+        return is_new
+
+    def _try(self, batch: Batch, found: list[_Set]) -> None:
+        try:
+            if self._at_first is None:
+                with self._as_before(found):
+                    self._at_first = self._trials(batch)
+            self._set_in_twin(found)
+            now = self._trials(batch)
+        except Exception:  # Whoever trains says what is wrong.
+            return
+        names = some([self._told(each) for each in found])
+        self._compare(f"{names} was set since the engine was made, and with it", self._at_first, now)
+        if self.make_context is not None:
+            self._try_sequences(names, batch)
+
+    def _told(self, each: _Set) -> str:
+        holder = self._holders[each.holder]
+        name = f"{holder.name}.{each.key}" if holder.name else each.key
+        return f"{name} ({_words(each.was)}, then {_words(each.now)})"
+
+    def _compare(self, begin: str, before: _Found, now: _Found) -> None:
+        if before.tried.problem is None and now.tried.problem is not None and before.tried.kind is not LossKind.UNTRIED:
+            raise ShardwiseError(f"{begin} {now.tried.problem}", remedy=now.tried.remedy)
+        kinds = [(each.tried.kind, each.tried.through) for each in (before, now)]
+        if LossKind.UNTRIED not in (before.tried.kind, now.tried.kind) and kinds[0] != kinds[1]:
+            if self.weigh is None:
+                raise ShardwiseError(
+                    f"{begin} the loss is {now.tried.kind.value}; it was {before.tried.kind.value}",
+                    remedy=f"{_AGAIN}; or return total, number",
+                )
+            self.weigh(now.tried)
+        mixed = sorted((before.apart.layers - now.apart.layers) & now.apart.called)
+        if mixed:
+            wholes = ", ".join(f'"{name}": "whole"' for name in mixed[:2])
+            raise ShardwiseError(
+                f"{begin} {some(mixed)} cannot be cut over {self._plan.tp} ranks, as tp={self._plan.tp} has done:"
+                " channels see each other, or are counted, or its weight is read by others",
+                remedy=f"tensor={{{wholes}}} in sw.parallelize; or the value set before it is called",
+            )
+        for unit, names in now.read.items():
+            more = sorted(names - before.read.get(unit, names))
+            if more:
+                raise ShardwiseError(
+                    f"{begin} {unit} reads {some(more)}, which it did not when the engine was made, and which is not"
+                    f" there for it ({self._plan})",
+                    remedy=_AGAIN,
+                )
+
+    def _try_sequences(self, names: str, batch: Batch) -> None:
+        assert self.make_context is not None, "sequences are shared out"
+        assert self._twin is not None, "there are values to set"
+        try:
+            are_parts_alike(self._with_buffers(meta_twin(self._twin)), self.make_context, unmarked(batch), self._loss)
+        except ShardwiseError as error:
+            raise ShardwiseError(
+                f"{names} was set since the engine was made, and with it {error.problem}", remedy=error.remedy
+            ) from error
+
+    def _trials(self, batch: Batch) -> _Found:
+        """All of them, on a copy of the copy."""
+        assert self._twin is not None, "there are values to set"
+        found, twin = _Found(), meta_twin(self._twin)
+        if self._has_parts or self._comes:
+            device, dtypes = fitting(twin, lambda _: None, home_of(batch))
+            kinds = [each.dtype for each in twin.parameters() if each.is_floating_point()]
+            dtype = kinds[0] if kinds and kinds[0] in dtypes else dtypes[-1]
+            made = self._with_buffers(meta_twin(twin))
+            module = stand_in(made, lambda _: None, {}, dtype=dtype, device=device, seed=1)
+            given = converted(batch, dtype, device)
+            if self._has_parts:
+                rule = deepcopy(self._rule)
+                found = found._replace(tried=try_loss(module, self._loss, given, rule, nullcontext))
+            if self._comes:
+                units = {name: module.get_submodule(name) for name in self.units}
+                calls = watch(module, units, unmarked(given)).calls
+                read = {name: frozenset[str]().union(*[c.touched for c in calls if c.unit == name]) for name in units}
+                found = found._replace(read=read)
+        if self._plan.tp > 1:
+            apart = find_apart(twin, self._plan.tp, self._tensor, example=unmarked(batch), loss=self._loss)
+            found = found._replace(apart=apart)
+        return found
+
+    def _with_buffers(self, twin: nn.Module) -> nn.Module:
+        """A copy without numbers, but for those in buffers, as they were or were set since."""
+        for name, buffer in self._buffers.items():
+            owner, _, key = name.rpartition(".")
+            kept = self._numbers.get(name)
+            buffer_slots(twin.get_submodule(owner))[key] = (buffer if kept is None else kept.was).clone()
+        return twin
+
+    @contextmanager
+    def _as_before(self, found: list[_Set]) -> Iterator[None]:
+        """The values that were there. Attributes of modules are those of the copy."""
+        own = [(self._holders[each.holder].values, each) for each in found if self._path(each) is None]
+        for values, each in own:
+            if each.was is _ABSENT:
+                values.drop(each.key)
+            else:
+                values.put(each.key, each.was)
+        try:
+            yield
+        finally:
+            for values, each in own:
+                values.put(each.key, each.now)
+
+    def _path(self, each: _Set) -> str | None:
+        return self._holders[each.holder].module
+
+    def _set_in_twin(self, found: list[_Set]) -> None:
+        assert self._twin is not None, "there are values to set"
+        for each in found:
+            path = self._path(each)
+            if path is not None:
+                self._set_at(self._twin.get_submodule(path), each)
+
+    def _set_at(self, module: nn.Module, each: _Set) -> None:
+        if isinstance(each.now, nn.Module):
+            setattr(module, each.key, deepcopy(each.now))
+        elif isinstance(each.now, Number):
+            self._numbers[f"{self._path(each)}.{each.key}".strip(".")] = each.now
+        else:
+            vars(module)[each.key] = each.now
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A copy without numbers. A configuration is the module's own: what is set in it is set here."""
+    twin = meta_twin(module)
+    for name, each in twin.named_modules():
+        vars(each).update(shared_by(module.get_submodule(name)))
+    return twin
+
+
+def _words(value: Any) -> str:
+    """A value in a few words."""
+    name = getattr(value, "__name__", None) or (type(value).__name__ if isinstance(value, nn.Module) else None)
+    return name or repr(value)[:40]

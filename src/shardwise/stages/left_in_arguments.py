@@ -1,0 +1,61 @@
+"""What a unit leaves in the containers it was given, beside or in the place of what it returns.
+
+`cache[i] = h`, `state.kept.append(h)`, `state.h = h`: dictionaries, lists, and objects of the user's own that are
+handed from block to block.
+"""
+
+from collections.abc import Iterator
+from copy import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.stages.split.python_state import is_theirs
+
+#: Containers are looked into as deep as this.
+_DEPTH = 4
+
+
+def _inside(held: Any) -> list[Any] | None:
+    """What is in a container; None if it is none."""
+    if isinstance(held, dict):
+        return list(held.values())
+    if isinstance(held, (list, tuple)):
+        return list(held)
+    if is_theirs(type(held)) and not isinstance(held, (Tensor, nn.Module, type)) and hasattr(held, "__dict__"):
+        return list(vars(held).values())
+    return None
+
+
+def tensors_left(arguments: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Tensors in containers among arguments, and in these."""
+    for each in _inside(arguments) or ():
+        if isinstance(each, Tensor):
+            if depth < _DEPTH:  # Else it is an argument itself.
+                yield each
+        elif depth:
+            yield from tensors_left(each, depth - 1)
+
+
+def has_containers(arguments: Any) -> bool:
+    """Whether any argument can be written into."""
+    return any(not isinstance(each, tuple) and _inside(each) is not None for each in _inside(arguments) or ())
+
+
+def with_own_containers(held: Any, depth: int = _DEPTH) -> Any:
+    """The same tensors in containers of their own: what is put into others afterwards is not in these."""
+    if _inside(held) is None or not depth:
+        return held
+    if isinstance(held, dict):
+        made = copy(held)
+        for key, each in held.items():
+            made[key] = with_own_containers(each, depth - 1)
+        return made
+    if type(held) is list or type(held) is tuple:
+        return type(held)(with_own_containers(each, depth - 1) for each in held)
+    if isinstance(held, (list, tuple)):
+        return copy(held)
+    made = copy(held)
+    for key, each in vars(held).items():
+        vars(made)[key] = with_own_containers(each, depth - 1)
+    return made

@@ -1,0 +1,47 @@
+"""A user's loss tried for parts of sequences: what it is, if it is one number."""
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.stages.loss_kind import LossKind, Tried
+from shardwise.stages.loss_trial import at_first, try_backward, try_loss
+from shardwise.stages.rows import RowRule
+from shardwise.stages.split.arguments import Signature
+from shardwise.stages.stage import Batch, Loss
+from shardwise.stages.trial_rows import three_rows
+from shardwise.stages.trial_run import Context, Trial
+
+
+def try_tokens(
+    module: nn.Module, loss: Loss, example: Batch, rule: RowRule, precision: Context, *, for_all: bool = False
+) -> Tried:
+    """Whether backwards of parts can be those of the whole; and whether a loss that is one number is a mean over labels
+    and nothing else, so that parts weigh as much as they have labels, or a sum to which tokens that are added, without
+    labels, add nothing."""
+    tried = try_backward(module, loss, example, rule, precision, for_all=for_all)
+    if tried.problem is not None:
+        return tried
+    three = three_rows(example, rule.look(example))
+    trial = Trial(module, loss, precision, at_first=at_first(for_all))
+    try:
+        whole = trial.run(three)
+        if whole.number is not None:
+            return tried
+        found = try_loss(module, loss, example, rule, precision, for_all=for_all)
+        is_told = found.kind is LossKind.LABELS or (
+            found.kind is LossKind.SUM and trial.run(_unlabelled(module, three), output=whole.output).total == 0
+        )
+    except Exception:
+        return tried
+    return found if is_told and found.problem is None and not found.inside else tried
+
+
+def _unlabelled(module: nn.Module, batch: Batch) -> Batch:
+    """The same with no label in any entry that the module itself does not take."""
+    taken = Signature(module).names
+    return {
+        name: torch.full_like(each, -100)
+        if isinstance(each, Tensor) and name not in taken and not each.is_floating_point() and each.dtype != torch.bool
+        else each
+        for name, each in batch.items()
+    }

@@ -137,9 +137,14 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before a worker's first ranks: all of them are forked from one process that has imported what they need."""
+    """Before a worker's first ranks: all of them are forked from one process that has imported what they need.
+
+    A worker that is a fork has that process from its first test on: commands and scripts of other tests start ranks
+    too, and later there may be a thread, beside which nothing is forked.
+    """
     group = item.get_closest_marker("xdist_group")
-    if group is not None and group.args[0] in (PAIRS, PARITY, RANKS):
+    has_ranks = group is not None and group.args[0] in (PAIRS, PARITY, RANKS)
+    if has_ranks or (hasattr(item.config, "workerinput") and "tests.crowd" in sys.modules):
         from tests.crowd import import_once
 
         import_once()

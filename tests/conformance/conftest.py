@@ -104,13 +104,12 @@ def quick() -> Iterator[None]:
 def runner(runner_name: str, request: pytest.FixtureRequest) -> Iterator[Runner]:
     """What runs a case. There are ranks only where it is asked for: most cases do without.
 
-    Ranks of the matrix cut what one process has tried, and without `--whole` they do not try it again.
+    Ranks cut what one process has tried, and without `--whole` they do not try it again.
     """
     if runner_name == ONE_PROCESS:
         yield in_one_process
         return
-    is_of_matrix = "case" in request.fixturenames and not request.config.getoption("--whole")
-    with untried() if is_of_matrix else nullcontext():
+    with nullcontext() if request.config.getoption("--whole") else untried():
         yield partial(run_on_ranks, crowds=request.getfixturevalue("crowds"))
 
 

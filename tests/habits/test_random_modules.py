@@ -14,7 +14,7 @@ from tests.habits.drawn.plans import PLANS
 from tests.habits.random_modules import Bench, reason_of, summary
 
 #: Those of two ranks among them are tried by default: a case takes 0.8 s of a core. Others are tried with `--whole`.
-BY_DEFAULT = (*range(8), 38)
+BY_DEFAULT = (*range(4), 38)
 WHOLE = range(2000)
 #: At most so many of the cases that plain dp takes may be refused.
 MOST_REFUSED = 0.05

@@ -40,6 +40,38 @@ def interpreted() -> Iterator[None]:
             scale_triton,
             step_inputs_triton,
         )
-    yield
+    with _patched_once_a_launch():
+        yield
     for room, name, value in before:
         setattr(room, name, value)
+
+
+@contextmanager
+def _patched_once_a_launch() -> Iterator[None]:
+    """Whenever one function of a kernel calls another, Triton looks through its whole language for what to patch: a
+    third of what a kernel takes. Here it does so at the first call of a launch, for each of its modules."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    look_through, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[int] = set()
+
+    def patch_lang(fn):
+        seen = {id(each) for each in fn.__globals__.values() if each is tl or each is tl.core}
+        if seen and seen <= patched:
+            return None  # Only a launch asks for what is to be put back, and there nothing is patched yet.
+        patched.update(seen)
+        return look_through(fn)
+
+    def call(self, *args, **kwargs):
+        patched.clear()
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            patched.clear()
+
+    with (
+        patch.object(interpreter, "_patch_lang", patch_lang),
+        patch.object(interpreter.GridExecutor, "__call__", call),
+    ):
+        yield

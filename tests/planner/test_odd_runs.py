@@ -59,7 +59,7 @@ def rows(draw: st.DrawFn) -> Run:
 
 
 @given(run=rows())
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_a_row_whose_numbers_agree_is_predicted(run: Run) -> None:
     found = predict(run)
     assert 0 < found.low <= found.seconds <= found.high < float("inf")
@@ -69,7 +69,7 @@ def test_a_row_whose_numbers_agree_is_predicted(run: Run) -> None:
 
 
 @given(run=rows(), cells=st.dictionaries(st.sampled_from((*NEEDED, *OTHERS)), st.sampled_from(WORDS), max_size=3))
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_a_row_with_a_cell_that_is_no_such_thing_is_predicted_or_skipped_with_a_sentence(
     run: Run, cells: dict[str, str]
 ) -> None:
@@ -87,7 +87,7 @@ def on(pool: Pool, run: Run) -> Estimate:
 
 
 @given(run=rows())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 def test_faster_wires_make_no_step_longer_and_more_memory_never_unfits(run: Run) -> None:
     """But for 2 %: with less latency other stages may decide how much of the replicas' exchange is seen."""
     pool = pool_of(run)

@@ -66,7 +66,9 @@ def waits_in(path: Path) -> Iterator[tuple[str, str, int]]:
         for child in ast.iter_child_nodes(node):
             yield from look(child, inside)
 
-    yield from look(ast.parse(path.read_text()), "the file")
+    text = path.read_text(encoding="utf-8")
+    if any(word in text for word in ("dist.", "torch.distributed", "_single")):  # Most files call none of them.
+        yield from look(ast.parse(text), "the file")
 
 
 def test_every_wait_for_other_ranks_is_known_to_end_when_one_fails() -> None:

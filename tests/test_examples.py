@@ -29,7 +29,7 @@ def test_an_example_is_short_runs_and_its_loss_falls(path: Path, tmp_path: Path)
     check(run_script(path, folder=tmp_path))
 
 
-# Scripts that python is started with are in `ranks/test_spawn.py` and `ranks/test_torchrun.py`; each takes 9 s of a core.
+# Scripts that python is started with are in `ranks/test_spawn.py` and `ranks/test_torchrun.py`: 9 s of a core each.
 @pytest.mark.whole
 def test_an_example_runs_when_python_is_started_with_it() -> None:
     command = [sys.executable, str(EXAMPLES[-1])]  # One that does without transformers: 5 s of a core to import.

@@ -79,9 +79,12 @@ def private_names(source: Source, own: set[str]) -> Iterator[str]:
                 parts = name.split(".")
                 if parts[0] == "torch" and any(map(is_private, parts)):
                     yield f"{source.name}:{node.lineno} {name}"
-        elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            if is_of_torch(node) or (node.attr not in own and node.attr not in OF_OTHERS):
-                yield f"{source.name}:{node.lineno} {ast.unparse(node)}"
+        elif (
+            isinstance(node, ast.Attribute)
+            and is_private(node.attr)
+            and (is_of_torch(node) or (node.attr not in own and node.attr not in OF_OTHERS))
+        ):
+            yield f"{source.name}:{node.lineno} {ast.unparse(node)}"
 
 
 def test_private_names_of_torch_are_used_in_one_file() -> None:

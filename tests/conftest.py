@@ -26,16 +26,17 @@ if TYPE_CHECKING:
     from shardwise.ranks.spawn import Ranks
     from tests.crowd import Crowds
 
-#: The groups of tests that have ranks: two of them; more, held against one device (`parity`, `conformance`); all
-#: others. Three groups, so that three workers have about as much to do.
-PAIRS, PARITY, RANKS = "pairs", "parity", "ranks"
+#: The groups of tests that have ranks: two of them, programs of users (`habits`) and others; more, held against one
+#: device (`parity`, `conformance`); all others. Four groups, so that none takes as long as the whole suite.
+HABITS, PAIRS, PARITY, RANKS = "habits", "pairs", "parity", "ranks"
 #: What workers begin with: the groups, then the files that take longest. Else one of these would come last, and a
 #: worker would be alone with it at the end.
 _FIRST = (
     RANKS,
+    HABITS,
     PAIRS,
-    PARITY,
     "launch-test_slurm",
+    PARITY,
     "promises",
     "kernels-test_nets",
     "planner-test_search",
@@ -78,7 +79,7 @@ def pytest_xdist_setupnodes() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what `--whole` alone runs, and say what runs in one worker (`--dist loadgroup`).
 
-    That is all tests that share ranks, in three groups, and else the tests of a file. Ranks are processes: if any
+    That is all tests that share ranks, in four groups, and else the tests of a file. Ranks are processes: if any
     worker had any of them, there would be twice as many on the same cores.
     """
     if not (config.getoption("--whole") or config.getoption("--write-composition", default=False)):
@@ -105,7 +106,7 @@ def _group_of(item: pytest.Item) -> str:
     count = getattr(item, "callspec", None) and item.callspec.params.get("count")  # type: ignore[attr-defined]
     is_pair = count == 2 or ("two" in fixtures and fixtures.isdisjoint({"three", "four", "eight"}))
     if is_pair:
-        return PAIRS
+        return HABITS if item.path.parent.name == "habits" else PAIRS
     return PARITY if item.path.parent.name in ("parity", "conformance") else RANKS
 
 
@@ -143,7 +144,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     too, and later there may be a thread, beside which nothing is forked.
     """
     group = item.get_closest_marker("xdist_group")
-    has_ranks = group is not None and group.args[0] in (PAIRS, PARITY, RANKS)
+    has_ranks = group is not None and group.args[0] in (HABITS, PAIRS, PARITY, RANKS)
     if has_ranks or (hasattr(item.config, "workerinput") and "tests.crowd" in sys.modules):
         from tests.crowd import import_once
 

@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 run: $(INSTALLED)
 	$(BIN)/shardwise train
 
-# Two workers more than cores, each with one thread: while one waits for its processes another computes. Tests that share
+# Three workers more than cores, each with one thread: while one waits for its processes another computes. Tests that share
 # ranks are in four groups, each in one worker: ranks are processes too. The linter and the type checker run beside
 # them; what they say comes at the end. All must pass. What Python compiles is kept, also where that is switched off:
 # every process that a test starts would compile it again.

@@ -212,7 +212,7 @@ class Trial:
         found: Difference | None = None
         with numbers.precisely(self.device):
             for seed in (1, 2):
-                whole = self._whole(seed)
+                whole = self.run_whole(seed)
                 found = self._compared(whole, sequence=sequence)
                 if found is None:
                     return None
@@ -221,7 +221,7 @@ class Trial:
                     raise _UntriedError("the module computes something else whenever it is called")
         return found
 
-    def _whole(self, seed: int) -> _Whole:
+    def run_whole(self, seed: int) -> _Whole:
         """The whole copy, run: on few tokens and in float64, if the module can."""
         problem: Exception | None = None
         device, dtypes = fitting(self.module, self._sort, self.device)
@@ -316,7 +316,7 @@ def differs_in_evaluation(trial: Trial) -> bool:
         return False
     try:
         with numbers.precisely(trial.device):
-            whole = trial._whole(1)
+            whole = trial.run_whole(1)
             other = another(whole.twin)
             with in_evaluation_mode(other):
                 again = numbers.run(other, whole.call, (), whole.loss, whole.batch)

@@ -18,7 +18,7 @@ from shardwise.kernels.choose import takes_kernel
 from shardwise.kernels.gated import Activation, gated
 from shardwise.kernels.launch import overlapping
 
-#: Above so many rows a library is as fast.
+#: Tried up to so many rows; more are a library's.
 MOST_ROWS = 32
 #: What a program reads of W at a time has so many columns: W is a multiple of that wide.
 COLUMNS = 64

@@ -22,13 +22,15 @@ from shardwise.launch.work import Work
 from shardwise.units import parse_seconds
 
 
-def placed(arguments: argparse.Namespace, work: Work) -> Work:
+def placed(arguments: argparse.Namespace, work: Work, layout: Layout) -> Work:
     """The work with the cluster that launch was told of as its own: its ranks are placed as the placer says.
 
-    Pods do not see the file.
+    Pods do not see the file, and a server that takes some of the devices has those that it is given.
     """
     given = arguments.cluster or ""
     if arguments.on == "kubernetes" or not given.endswith(".toml"):
+        return work
+    if work.kind == "serve" and find_cluster(given).num_devices != layout.num_ranks:
         return work
     if any(word.partition("=")[0] == "--cluster" for word in work.words):
         return work

@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     work = read_work(arguments.work, arguments.folder)
     layout = layout_of(arguments, work)
-    work = placed(arguments, work)
+    work = placed(arguments, work, layout)
     target = target_of(arguments, work, layout)
     notes = notes_on(work, layout)
     data = {

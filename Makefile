@@ -12,11 +12,11 @@ INSTALLED := $(VENV)/.installed
 run: $(INSTALLED)
 	$(BIN)/shardwise train
 
-# Three workers more than cores, each with one thread: while one waits for its processes another computes. Tests that share
+# Two workers more than cores, each with one thread: while one waits for its processes another computes. Tests that share
 # ranks are in four groups, each in one worker: ranks are processes too. The linter and the type checker run beside
 # them; what they say comes at the end. All must pass. What Python compiles is kept, also where that is switched off:
 # every process that a test starts would compile it again.
-WORKERS = $(shell $(BIN)/python -c 'import os; print((os.cpu_count() or 1) + 3)')
+WORKERS = $(shell $(BIN)/python -c 'import os; print((os.cpu_count() or 1) + 2)')
 test: $(INSTALLED) browser slurm
 	@said=$$(mktemp); \
 	$(MAKE) --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \

@@ -63,16 +63,22 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget_copies(tmp_path / "wild")
 
 
-def killed_at(job: Job, memory: Path, step: int, *, copied: int = 0) -> None:
-    """Run it, and kill -9 its last rank after a step, when its neighbour has its copy of step `copied` too."""
+def killed_at(job: Job, memory: Path, step: int, *, copied: int = 0, on_disk: bool = False) -> None:
+    """Run it, and kill -9 its last rank after a step, when its neighbour has its copy of step `copied` too; and when a
+    checkpoint is `on_disk`: it is written beside the steps."""
     with Ranks(2) as ranks:
 
         def has_copy() -> bool:
             holders = holders_of(survey(job.folder)) if copied else {}
             return not copied or any(each.step >= copied and "node0" in held[1] for each, held in holders.items())
 
+        def is_written() -> bool:
+            return not on_disk or any(job.folder.glob("checkpoints/step-*"))
+
         def kill() -> None:
-            while not any(row["step"] >= step for row in read_metrics(job.folder)) or not has_copy():
+            while (
+                not any(row["step"] >= step for row in read_metrics(job.folder)) or not has_copy() or not is_written()
+            ):
                 time.sleep(0.01)
             os.kill(ranks.process_ids[1], signal.SIGKILL)
 
@@ -116,7 +122,7 @@ def test_a_damaged_copy_is_told_of_and_an_older_one_or_the_disk_is_taken(
     two: Ranks, memory: Path, tmp_path: Path
 ) -> None:
     job = replace(make_job(tmp_path / "wild", "dp=2,zero=1", steps=STEPS, checkpoint__every=3), copies_every=2)
-    killed_at(job, memory, 6)
+    killed_at(job, memory, 6, on_disk=True)
     for path in memory.rglob("rank-00001.safetensors"):
         content = bytearray(path.read_bytes())
         content[-40] ^= 1

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import kept, record
-from shardwise.kernels import few_rows_linear_triton, paged_attention_triton, row_linear_triton
+from shardwise.kernels import few_rows_linear_triton, paged_decode_triton, row_linear_triton
 from shardwise.kernels.few_rows_linear import few_rows_linear
 from shardwise.kernels.paged_attention import make_tiles, paged_decode, paged_prefill
 from shardwise.kernels.row_linear import row_linear
@@ -185,7 +185,7 @@ def prefill_speed() -> dict[str, float]:
 
 def sweep() -> None:
     """Other tiles, warps and parts of the decode, at 32 and at 256 sequences."""
-    file = paged_attention_triton
+    file = paged_decode_triton
     for num_sequences, length in ((32, 4096), (256, 1024)):
         run, num_bytes = decode_case(num_sequences, length, 8)
         for keys, warps, tiles in (

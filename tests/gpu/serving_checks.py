@@ -1,10 +1,12 @@
 """Serving on a GPU: kernels against their definitions there, and the same tokens with and without all that is fast.
 
-    python -m tests.gpu.serving_checks
+    python -m tests.gpu.serving_checks                  all of them
+    python -m tests.gpu.serving_checks "decode step"    those whose names begin so
 
 pytest runs the same, where it is installed: `tests/serving/test_gpu_serving.py`.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +16,7 @@ from unittest.mock import patch
 import torch
 
 from shardwise.kernels.cache_write import Turn, write_cache
+from shardwise.kernels.decode_step import decode_step
 from shardwise.kernels.few_rows_linear import few_rows_linear
 from shardwise.kernels.gated import Activation
 from shardwise.kernels.paged_attention import make_tiles, paged_attention_plain, paged_decode, paged_prefill
@@ -80,6 +83,36 @@ def check_cache_write(dtype: torch.dtype) -> None:
         found.append((query, cache))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=6e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+def check_decode_step(heads: int, shared: int, dim: int, window: int | None, dtype: torch.dtype) -> None:
+    """Twice with the same counters, as layers follow each other: what one leaves is what the next begins with."""
+    lengths = [1, 16, 700, 0, 3999, 333, 17, 65]
+    counts = [-(-length // 16) for length in lengths]
+    cache = torch.randn(sum(counts), 3, 2, shared, 16, dim).to(dtype)
+    tables = torch.zeros(len(lengths), 256, dtype=torch.int32)
+    order = torch.randperm(sum(counts)).int()
+    for row, count in enumerate(counts):
+        tables[row, :count], order = order[:count], order[count:]
+    angles = torch.randn(4000, dim // 2)
+    turn = Turn(
+        cosine=angles.cos(), sine=angles.sin(), q_norm=torch.randn(dim).to(dtype), k_norm=torch.randn(dim).to(dtype)
+    )
+    told, counters = torch.tensor(lengths, dtype=torch.int32), torch.zeros(len(lengths) * shared, dtype=torch.int32)
+    given = torch.randn(len(lengths), (heads + 2 * shared) * dim).to(dtype)
+    limit = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
+    for _ in range(2):
+        found = []
+        for kernels in (True, False):
+            own = cache.clone()
+            seen = decode_step(
+                given, own[:, 1, 0], own[:, 1, 1], tables, told, turn, scale=0.3 * dim**-0.5, window=window,
+                counters=counters, kernels=kernels,
+            )  # fmt: skip
+            found.append((seen, own))
+        for one, other in zip(*found, strict=True):
+            assert (one.float() - other.float()).abs().max() < limit * max(1.0, float(other.abs().max()))
+        assert not counters.any()
 
 
 def check_draws(dtype: torch.dtype) -> None:
@@ -210,6 +243,17 @@ CHECKS: dict[str, Callable[[], None]] = {
         ]
     },
     **{f"cache write {dtype}": partial(check_cache_write, dtype) for dtype in (torch.bfloat16, torch.float32)},
+    **{
+        f"decode step {heads} {shared} {dim} {window} {dtype}": partial(
+            check_decode_step, heads, shared, dim, window, dtype
+        )
+        for heads, shared, dim, window, dtype in [
+            (16, 8, 128, None, torch.bfloat16),
+            (32, 8, 128, 300, torch.bfloat16),
+            (6, 1, 80, None, torch.float16),
+            (4, 4, 64, 300, torch.float32),
+        ]
+    },
     **{f"draws {dtype}": partial(check_draws, dtype) for dtype in (torch.bfloat16, torch.float32)},
     "one row": check_row_linear,
     "few rows": check_few_rows_linear,
@@ -224,7 +268,7 @@ def check(name: str) -> None:
 
 def main() -> None:
     wrong = []
-    for name in CHECKS:
+    for name in CHECKS if len(sys.argv) == 1 else [each for each in CHECKS if each.startswith(sys.argv[1])]:
         begun = time.perf_counter()
         try:
             check(name)

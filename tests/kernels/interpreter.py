@@ -34,6 +34,7 @@ def interpreted() -> Iterator[None]:
             linear_cross_entropy_triton,
             norm_triton,
             paged_attention_triton,
+            paged_decode_triton,
             rotary_triton,
             row_linear_triton,
             sampling_triton,

@@ -48,7 +48,7 @@ def test_a_token_of_each_sequence_sees_what_the_definition_sees(
 
 
 def test_a_context_read_by_one_program_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton_file = pytest.importorskip("shardwise.kernels.paged_attention_triton")
+    triton_file = pytest.importorskip("shardwise.kernels.paged_decode_triton")
     monkeypatch.setattr(triton_file, "count_parts", lambda *_: (1, 64))
     lengths = [5, 0, 130]
     keys, values, tables = blocks(lengths, 2, 16, 16, torch.float32)

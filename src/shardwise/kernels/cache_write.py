@@ -43,7 +43,9 @@ def write_cache(
     A slot is a block and a place there in one number; below 0: nowhere. The queries, [tokens, heads, dim], come back.
     """
     floats = turn.q_norm, turn.k_norm
-    if kernels and takes_kernel("write_cache", given, keys, values, *floats, lacks=lambda: _lacks(given, keys, turn)):
+    if kernels and takes_kernel(
+        "write_cache", given, keys, values, *floats, lacks=lambda: lacks_turn(given, keys, turn)
+    ):
         from shardwise.kernels.cache_write_triton import write
 
         return write(given, keys, values, positions, slots, turn)
@@ -67,7 +69,8 @@ def write_cache(
     return query.contiguous()
 
 
-def _lacks(given: Tensor, keys: Tensor, turn: Turn) -> str | None:
+def lacks_turn(given: Tensor, keys: Tensor, turn: Turn) -> str | None:
+    """What the programs cannot do with such heads."""
     if keys.shape[3] % 2:
         return f"heads of {keys.shape[3]} numbers, which make no pairs"
     if given.stride(1) != 1 or keys.stride(3) != 1:

@@ -31,13 +31,18 @@ def paged_decode(
     *,
     scale: float,
     window: int | None = None,
+    counters: Tensor | None = None,
     kernels: bool = True,
 ) -> Tensor:
-    """The only query of each sequence, [sequences, heads, dim]; the rest as `paged_attention_plain` has it."""
-    if kernels and takes_kernel("paged_decode", query, keys, values, lacks=lambda: _lacks(keys, values)):
-        from shardwise.kernels.paged_attention_triton import decode
+    """The only query of each sequence, [sequences, heads, dim]; the rest as `paged_attention_plain` has it.
 
-        return decode(query, keys, values, tables, lengths, scale, window)
+    `counters` are zeros, a whole number of 32 bits for each sequence and KV head, and are zeros again afterwards: what
+    is called often need not make them.
+    """
+    if kernels and takes_kernel("paged_decode", query, keys, values, lacks=lambda: lacks_blocks(keys, values)):
+        from shardwise.kernels.paged_decode_triton import decode
+
+        return decode(query, keys, values, tables, lengths, scale, window, counters)
     told, made = lengths.tolist(), torch.zeros_like(query)
     rows = [row for row, length in enumerate(told) if length]
     if rows:
@@ -66,7 +71,7 @@ def paged_prefill(
 
     `tiles` are pairs: a sequence, and the first of `TILE` of its queries (`make_tiles`).
     """
-    if kernels and takes_kernel("paged_prefill", query, keys, values, lacks=lambda: _lacks(keys, values)):
+    if kernels and takes_kernel("paged_prefill", query, keys, values, lacks=lambda: lacks_blocks(keys, values)):
         from shardwise.kernels.paged_attention_triton import prefill
 
         prefill(query, keys, values, tables, lengths, starts, tiles, out, scale, window, TILE)
@@ -90,7 +95,8 @@ def make_tiles(starts: Sequence[int], first: int = 0) -> list[tuple[int, int]]:
     return sorted(found, key=lambda tile: -tile[1])
 
 
-def _lacks(keys: Tensor, values: Tensor) -> str | None:
+def lacks_blocks(keys: Tensor, values: Tensor) -> str | None:
+    """What the programs cannot do with such blocks."""
     if keys.shape != values.shape or keys.stride() != values.stride() or keys.stride(3) != 1:
         return f"values of {tuple(values.shape)} beside keys of {tuple(keys.shape)}"
     row_bytes = keys.shape[3] * keys.element_size()

@@ -6,19 +6,19 @@ prompts beside them    the same kernels one by one
 
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.kernels.paged_attention import paged_decode
+from shardwise.kernels.cache_write import Turn, write_cache
+from shardwise.kernels.decode_step import decode_step
 from shardwise.kernels.sampling import sample
 from shardwise.kernels.step_inputs import StepInputs
 from shardwise.nets.transformer import Transformer
 from shardwise.serving.decode_graphs import DecodeGraphs
-from shardwise.serving.fused_layers import FusedLayers, can_be_fused
-from shardwise.serving.kv_cache import HeadsCache, Inputs, KVCache, spans_of
+from shardwise.serving.fused_layers import Attend, FusedLayers, can_be_fused
+from shardwise.serving.kv_cache import HeadsCache, Inputs, KVCache, Spans, spans_of
 from shardwise.serving.packing import Tables, Whole, has_cuts, manner_of, pack_singles, token_at
 from shardwise.serving.runner import LocalRunner, Runner, wanted_of
 from shardwise.serving.sequence import Piece
@@ -61,10 +61,12 @@ class DeviceRunner:
     ) -> None:
         self.device = model.embed.weight.device
         self._kernels = kernels
-        self._block_size = cache.layer(0)[0].shape[2]
+        num_kv_heads, self._block_size = cache.layer(0)[0].shape[1:3]
         width = -(-max_length // self._block_size)
         self._layers = FusedLayers(model.eval(), cache, max_length, kernels=kernels)
         self._tables = Tables(2 * max_running, width)
+        # Made once, outside of every graph; each decode leaves zeros.
+        self._counters = torch.zeros(max_running * num_kv_heads, dtype=torch.int32, device=self.device)
         self._drawn = torch.zeros(max_running, dtype=torch.int64, device=self.device)
         self._graphs = DecodeGraphs(
             self._decode, self._drawn, num_rows=max_running, width=width, block_size=self._block_size,
@@ -99,11 +101,8 @@ class DeviceRunner:
     def run(self, inputs: Inputs) -> Tensor:
         """Of inputs that somebody has prepared: one kernel after the other."""
         spans = spans_of(inputs.lengths, inputs.starts, self.device)
-
-        def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-            return spans.attend(query, keys, values, inputs.tables, scale, window, kernels=self._kernels)
-
-        return self._layers.logits(inputs.tokens, inputs.positions, inputs.slots, attend, inputs.wanted)
+        attend = self._attend(spans, inputs.tables, inputs.positions, inputs.slots)
+        return self._layers.logits(inputs.tokens, inputs.positions, attend, inputs.wanted)
 
     def check(self) -> None: ...
 
@@ -115,8 +114,15 @@ class DeviceRunner:
         return pack_singles(pieces, self._tables, self._block_size)
 
     def _decode(self, inputs: StepInputs) -> Tensor:
-        attend = partial(_attend_singles, inputs, self._kernels)
-        return self._layers.logits(inputs.tokens, inputs.positions, inputs.slots, attend, None)
+        def attend(
+            product: Tensor, keys: Tensor, values: Tensor, turn: Turn, scale: float, window: int | None
+        ) -> Tensor:
+            return decode_step(
+                product, keys, values, inputs.tables, inputs.lengths, turn, scale=scale, window=window,
+                counters=self._counters, kernels=self._kernels,
+            )  # fmt: skip
+
+        return self._layers.logits(inputs.tokens, inputs.positions, attend, None)
 
     def _mixed(self, pieces: Several[Piece]) -> Tensor:
         """Any number of tokens of each, those of one token first."""
@@ -142,12 +148,17 @@ class DeviceRunner:
         chosen = given[3 * count : 3 * count + num_wanted]
         tables = given[3 * count + num_wanted :].view(rows.shape)
         known = torch.where(on_device < 0, self._drawn[(-1 - on_device).clamp(min=0)].int(), on_device)
-        spans = spans_of(lengths, starts, self.device)
+        attend = self._attend(spans_of(lengths, starts, self.device), tables, places, where)
+        return self._layers.logits(known, places, attend, chosen)
 
-        def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+    def _attend(self, spans: Spans, tables: Tensor, positions: Tensor, slots: Tensor) -> Attend:
+        def attend(
+            product: Tensor, keys: Tensor, values: Tensor, turn: Turn, scale: float, window: int | None
+        ) -> Tensor:
+            query = write_cache(product, keys, values, positions, slots, turn, kernels=self._kernels)
             return spans.attend(query, keys, values, tables, scale, window, kernels=self._kernels)
 
-        return self._layers.logits(known, places, where, attend, chosen)
+        return attend
 
     def _to_device(self, numbers: Whole) -> Tensor:
         given = torch.from_numpy(np.ascontiguousarray(numbers))
@@ -164,9 +175,3 @@ class DeviceRunner:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return _Copied(tokens, event)
-
-
-def _attend_singles(
-    inputs: StepInputs, kernels: bool, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
-) -> Tensor:
-    return paged_decode(query, keys, values, inputs.tables, inputs.lengths, scale=scale, window=window, kernels=kernels)

@@ -1,6 +1,6 @@
 """The layers of a transformer computed for serving: the modules' own weights, in fewer and larger steps.
 
-    hidden ─ add, norm ─ q k v in one product ─ norms, positions, write ─ attention over blocks ─ o
+    hidden ─ add, norm ─ q k v in one product ─ norms, positions, write, attention over blocks ─ o
            ─ add, norm ─ gate and up in one product ─ gate x up ─ down ─
 
 Weights of one product lie one behind the other; the modules keep theirs as parts of it, so nothing is held twice.
@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from shardwise.kernels.cache_write import Turn, write_cache
+from shardwise.kernels.cache_write import Turn
 from shardwise.kernels.few_rows_linear import few_rows_linear
 from shardwise.kernels.row_linear import row_linear
 from shardwise.nets.attention import Attention
@@ -24,8 +24,9 @@ from shardwise.nets.transformer import Transformer
 from shardwise.serving.kv_cache import HeadsCache
 from shardwise.torch_private import hooks_of
 
-#: Attention of a step: queries, keys and values of a layer's blocks, the scale of logits, and the window.
-Attend = Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor]
+#: Attention of a step. Given are queries, keys and values as the product has them, keys and values of a layer's blocks,
+#: what is done to the former before they are written to the latter, the scale of logits, and the window.
+Attend = Callable[[Tensor, Tensor, Tensor, Turn, float, int | None], Tensor]
 
 
 def can_be_fused(model: Transformer) -> bool:
@@ -51,14 +52,14 @@ class FusedLayers:
             for number, block in enumerate(model.layers)
         ]
 
-    def logits(self, tokens: Tensor, positions: Tensor, slots: Tensor, attend: Attend, wanted: Tensor | None) -> Tensor:
-        """Of the wanted tokens, or of all, [wanted, vocabulary]; keys and values of all go to their slots."""
+    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None) -> Tensor:
+        """Of the wanted tokens, or of all, [wanted, vocabulary]; keys and values of all are written."""
         model = self.model
         hidden, residual = model.embed(tokens), None
         if model.positions is not None:
             hidden = hidden + model.positions(positions)
         for layer in self._layers:
-            hidden, residual = layer.forward(hidden, residual, positions, slots, attend, self.kernels)
+            hidden, residual = layer.forward(hidden, residual, attend, self.kernels)
         if wanted is not None:
             hidden, residual = hidden[wanted], None if residual is None else residual[wanted]
         if len(hidden) == 1 and isinstance(model.norm, nn.RMSNorm):
@@ -104,25 +105,20 @@ class _FusedLayer:
         #: Whether it is of RMS norms and products alone.
         self._is_plain = self._gate_up is not None and settings.norm == "rms"
 
-    def forward(
-        self, hidden: Tensor, residual: Tensor | None, positions: Tensor, slots: Tensor, attend: Attend, kernels: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, residual: Tensor | None, attend: Attend, kernels: bool) -> tuple[Tensor, Tensor]:
         """What the layer adds to the residual, [tokens, width], and the residual without it."""
         if self._is_plain and len(hidden) == 1:
-            return self._one_row(hidden, residual, positions, slots, attend, kernels)
+            return self._one_row(hidden, residual, attend, kernels)
         given, residual = _added(self._block.attention_norm, hidden, residual, kernels)
-        query = write_cache(
-            few_rows_linear(given, *self._qkv, kernels=kernels),
-            self._keys, self._values, positions, slots, self._turn, kernels=kernels,
-        )  # fmt: skip
-        seen = attend(query, self._keys, self._values, self._scale, self._window)
-        attended = _product(self._o, seen.flatten(1), kernels)
+        seen = self._attend(attend, few_rows_linear(given, *self._qkv, kernels=kernels))
+        attended = _product(self._o, seen, kernels)
         given, residual = _added(self._block.mlp_norm, attended, residual, kernels)
         return self._feed_forward(given, kernels), residual
 
-    def _one_row(
-        self, hidden: Tensor, residual: Tensor | None, positions: Tensor, slots: Tensor, attend: Attend, kernels: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _attend(self, attend: Attend, product: Tensor) -> Tensor:
+        return attend(product, self._keys, self._values, self._turn, self._scale, self._window).flatten(1)
+
+    def _one_row(self, hidden: Tensor, residual: Tensor | None, attend: Attend, kernels: bool) -> tuple[Tensor, Tensor]:
         """The same of one token: norms and gates are parts of the products, which are the time that it takes."""
         attention_norm, mlp_norm, mlp = self._block.attention_norm, self._block.mlp_norm, self._mlp
         assert isinstance(mlp, FeedForward), "an MLP with a gate"
@@ -133,9 +129,7 @@ class _FusedLayer:
         product, residual = row_linear(
             hidden, *self._qkv, residual=residual, norm=attention_norm.weight, eps=eps, kernels=kernels
         )
-        query = write_cache(product, self._keys, self._values, positions, slots, self._turn, kernels=kernels)
-        seen = attend(query, self._keys, self._values, self._scale, self._window).flatten(1)
-        attended, _ = row_linear(seen, self._o.weight, self._o.bias, kernels=kernels)
+        attended, _ = row_linear(self._attend(attend, product), self._o.weight, self._o.bias, kernels=kernels)
         inner, residual = row_linear(
             attended, *self._gate_up, residual=residual, norm=mlp_norm.weight, eps=eps, activation=mlp.activation,
             kernels=kernels,

@@ -1,0 +1,290 @@
+"""The program of `paged_decode` and of `decode_step`: one query a sequence.
+
+A program has all query heads of one KV head, and a part of the context: 16 rows or more, so that products are those of
+tensor cores. The part that ends last puts all of them together. In a step the program makes its queries of the product
+of the layer, and the part with the newest token makes that one's key and value, and writes them.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: N803, N806, SIM102
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardwise.kernels.launch import num_processors, overlapping
+from shardwise.kernels.paged_attention_triton import LOG2_E, _dot, _precision, tile_offsets
+from shardwise.kernels.row_linear_triton import prefetch
+
+#: Keys of a tile, warps, and tiles on their way. `benchmarks/serving.py --cases sweep` tries others.
+DECODE_KEYS, DECODE_WARPS, DECODE_TILES = 64, 4, 2
+#: Programs of a decode that a processor should have, and the fewest tokens of a part where there are as many anyway.
+PROGRAMS, FEWEST_TOKENS, MOST_PARTS = 6, 512, 64
+
+
+@triton.jit
+def _in_parts(length, window, fewest, num_parts, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """The first token that is seen, where the first part begins, and how many tokens each has."""
+    first = length * 0
+    if HAS_WINDOW:
+        first = tl.maximum(length - window, 0)
+    begin = first // KEYS * KEYS
+    each = tl.maximum(tl.cdiv(length - begin, num_parts), fewest)
+    return first, begin, tl.cdiv(each, KEYS) * KEYS
+
+
+@triton.jit
+def _pairs(dim, HALF: tl.constexpr, HAS_ANGLES: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """For each number of a head: which angle turns it, which number it was made of, and which one it is paired with."""
+    is_second = dim >= HALF
+    pair = tl.where(is_second, dim - HALF, dim)
+    own, partner = dim, tl.where(is_second, pair, pair + HALF)
+    if INTERLEAVED and HAS_ANGLES:
+        own = 2 * pair + is_second.to(tl.int32)
+        partner = 2 * pair + 1 - is_second.to(tl.int32)
+    return is_second, pair, own, partner
+
+
+@triton.jit
+def _made_heads(
+    raw, other, weight, other_weight, cosine, sine, epsilon,
+    HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ANGLES: tl.constexpr,
+):  # fmt: skip
+    """Heads, [heads, dim], of their numbers and each one's partner: normed, rotated, rounded as `write_cache` does."""
+    made, paired = raw.to(tl.float32), other.to(tl.float32)
+    if HAS_NORM:
+        rstd = (1.0 / tl.sqrt(tl.sum(made * made, 1) / HEAD_DIM + epsilon))[:, None]
+        made = (made * rstd * weight[None, :]).to(raw.dtype).to(tl.float32)
+        paired = (paired * rstd * other_weight[None, :]).to(raw.dtype).to(tl.float32)
+    if HAS_ANGLES:
+        made = made * cosine[None, :] + paired * sine[None, :]
+    return made.to(raw.dtype)
+
+
+@triton.jit
+def _decode(
+    query, keys, values, tables, lengths, out, sums, logs, counters, q_norm, k_norm, cosine, sine, epsilon,
+    scale, window, fewest, q_row, q_head, block_stride, head_stride, token_stride, table_stride, num_heads,
+    SHARING: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    IS_STEP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ANGLES: tl.constexpr, INTERLEAVED: tl.constexpr,
+    AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        if not IS_STEP:
+            tl.extra.cuda.gdc_wait()
+    kv_head = tl.program_id(0)
+    part = tl.program_id(1)
+    sequence = tl.program_id(2).to(tl.int64)
+    num_kv_heads = tl.num_programs(0)
+    # In a step nothing of lengths, tables and older tokens is made by the kernel before: they are there already.
+    length = tl.load(lengths + sequence)
+    first, begin_all, each = _in_parts(length, window, fewest, tl.num_programs(1), KEYS, HAS_WINDOW)
+    begin = begin_all + part * each
+    end = tl.minimum(begin + each, length)
+    local = tl.arange(0, HEADS)
+    head = kv_head * SHARING + local
+    dim = tl.arange(0, DIM)
+    is_dim = dim < HEAD_DIM
+    is_out = (local < SHARING)[:, None] & is_dim[None, :]
+    row = sequence * num_heads + head
+    keys += kv_head.to(tl.int64) * head_stride
+    values += kv_head.to(tl.int64) * head_stride
+    table_row = sequence * table_stride
+    if AHEAD:  # The first tile comes while the product before ends.
+        early = begin + tl.arange(0, KEYS)
+        line = tl.arange(0, AHEAD) * (HEAD_DIM // AHEAD)
+        lines = tile_offsets(tables, table_row, early, early < end, line, block_stride, token_stride, BLOCK_SIZE)
+        prefetch(keys + lines)
+        prefetch(values + lines)
+    if (
+        IS_STEP
+    ):  # What no kernel of the step writes is read before the wait, and all that it has written at once behind it.
+        HALF: tl.constexpr = HEAD_DIM // 2
+        is_second, pair, own, partner = _pairs(dim, HALF, HAS_ANGLES, INTERLEAVED)
+        position = tl.maximum(length - 1, 0).to(tl.int64)
+        c = tl.zeros((DIM,), tl.float32)
+        s, qw, qw_other, kw, kw_other = c, c, c, c, c
+        if HAS_ANGLES:
+            c = tl.load(cosine + position * HALF + pair, mask=is_dim, other=0.0)
+            s = tl.load(sine + position * HALF + pair, mask=is_dim, other=0.0)
+            s = tl.where(is_second, s, -s)
+        if HAS_NORM:
+            qw = tl.load(q_norm + own, mask=is_dim, other=0.0).to(tl.float32)
+            kw = tl.load(k_norm + own, mask=is_dim, other=0.0).to(tl.float32)
+            qw_other = tl.load(q_norm + partner, mask=is_dim, other=0.0).to(tl.float32)
+            kw_other = tl.load(k_norm + partner, mask=is_dim, other=0.0).to(tl.float32)
+        newest = tl.load(tables + table_row + position // BLOCK_SIZE).to(tl.int64)
+        if OVERLAPS:
+            tl.extra.cuda.gdc_wait()
+    if begin >= end:
+        if part == 0:  # A row that nobody asked for.
+            there = out + row[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(there, tl.zeros((HEADS, DIM), out.dtype.element_ty), mask=is_out)
+        return
+    given = query + sequence * q_row
+    if IS_STEP:
+        # All parts read the newest token, also those that do without: nobody waits for it later.
+        one = tl.arange(0, 1)[:, None] * 0
+        new_row = given + one + (num_heads + kv_head) * HEAD_DIM
+        raw = tl.load(given + head[:, None] * q_head + own[None, :], mask=is_out, other=0.0)
+        raw_other = tl.load(given + head[:, None] * q_head + partner[None, :], mask=is_out, other=0.0)
+        new_key = tl.load(new_row + own[None, :], mask=is_dim[None, :], other=0.0)
+        new_other = tl.load(new_row + partner[None, :], mask=is_dim[None, :], other=0.0)
+        new_value = tl.load(new_row + num_kv_heads * HEAD_DIM + dim[None, :], mask=is_dim[None, :], other=0.0)
+        q = _made_heads(raw, raw_other, qw, qw_other, c, s, epsilon, HEAD_DIM, HAS_NORM, HAS_ANGLES)
+    else:
+        q = tl.load(given + head[:, None] * q_head + dim[None, :], mask=is_out, other=0.0)
+    highest = tl.full((HEADS,), -float("inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    seen = tl.zeros((HEADS, DIM), tl.float32)
+    # The newest token of a step is in no block yet.
+    until = tl.minimum(end, length - 1) if IS_STEP else end
+    for at in range(begin, until, KEYS):
+        token = at + tl.arange(0, KEYS)
+        is_token = token < until
+        if HAS_WINDOW:
+            is_token = is_token & (token >= first)
+        offsets = tile_offsets(tables, table_row, token, is_token, dim, block_stride, token_stride, BLOCK_SIZE)
+        mask = is_token[:, None] & is_dim[None, :]
+        key = tl.load(keys + offsets, mask=mask, other=0.0)
+        logits = _dot(q, tl.trans(key), PRECISION) * scale
+        logits = tl.where(is_token[None, :], logits, -float("inf"))
+        new = tl.maximum(highest, tl.max(logits, 1))
+        # A tile before the window has nothing yet: no number minus none.
+        base = tl.where(new == -float("inf"), 0.0, new)
+        shares = tl.exp2(logits - base[:, None])
+        kept = tl.exp2(highest - base)
+        total = total * kept + tl.sum(shares, 1)
+        value = tl.load(values + offsets, mask=mask, other=0.0)
+        seen = seen * kept[:, None] + _dot(shares.to(value.dtype), value, PRECISION)
+        highest = new
+    if IS_STEP:
+        if end == length:
+            new_key = _made_heads(new_key, new_other, kw, kw_other, c, s, epsilon, HEAD_DIM, HAS_NORM, HAS_ANGLES)
+            place = newest * block_stride + (position % BLOCK_SIZE) * token_stride + one + dim[None, :]
+            tl.store(keys + place, new_key, mask=is_dim[None, :])
+            tl.store(values + place, new_value, mask=is_dim[None, :])
+            logit = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scale
+            new = tl.maximum(highest, logit)
+            share, kept = tl.exp2(logit - new), tl.exp2(highest - new)
+            total = total * kept + share
+            seen = seen * kept[:, None] + share.to(new_value.dtype).to(tl.float32)[:, None] * new_value.to(tl.float32)
+            highest = new
+    seen = seen / total[:, None]
+    num_parts = tl.cdiv(length - begin_all, each)
+    if num_parts == 1:
+        there = out + row[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(there, seen.to(out.dtype.element_ty), mask=is_out)
+    else:
+        most_parts = tl.num_programs(1)
+        own_row = row * most_parts + part
+        tl.store(sums + own_row[:, None] * HEAD_DIM + dim[None, :], seen, mask=is_out)
+        tl.store(logs + own_row, highest + tl.log2(total), mask=local < SHARING)
+        tl.debug_barrier()  # All of it is written before this part is counted.
+        counter = counters + sequence * num_kv_heads + kv_head
+        if tl.atomic_add(counter, 1) == num_parts - 1:
+            _put_together(
+                sums, logs, out, sequence * num_heads + kv_head * SHARING, num_parts, most_parts, dim, is_dim,
+                SHARING, GROUP, HEAD_DIM, DIM,
+            )  # fmt: skip
+            tl.store(counter, 0)  # For the next decode, which comes behind this one.
+
+
+@triton.jit
+def _put_together(
+    sums, logs, out, first_row, num_parts, most_parts, dim, is_dim,
+    SHARING: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """What the parts of one KV head's queries have seen. Others wrote it just now: it is read past the near cache."""
+    # As many at a time as registers have room for.
+    PARTS: tl.constexpr = 8 if GROUP <= 4 else (2 if GROUP <= 16 else 1)
+    local = tl.arange(0, GROUP)
+    row = first_row + local
+    highest = tl.full((GROUP,), -float("inf"), tl.float32)
+    total = tl.zeros((GROUP,), tl.float32)
+    made = tl.zeros((GROUP, DIM), tl.float32)
+    for begin in range(0, num_parts, PARTS):
+        part = begin + tl.arange(0, PARTS)
+        is_part = (local < SHARING)[:, None] & (part < num_parts)[None, :]
+        here = row[:, None] * most_parts + part[None, :]
+        log = tl.load(logs + here, mask=is_part, other=-float("inf"), cache_modifier=".cg")
+        seen = tl.load(
+            sums + here[:, :, None] * HEAD_DIM + dim[None, None, :],
+            mask=is_part[:, :, None] & is_dim[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new = tl.maximum(highest, tl.max(log, 1))
+        base = tl.where(new == -float("inf"), 0.0, new)
+        share = tl.exp2(log - base[:, None])
+        kept = tl.exp2(highest - base)
+        total = total * kept + tl.sum(share, 1)
+        made = made * kept[:, None] + tl.sum(seen * share[:, :, None], 1)
+        highest = new
+    made = made / tl.where(total == 0.0, 1.0, total)[:, None]
+    there = out + row[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(there, made.to(out.dtype.element_ty), mask=(local < SHARING)[:, None] & is_dim[None, :])
+
+
+def count_parts(num_sequences: int, num_kv_heads: int, longest: int, processors: int) -> tuple[int, int]:
+    """In how many parts contexts are read at most, and the fewest tokens of a part. Lengths are not looked at: what a
+    graph was captured with holds for all of them."""
+    programs = max(num_sequences * num_kv_heads, 1)
+    wanted = triton.next_power_of_2(triton.cdiv(PROGRAMS * processors, programs))
+    # One long context among many short ones is still read by several.
+    parts = min(max(wanted, 4), MOST_PARTS, triton.next_power_of_2(triton.cdiv(longest, DECODE_KEYS)))
+    return max(parts, 1), DECODE_KEYS if wanted > 4 else FEWEST_TOKENS
+
+
+def decode(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None,
+    counters: Tensor | None, turn: Any = None,
+) -> Tensor:  # fmt: skip
+    """See `paged_decode`; with a turn, of the layer's product, see `decode_step`."""
+    num_sequences = query.shape[0]
+    num_kv_heads, block_size, head_dim = keys.shape[1:]
+    num_heads = query[0].numel() // head_dim - (0 if turn is None else 2 * num_kv_heads) if num_sequences else 0
+    out = torch.empty((num_sequences, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    if not num_sequences:
+        return out
+    longest = tables.shape[1] * block_size
+    parts, fewest = count_parts(num_sequences, num_kv_heads, longest, num_processors(query.device))
+    sums = logs = out
+    if parts == 1:
+        counters = lengths  # Nothing is counted.
+    else:
+        sums = torch.empty((num_sequences, num_heads, parts, head_dim), dtype=torch.float32, device=query.device)
+        logs = torch.empty((num_sequences, num_heads, parts), dtype=torch.float32, device=query.device)
+        if counters is None:
+            counters = torch.zeros(num_sequences * num_kv_heads, dtype=torch.int32, device=query.device)
+    sharing, is_step = num_heads // num_kv_heads, turn is not None
+    dim = max(16, triton.next_power_of_2(head_dim))
+    manner = overlapping(query.device)
+    _decode[(num_kv_heads, parts, num_sequences)](
+        query, keys, values, tables, lengths, out, sums, logs, counters,
+        *((turn.q_norm, turn.k_norm, turn.cosine, turn.sine, turn.epsilon) if is_step else (*4 * (None,), 0.0)),
+        scale * LOG2_E, window or 0, fewest,
+        query.stride(0), head_dim if is_step else query.stride(1), *keys.stride()[:3], tables.stride(0), num_heads,
+        SHARING=sharing, HEADS=max(16, triton.next_power_of_2(sharing)), GROUP=triton.next_power_of_2(sharing),
+        HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, KEYS=DECODE_KEYS, HAS_WINDOW=window is not None,
+        PRECISION=_precision(query.dtype), IS_STEP=is_step, HAS_NORM=is_step and turn.q_norm is not None,
+        HAS_ANGLES=is_step and turn.cosine is not None, INTERLEAVED=is_step and turn.interleaved,
+        AHEAD=_lines(keys) if is_step and manner["OVERLAPS"] else 0,
+        num_warps=DECODE_WARPS, num_stages=_stages(DECODE_KEYS * dim * query.dtype.itemsize), **manner,
+    )  # fmt: skip
+    return out
+
+
+def _lines(keys: Tensor) -> int:
+    """Lines of the cache, of 128 bytes, that a head of one token is in; 0 where they are not even."""
+    lines = keys.shape[3] * keys.element_size() // 128
+    return lines if lines and lines & (lines - 1) == 0 else 0
+
+
+def _stages(tile_bytes: int) -> int:
+    """For so many tiles on their way as three programs have room for in a processor's shared memory. Each takes two
+    stages: its blocks' numbers are read before its keys and values."""
+    return 1 + 2 * min(DECODE_TILES, 72 * 1024 // (2 * tile_bytes))

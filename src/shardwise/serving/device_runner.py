@@ -1,7 +1,7 @@
 """A model on one GPU: steps are begun, not waited for, and tokens are drawn where the logits are.
 
 one token each         a graph of the whole step, from the packed inputs to the drawn tokens
-prompts beside them    the same kernels one by one
+prompts beside them    graphs between attentions, up to some tokens; beyond, the same kernels one by one
 """
 
 from collections.abc import Sequence as Several
@@ -63,7 +63,9 @@ class DeviceRunner:
         self._kernels = kernels
         num_kv_heads, self._block_size = cache.layer(0)[0].shape[1:3]
         width = -(-max_length // self._block_size)
-        self._layers = FusedLayers(model.eval(), cache, max_length, kernels=kernels)
+        self._layers = FusedLayers(
+            model.eval(), cache, max_length, kernels=kernels, uses_graphs=uses_graphs and self.device.type == "cuda"
+        )
         self._tables = Tables(2 * max_running, width)
         # Made once, outside of every graph; each decode leaves zeros.
         self._counters = torch.zeros(max_running * num_kv_heads, dtype=torch.int32, device=self.device)
@@ -149,7 +151,7 @@ class DeviceRunner:
         tables = given[3 * count + num_wanted :].view(rows.shape)
         known = torch.where(on_device < 0, self._drawn[(-1 - on_device).clamp(min=0)].int(), on_device)
         attend = self._attend(spans_of(lengths, starts, self.device), tables, places, where)
-        return self._layers.logits(known, places, attend, chosen)
+        return self._layers.logits(known, places, attend, chosen, in_pieces=True)
 
     def _attend(self, spans: Spans, tables: Tensor, positions: Tensor, slots: Tensor) -> Attend:
         def attend(

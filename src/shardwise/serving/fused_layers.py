@@ -8,6 +8,7 @@ Weights of one product lie one behind the other; the modules keep theirs as part
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,10 @@ from shardwise.nets.block import Block
 from shardwise.nets.feedforward import FeedForward
 from shardwise.nets.moe import MoE
 from shardwise.nets.norm import add_normed, normed
+from shardwise.nets.settings import Heads
 from shardwise.nets.transformer import Transformer
 from shardwise.serving.kv_cache import HeadsCache
+from shardwise.serving.prompt_graphs import PromptGraphs
 from shardwise.torch_private import hooks_of
 
 #: Attention of a step. Given are queries, keys and values as the product has them, keys and values of a layer's blocks,
@@ -40,7 +43,9 @@ def can_be_fused(model: Transformer) -> bool:
 class FusedLayers:
     """All layers of a model over a cache by heads."""
 
-    def __init__(self, model: Transformer, cache: HeadsCache, max_length: int, *, kernels: bool = True) -> None:
+    def __init__(
+        self, model: Transformer, cache: HeadsCache, max_length: int, *, kernels: bool = True, uses_graphs: bool = False
+    ) -> None:
         self.model, self.kernels = model, kernels
         cosine = sine = None
         if model.rotary is not None:
@@ -51,25 +56,48 @@ class FusedLayers:
             _FusedLayer(block, cache, number, model, cosine, sine)  # type: ignore[arg-type]
             for number, block in enumerate(model.layers)
         ]
+        self.num_pieces = len(self._layers) + 1
+        self.graphs: PromptGraphs | None = None
+        if uses_graphs and all(layer.is_plain for layer in self._layers):
+            sizes = model.settings.attention
+            assert isinstance(sizes, Heads), "layers by heads"
+            self.graphs = PromptGraphs(
+                self, width=model.settings.width, seen_width=sizes.num_heads * sizes.head_dim, like=model.embed.weight
+            )
 
-    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None) -> Tensor:
+    def logits(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, *, in_pieces: bool = False
+    ) -> Tensor:
         """Of the wanted tokens, or of all, [wanted, vocabulary]; keys and values of all are written."""
         model = self.model
-        hidden, residual = model.embed(tokens), None
+        residual: Tensor | None = None
+        hidden: Tensor = model.embed(tokens)
         if model.positions is not None:
             hidden = hidden + model.positions(positions)
-        for layer in self._layers:
-            hidden, residual = layer.forward(hidden, residual, attend, self.kernels)
+        run_piece = self.graphs.runner(len(tokens)) if self.graphs is not None and in_pieces else self.run_piece
+        for number, layer in enumerate(self._layers):
+            product, residual = run_piece(number, hidden, residual)
+            hidden = layer.attend(attend, product)
+        hidden, residual = run_piece(len(self._layers), hidden, residual)
         if wanted is not None:
-            hidden, residual = hidden[wanted], None if residual is None else residual[wanted]
+            hidden, residual = hidden[wanted], residual[wanted]
         if len(hidden) == 1 and isinstance(model.norm, nn.RMSNorm):
-            norm, eps = model.norm.weight, model.norm.eps or 0.0
             return row_linear(
-                hidden, model.head.weight, residual=residual, norm=norm, eps=eps, kernels=self.kernels
+                hidden, model.head.weight, residual=residual, **_of(model.norm), kernels=self.kernels
             )[0]  # fmt: skip
         given, _ = _added(model.norm, hidden, residual, self.kernels)
         made: Tensor = model.head(given)
         return made
+
+    def run_piece(self, number: int, given: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What lies before the attention of this layer and behind that of the one before it (`prompt_graphs.py`)."""
+        if number:
+            assert residual is not None, "what the first layer was given"
+            given, residual = self._layers[number - 1].after(given, residual, self.kernels)
+        if number < len(self._layers):
+            return self._layers[number].before(given, residual, self.kernels)
+        assert residual is not None, "there is a layer"
+        return given, residual
 
 
 class _FusedLayer:
@@ -103,38 +131,33 @@ class _FusedLayer:
         if isinstance(block.mlp, FeedForward) and block.mlp.gate_proj is not None:
             self._gate_up = _joined(block.mlp.gate_proj, block.mlp.up_proj)
         #: Whether it is of RMS norms and products alone.
-        self._is_plain = self._gate_up is not None and settings.norm == "rms"
+        self.is_plain = self._gate_up is not None and settings.norm == "rms"
 
-    def forward(self, hidden: Tensor, residual: Tensor | None, attend: Attend, kernels: bool) -> tuple[Tensor, Tensor]:
-        """What the layer adds to the residual, [tokens, width], and the residual without it."""
-        if self._is_plain and len(hidden) == 1:
-            return self._one_row(hidden, residual, attend, kernels)
-        given, residual = _added(self._block.attention_norm, hidden, residual, kernels)
-        seen = self._attend(attend, few_rows_linear(given, *self._qkv, kernels=kernels))
-        attended = _product(self._o, seen, kernels)
-        given, residual = _added(self._block.mlp_norm, attended, residual, kernels)
-        return self._feed_forward(given, kernels), residual
+    def before(self, hidden: Tensor, residual: Tensor | None, kernels: bool) -> tuple[Tensor, Tensor]:
+        """Queries, keys and values, one behind the other, and the residual, of what the last layer adds to its own."""
+        norm = self._block.attention_norm
+        if self.is_plain and len(hidden) == 1:
+            # Of one token norms and gates are parts of the products, which are the time that it takes.
+            return row_linear(hidden, *self._qkv, residual=residual, **_of(norm), kernels=kernels)
+        given, residual = _added(norm, hidden, residual, kernels)
+        return few_rows_linear(given, *self._qkv, kernels=kernels), residual
 
-    def _attend(self, attend: Attend, product: Tensor) -> Tensor:
+    def attend(self, attend: Attend, product: Tensor) -> Tensor:
         return attend(product, self._keys, self._values, self._turn, self._scale, self._window).flatten(1)
 
-    def _one_row(self, hidden: Tensor, residual: Tensor | None, attend: Attend, kernels: bool) -> tuple[Tensor, Tensor]:
-        """The same of one token: norms and gates are parts of the products, which are the time that it takes."""
-        attention_norm, mlp_norm, mlp = self._block.attention_norm, self._block.mlp_norm, self._mlp
-        assert isinstance(mlp, FeedForward), "an MLP with a gate"
-        assert isinstance(attention_norm, nn.RMSNorm), "a plain layer has RMS norms"
-        assert isinstance(mlp_norm, nn.RMSNorm), "a plain layer has RMS norms"
-        assert self._gate_up is not None, "an MLP with a gate"
-        eps = attention_norm.eps or 0.0
-        product, residual = row_linear(
-            hidden, *self._qkv, residual=residual, norm=attention_norm.weight, eps=eps, kernels=kernels
-        )
-        attended, _ = row_linear(self._attend(attend, product), self._o.weight, self._o.bias, kernels=kernels)
-        inner, residual = row_linear(
-            attended, *self._gate_up, residual=residual, norm=mlp_norm.weight, eps=eps, activation=mlp.activation,
-            kernels=kernels,
-        )  # fmt: skip
-        return row_linear(inner, mlp.down_proj.weight, mlp.down_proj.bias, kernels=kernels)[0], residual
+    def after(self, seen: Tensor, residual: Tensor, kernels: bool) -> tuple[Tensor, Tensor]:
+        """What the layer adds to the residual, [tokens, width], and the residual without it."""
+        norm, mlp = self._block.mlp_norm, self._mlp
+        if self.is_plain and len(seen) == 1:
+            assert isinstance(mlp, FeedForward), "an MLP with a gate"
+            assert self._gate_up is not None, "an MLP with a gate"
+            attended, _ = row_linear(seen, self._o.weight, self._o.bias, kernels=kernels)
+            inner, residual = row_linear(
+                attended, *self._gate_up, residual=residual, **_of(norm), activation=mlp.activation, kernels=kernels
+            )
+            return row_linear(inner, mlp.down_proj.weight, mlp.down_proj.bias, kernels=kernels)[0], residual
+        given, residual = _added(norm, _product(self._o, seen, kernels), residual, kernels)
+        return self._feed_forward(given, kernels), residual
 
     def _feed_forward(self, given: Tensor, kernels: bool) -> Tensor:
         mlp = self._mlp
@@ -155,6 +178,12 @@ def _product(layer: nn.Module, given: Tensor, kernels: bool) -> Tensor:
         return few_rows_linear(given, layer.weight, layer.bias, kernels=kernels)
     made: Tensor = layer(given)
     return made
+
+
+def _of(norm: nn.Module) -> dict[str, Any]:
+    """An RMS norm as a product takes it."""
+    assert isinstance(norm, nn.RMSNorm), "a plain layer has RMS norms"
+    return {"norm": norm.weight, "eps": norm.eps or 0.0}
 
 
 def _added(norm: nn.Module, hidden: Tensor, residual: Tensor | None, kernels: bool) -> tuple[Tensor, Tensor]:

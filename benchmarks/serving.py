@@ -1,13 +1,15 @@
 """How fast one GPU serves, with random weights: requests of `serving.md`, and transformers' continuous batching beside.
 
 python -m benchmarks.serving qwen3-0.6b --cases first,one,32,256,idle,transformers --save
-python -m benchmarks.serving --cases bandwidth,sweep,rows
+python -m benchmarks.serving qwen3-8b --cases one,32 --weights none,fp8,int4 --save
+python -m benchmarks.serving --cases bandwidth,sweep,rows,narrow
 """
 
 import argparse
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ import torch
 from benchmarks.record import kept, record
 from shardwise.kernels import few_rows_linear_triton, paged_decode_triton, row_linear_triton
 from shardwise.kernels.few_rows_linear import few_rows_linear
+from shardwise.kernels.gated import Activation
+from shardwise.kernels.narrow import make_narrow
 from shardwise.kernels.paged_attention import make_tiles, paged_decode, paged_prefill
 from shardwise.kernels.row_linear import row_linear
 from shardwise.model.catalogue import CATALOGUE
@@ -245,7 +249,38 @@ def rows() -> None:
         torch.cuda.empty_cache()
 
 
-def measure(name: str, cases: Sequence[str]) -> dict[str, Any]:
+def narrow_rows() -> dict[str, float]:
+    """Products of an 8B's layers with weights in fewer bits: the share of the bandwidth at which they are read, and, of
+    so many rows that they are made wide, times the seconds of bf16."""
+    found = {}
+    shapes = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))
+    for kind, rows in itertools.product(("fp8", "int4"), (1, 2, 16, 32, 64, 128, 2048)):
+        for n, k in shapes:
+            plain = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+            weights = [make_narrow(each, kind) for each in plain]
+            x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+            activation: Activation | None = "silu" if n == 24576 else None
+
+            def run(weights: Sequence[Any]) -> None:
+                for weight in weights:
+                    if rows == 1:  # noqa: B023
+                        row_linear(x, weight, activation=activation)  # noqa: B023
+                    else:
+                        few_rows_linear(x, weight, activation=activation)  # noqa: B023
+
+            seconds, wide = timed(partial(run, weights), 5), timed(partial(run, plain), 5)
+            num_bytes = sum(each.codes.nbytes + each.scales.nbytes for each in weights)
+            found[f"{kind} {rows} x {n} x {k}"] = num_bytes / seconds
+            print(
+                f"  {kind}, {rows:4} rows, {n:5} x {k:5}: {num_bytes / seconds / BANDWIDTH:4.0%} of the bandwidth,"
+                f" {seconds / 4 * 1e6:6.1f} us, {wide / seconds:.2f} x as fast as bf16"
+            )
+            del plain, weights
+            torch.cuda.empty_cache()
+    return found
+
+
+def measure(name: str, cases: Sequence[str], weights: str | None = None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "transformers" in cases:
         found["transformers"] = transformers_batching(name, make_requests("256-requests"))
@@ -254,7 +289,7 @@ def measure(name: str, cases: Sequence[str]) -> dict[str, Any]:
     if not set(cases) - {"transformers"}:
         return found
     begun = time.perf_counter()
-    engine = load_engine(name, random_weights=True, max_length=4096)
+    engine = load_engine(name, random_weights=True, max_length=4096, weights=weights)
     assert isinstance(engine, LLMEngine), "one device"
     torch.cuda.synchronize()
     found["ready_seconds"] = time.perf_counter() - begun
@@ -288,6 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=[])
     parser.add_argument("--cases", default="first,one,32,256,idle")
+    parser.add_argument("--weights", default="none", help="none, fp8, int4, or several of them")
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -303,9 +339,12 @@ def main() -> None:
         sweep()
     if "rows" in cases:
         rows()
-    for name in arguments.models:
-        print(name)
-        found[name] = measure(name, cases)
+    if "narrow" in cases:
+        found["narrow rows"] = narrow_rows()
+    for name, weights in itertools.product(arguments.models, arguments.weights.split(",")):
+        label = name if weights == "none" else f"{name} {weights}"
+        print(label)
+        found[label] = measure(name, cases, None if weights == "none" else weights)
     if arguments.save:
         before = kept("serving")
         for name, figures in found.items():

@@ -40,6 +40,7 @@ def interpreted() -> Iterator[None]:
             sampling_triton,
             scale_triton,
             step_inputs_triton,
+            widen_triton,
         )
     with _patched_once_a_launch():
         yield

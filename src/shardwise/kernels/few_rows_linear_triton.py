@@ -1,4 +1,7 @@
-"""The program of `few_rows_linear.py`: some rows of the weight a program, all rows of x."""
+"""The program of `few_rows_linear.py`: some rows of the weight a program, and all rows of x, or a tile of them.
+
+`CODES` is the kind of a weight in fewer bits (`narrow.py`), or nothing. In fp8 a row's scale is put on its sums.
+"""
 
 # mypy: ignore-errors
 # ruff: noqa: N803
@@ -12,8 +15,10 @@ from torch import Tensor
 
 from shardwise.kernels.gated_triton import _activate
 from shardwise.kernels.launch import overlapping
+from shardwise.kernels.narrow import GROUP, PAIR, NarrowWeight
 from shardwise.kernels.paged_attention_triton import _dot, _precision
-from shardwise.kernels.row_linear_triton import LINE, prefetch
+from shardwise.kernels.row_linear_triton import prefetch_rows
+from shardwise.kernels.widen_triton import high_bits, low_bits, scales_of
 
 
 class Tile(NamedTuple):
@@ -26,48 +31,79 @@ class Tile(NamedTuple):
 
 
 #: Without a gate, of weights with narrow and with wide rows, and with one, whose program has two tiles at a time; and
-#: how many columns are fetched into the cache while the kernel before ends. `benchmarks/serving.py --cases rows` tries
-#: others.
-NARROW, WIDE, GATED, AHEAD = Tile(64, 128, 6, 4), Tile(32, 256, 6, 2), Tile(64, 64, 5, 4), 512
+#: how many bytes of a row are fetched into the cache while the kernel before ends. `benchmarks/serving.py --cases rows`
+#: tries others.
+NARROW, WIDE, GATED, AHEAD = Tile(64, 128, 6, 4), Tile(32, 256, 6, 2), Tile(64, 64, 5, 4), 1024
+#: Of weights in fewer bits: what is read of x is as much as what is read of them, so programs have many rows. In 4 bits
+#: the columns are those that share bytes.
+EIGHT_BITS, FOUR_BITS = Tile(64, 128, 6, 4), Tile(64, PAIR, 6, 4)
 #: From so many columns on rows are wide: then programs of fewer of them have enough on its way, and there are more.
 MANY_COLUMNS = 4096
-#: The fewest columns of a tile of x, as tensor cores ask.
-FEWEST = 16
+#: The fewest columns of a tile of x, as tensor cores ask, and the most.
+FEWEST, MOST = 16, 64
+_GROUP, _PAIR = tl.constexpr(GROUP), tl.constexpr(PAIR)
+
+
+@triton.jit
+def _given(x, item, m, at, k):
+    """Some columns of the rows of x, as a product takes them."""
+    return tl.load(x + item[None, :] * k + at[:, None], mask=(item < m)[None, :], other=0.0)
+
+
+@triton.jit
+def _times_four_bits(rows, steps, begin, one, two, PRECISION: tl.constexpr):
+    """A tile of the weight times what is given to the low and to the high bits of its bytes."""
+    byte = tl.load(rows + begin // 2 + tl.arange(0, _GROUP)[None, :], eviction_policy="evict_first")
+    step = tl.load(steps + begin // _PAIR)
+    made = _dot(low_bits(byte, step).to(one.dtype), one, PRECISION)
+    return made + _dot(high_bits(byte, step).to(two.dtype), two, PRECISION)
 
 
 @triton.jit
 def _few_rows_linear(
-    x, weight, bias, out, m, n, k,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    x, weight, scales, bias, out, m, n, k, stride,
+    CODES: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # Tiles of x come first: programs that read the same of the weight run at the same time.
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     # Beyond the last row the last is read again, and not written.
     there = tl.minimum(row, n - 1).to(tl.int64)[:, None]
-    here = weight + there * k
-    under = weight + (there + n) * k
+    here = weight + there * stride
+    under = weight + (there + n) * stride
     if AHEAD > 0:
-        line = tl.minimum(tl.arange(0, AHEAD // LINE) * LINE, k - 1)
-        prefetch(here + line[None, :])
+        prefetch_rows(here, stride, AHEAD)
         if ACTIVATION != "":
-            prefetch(under + line[None, :])
+            prefetch_rows(under, stride, AHEAD)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
-    item = tl.arange(0, M)
-    column = tl.arange(0, COLUMNS)
+    item = tl.program_id(0) * M + tl.arange(0, M)
     total = tl.zeros((ROWS, M), tl.float32)
     other = tl.zeros((ROWS, M), tl.float32)
     for begin in tl.range(0, k, COLUMNS, num_stages=STAGES):
-        at = begin + column
-        tile = tl.load(here + at[None, :], eviction_policy="evict_first")
-        given = tl.load(x + item[None, :] * k + at[:, None], mask=(item < m)[None, :], other=0.0)
-        total += _dot(tile, given, PRECISION)
-        if ACTIVATION != "":
-            beneath = tl.load(under + at[None, :], eviction_policy="evict_first")
-            other += _dot(beneath, given, PRECISION)
+        if CODES == "int4":
+            at = begin + tl.arange(0, _GROUP)
+            one = _given(x, item, m, at, k)
+            two = _given(x, item, m, at + _GROUP, k)
+            num_pairs = stride // _GROUP
+            total += _times_four_bits(here, scales + there * num_pairs, begin, one, two, PRECISION)
+            if ACTIVATION != "":
+                other += _times_four_bits(under, scales + (there + n) * num_pairs, begin, one, two, PRECISION)
+        else:
+            at = begin + tl.arange(0, COLUMNS)
+            tile = tl.load(here + at[None, :], eviction_policy="evict_first")
+            given = _given(x, item, m, at, k)
+            total += _dot(tile.to(given.dtype), given, PRECISION)
+            if ACTIVATION != "":
+                beneath = tl.load(under + at[None, :], eviction_policy="evict_first")
+                other += _dot(beneath.to(given.dtype), given, PRECISION)
     is_row = row < n
+    if CODES == "fp8":
+        total *= tl.load(scales + row, mask=is_row, other=0.0)[:, None]
+        if ACTIVATION != "":
+            other *= tl.load(scales + n + row, mask=is_row, other=0.0)[:, None]
     if HAS_BIAS:
         total += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
     made = total.to(out.dtype.element_ty)
@@ -80,19 +116,27 @@ def _few_rows_linear(
     tl.store(out + item[None, :] * n + row[:, None], made, mask=(item < m)[None, :] & is_row[:, None])
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+def forward(x: Tensor, weight: Tensor | NarrowWeight, bias: Tensor | None, activation: str | None) -> Tensor:
     """See `few_rows_linear`."""
-    m, k = x.shape
-    n = len(weight) if activation is None else len(weight) // 2
+    (m, k), num_rows = x.shape, weight.shape[0]
+    n = num_rows if activation is None else num_rows // 2
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    tile = GATED if activation is not None else WIDE if k >= MANY_COLUMNS else NARROW
+    is_narrow = isinstance(weight, NarrowWeight)
+    codes, tile = (weight.codes if is_narrow else weight), _tile_for(weight, k, activation is not None)
     columns = tile.columns
     while k % columns:
         columns //= 2
-    _few_rows_linear[(triton.cdiv(n, tile.rows),)](
-        x, weight, bias, out, m, n, k,
-        HAS_BIAS=bias is not None, ACTIVATION=activation or "", M=max(FEWEST, triton.next_power_of_2(m)),
+    rows_of_x = min(max(FEWEST, triton.next_power_of_2(m)), MOST)
+    _few_rows_linear[(triton.cdiv(m, rows_of_x), triton.cdiv(n, tile.rows))](
+        x, codes, scales_of(weight) if is_narrow else None, bias, out, m, n, k, codes.shape[1],
+        CODES=weight.kind if is_narrow else "", HAS_BIAS=bias is not None, ACTIVATION=activation or "", M=rows_of_x,
         ROWS=tile.rows, COLUMNS=columns, STAGES=tile.stages, AHEAD=AHEAD if x.is_cuda else 0,
         PRECISION=_precision(x.dtype), num_warps=tile.warps, **overlapping(x.device),
     )  # fmt: skip
     return out
+
+
+def _tile_for(weight: Tensor | NarrowWeight, k: int, has_gate: bool) -> Tile:
+    if isinstance(weight, NarrowWeight):
+        return EIGHT_BITS if weight.kind == "fp8" else FOUR_BITS
+    return GATED if has_gate else WIDE if k >= MANY_COLUMNS else NARROW

@@ -5,7 +5,7 @@
     r ─┘                                             └─ activation(G n) * (U n), where W is G above U
 
 The time is that of reading W. Each program reads some rows of it, and makes n by itself meanwhile: that is a few
-kilobytes, which costs less than a kernel more.
+kilobytes, which costs less than a kernel more. A W of fewer bits (`narrow.py`) is read as it is kept.
 """
 
 from typing import cast
@@ -15,12 +15,14 @@ from torch.nn.functional import linear
 
 from shardwise.kernels.choose import takes_kernel
 from shardwise.kernels.gated import Activation, gated
+from shardwise.kernels.narrow import NarrowWeight
 from shardwise.kernels.norm import add_rms_norm, rms_norm
+from shardwise.kernels.widen import widen
 
 
 def row_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | NarrowWeight,
     bias: Tensor | None = None,
     *,
     residual: Tensor | None = None,
@@ -34,7 +36,7 @@ def row_linear(
     A residual is added only where there is a norm behind it.
     """
     assert residual is None or norm is not None, "a sum that nobody norms"
-    given = x, weight, bias, residual, norm
+    given = x, weight if isinstance(weight, Tensor) else weight.scales, bias, residual, norm
     if kernels and takes_kernel("row_linear", *given, lacks=lambda: _lacks(x, weight)):
         from shardwise.kernels.row_linear_triton import forward
 
@@ -44,13 +46,14 @@ def row_linear(
         x, new = add_rms_norm(x, residual, norm, eps, kernels=False)
     elif norm is not None:
         x = rms_norm(x, norm, eps, kernels=False)
-    made = linear(x, weight, bias)
+    made = linear(x, widen(weight, kernels=kernels), bias)
     if activation is not None:
         made = gated(*cast("tuple[Tensor, Tensor]", made.chunk(2, -1)), activation, kernels=False)
     return made, new
 
 
-def _lacks(x: Tensor, weight: Tensor) -> str | None:
-    if x.shape[0] != 1 or not x.is_contiguous() or not weight.is_contiguous():
+def _lacks(x: Tensor, weight: Tensor | NarrowWeight) -> str | None:
+    lies = weight.is_contiguous() if isinstance(weight, Tensor) else weight.has_kernels()
+    if x.shape[0] != 1 or not x.is_contiguous():
         return f"{x.shape[0]} rows"
-    return None
+    return None if lies else "weight that lies so, or is of so few bits"

@@ -7,6 +7,7 @@ Weights of one product lie one behind the other; the modules keep theirs as part
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.kernels.cache_write import Turn
 from shardwise.kernels.few_rows_linear import few_rows_linear
+from shardwise.kernels.narrow import NarrowWeight
 from shardwise.kernels.row_linear import row_linear
 from shardwise.nets.attention import Attention
 from shardwise.nets.block import Block
@@ -24,6 +26,7 @@ from shardwise.nets.norm import add_normed, normed
 from shardwise.nets.settings import Heads
 from shardwise.nets.transformer import Transformer
 from shardwise.serving.kv_cache import HeadsCache
+from shardwise.serving.narrow_weights import NarrowLinear
 from shardwise.serving.prompt_graphs import PromptGraphs
 from shardwise.torch_private import hooks_of
 
@@ -173,9 +176,9 @@ class _FusedLayer:
 
 
 def _product(layer: nn.Module, given: Tensor, kernels: bool) -> Tensor:
-    """By the module itself where it is no plain linear layer: weights may be of fewer bits."""
-    if type(layer) is nn.Linear:
-        return few_rows_linear(given, layer.weight, layer.bias, kernels=kernels)
+    """By the module itself where it is no plain linear layer."""
+    if type(layer) in (nn.Linear, NarrowLinear):
+        return few_rows_linear(given, layer.weight, layer.bias, kernels=kernels)  # type: ignore[arg-type]
     made: Tensor = layer(given)
     return made
 
@@ -192,11 +195,16 @@ def _added(norm: nn.Module, hidden: Tensor, residual: Tensor | None, kernels: bo
     return add_normed(norm, hidden, residual, kernels=kernels)
 
 
-def _joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _joined(*layers: nn.Linear | NarrowLinear) -> tuple[Tensor | NarrowWeight, Tensor | None]:
     """Weights and biases of layers that are given the same, each in one piece; the layers have parts of it."""
-    weight = _in_one([layer.weight for layer in layers])
     has_bias = all(isinstance(layer.bias, Tensor) for layer in layers)
-    return weight, _in_one([layer.bias for layer in layers]) if has_bias else None
+    bias = _in_one([layer.bias for layer in layers]) if has_bias else None
+    narrow = [layer.narrow for layer in layers if isinstance(layer, NarrowLinear)]
+    if narrow:
+        assert len(narrow) == len(layers), "layers of one product are narrow, or none of them is"
+        codes, scales = (_in_one([getattr(each, name) for each in narrow]) for name in ("codes", "scales"))
+        return replace(narrow[0].weight, codes=codes, scales=scales), bias
+    return _in_one([layer.weight for layer in layers if isinstance(layer, nn.Linear)]), bias
 
 
 def _in_one(parts: list[Tensor]) -> Tensor:

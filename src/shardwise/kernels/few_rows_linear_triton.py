@@ -18,7 +18,7 @@ from shardwise.kernels.launch import overlapping
 from shardwise.kernels.narrow import GROUP, PAIR, NarrowWeight
 from shardwise.kernels.paged_attention_triton import _dot, _precision
 from shardwise.kernels.row_linear_triton import prefetch_rows
-from shardwise.kernels.widen_triton import high_bits, low_bits, scales_of
+from shardwise.kernels.widen_triton import from_eight_bits, from_four_bits, half_of, is_fast, scales_of
 
 
 class Tile(NamedTuple):
@@ -51,19 +51,23 @@ def _given(x, item, m, at, k):
 
 
 @triton.jit
-def _times_four_bits(rows, steps, begin, one, two, PRECISION: tl.constexpr):
-    """A tile of the weight times what is given to the low and to the high bits of its bytes."""
+def _times_four_bits(rows, steps, begin, one, two, PRECISION: tl.constexpr, FAST: tl.constexpr):
+    """A tile of the weight times what is given to the low and to the high bits of its bytes. Sums are scaled, not
+    weights: there are fewer of them."""
     byte = tl.load(rows + begin // 2 + tl.arange(0, _GROUP)[None, :], eviction_policy="evict_first")
     step = tl.load(steps + begin // _PAIR)
-    made = _dot(low_bits(byte, step).to(one.dtype), one, PRECISION)
-    return made + _dot(high_bits(byte, step).to(two.dtype), two, PRECISION)
+    made = _dot(from_four_bits(byte, False, FAST).to(one.dtype), one, PRECISION) * half_of(step, 0)
+    made += _dot(from_four_bits(byte, True, FAST).to(two.dtype), two, PRECISION) * half_of(step, 2)
+    made += tl.sum(one.to(tl.float32), 0)[None, :] * half_of(step, 1)
+    return made + tl.sum(two.to(tl.float32), 0)[None, :] * half_of(step, 3)
 
 
 @triton.jit
 def _few_rows_linear(
     x, weight, scales, bias, out, m, n, k, stride,
-    CODES: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    CODES: tl.constexpr, FAST: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, M: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -88,17 +92,17 @@ def _few_rows_linear(
             one = _given(x, item, m, at, k)
             two = _given(x, item, m, at + _GROUP, k)
             num_pairs = stride // _GROUP
-            total += _times_four_bits(here, scales + there * num_pairs, begin, one, two, PRECISION)
+            total += _times_four_bits(here, scales + there * num_pairs, begin, one, two, PRECISION, FAST)
             if ACTIVATION != "":
-                other += _times_four_bits(under, scales + (there + n) * num_pairs, begin, one, two, PRECISION)
+                other += _times_four_bits(under, scales + (there + n) * num_pairs, begin, one, two, PRECISION, FAST)
         else:
             at = begin + tl.arange(0, COLUMNS)
             tile = tl.load(here + at[None, :], eviction_policy="evict_first")
             given = _given(x, item, m, at, k)
-            total += _dot(tile.to(given.dtype), given, PRECISION)
+            total += _dot(from_eight_bits(tile, FAST).to(given.dtype), given, PRECISION)
             if ACTIVATION != "":
                 beneath = tl.load(under + at[None, :], eviction_policy="evict_first")
-                other += _dot(beneath.to(given.dtype), given, PRECISION)
+                other += _dot(from_eight_bits(beneath, FAST).to(given.dtype), given, PRECISION)
     is_row = row < n
     if CODES == "fp8":
         total *= tl.load(scales + row, mask=is_row, other=0.0)[:, None]
@@ -129,8 +133,9 @@ def forward(x: Tensor, weight: Tensor | NarrowWeight, bias: Tensor | None, activ
     rows_of_x = min(max(FEWEST, triton.next_power_of_2(m)), MOST)
     _few_rows_linear[(triton.cdiv(m, rows_of_x), triton.cdiv(n, tile.rows))](
         x, codes, scales_of(weight) if is_narrow else None, bias, out, m, n, k, codes.shape[1],
-        CODES=weight.kind if is_narrow else "", HAS_BIAS=bias is not None, ACTIVATION=activation or "", M=rows_of_x,
-        ROWS=tile.rows, COLUMNS=columns, STAGES=tile.stages, AHEAD=AHEAD if x.is_cuda else 0,
+        CODES=weight.kind if is_narrow else "", FAST=is_narrow and is_fast(weight), HAS_BIAS=bias is not None,
+        ACTIVATION=activation or "", M=rows_of_x, ROWS=tile.rows, COLUMNS=columns, STAGES=tile.stages,
+        AHEAD=AHEAD if x.is_cuda else 0,
         PRECISION=_precision(x.dtype), num_warps=tile.warps, **overlapping(x.device),
     )  # fmt: skip
     return out

@@ -1,7 +1,7 @@
 """The program of `row_linear.py`: some rows of the weight a program.
 
 `CODES` is the kind of a weight in fewer bits (`narrow.py`), or nothing. In fp8 a row's scale is put on its sum; in 4
-bits a tile is [rows, pairs of groups, bytes], and its weights are made wide one by one.
+bits a tile is [rows, pairs of groups, bytes], and scales and lowest values are put on the sums of groups.
 """
 
 # mypy: ignore-errors
@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.kernels.gated_triton import _activate
 from shardwise.kernels.launch import overlapping
 from shardwise.kernels.narrow import GROUP, PAIR, NarrowWeight
-from shardwise.kernels.widen_triton import high_bits, low_bits, scales_of
+from shardwise.kernels.widen_triton import from_eight_bits, from_four_bits, half_of, is_fast, scales_of
 
 #: Numbers of the weight that a program has at a time, the most columns of them, tiles that are on their way, warps, and
 #: how many bytes of a row are fetched into the cache while the kernel before ends. `benchmarks/serving.py --cases rows`
@@ -45,14 +45,19 @@ def prefetch_rows(rows, stride, AHEAD: tl.constexpr):
 
 
 @triton.jit
-def _four_bit_sums(rows, steps, begin, k, is_row, one, two):
+def _four_bit_sums(rows, steps, begin, k, is_row, one, two, FAST: tl.constexpr):
     """Rows of a tile times what is given to the low and to the high bits of its bytes."""
     pair = begin // _PAIR + tl.arange(0, one.shape[0])[None, :, None]
     mask = is_row[:, None, None] & (pair * _PAIR < k)
     inside = tl.arange(0, _GROUP)[None, None, :]
     byte = tl.load(rows[:, :, None] + pair * _GROUP + inside, mask=mask, other=0, eviction_policy="evict_first")
-    step = tl.load(steps[:, :, None] + pair, mask=mask, other=0)
-    return tl.sum(tl.sum(low_bits(byte, step) * one[None] + high_bits(byte, step) * two[None], 2), 1)
+    pair = begin // _PAIR + tl.arange(0, one.shape[0])[None, :]
+    step = tl.load(steps + pair, mask=is_row[:, None] & (pair * _PAIR < k), other=0)
+    low = tl.sum(from_four_bits(byte, False, FAST).to(tl.float32) * one[None], 2)
+    high = tl.sum(from_four_bits(byte, True, FAST).to(tl.float32) * two[None], 2)
+    # Sums are scaled, not weights: there are fewer of them.
+    made = low * half_of(step, 0) + tl.sum(one, 1)[None, :] * half_of(step, 1)
+    return tl.sum(made + high * half_of(step, 2) + tl.sum(two, 1)[None, :] * half_of(step, 3), 1)
 
 
 @triton.jit
@@ -75,7 +80,7 @@ def _normed_piece(
 @triton.jit
 def _row_linear(
     x, weight, scales, bias, residual, norm, out, new, n, k, stride, eps,
-    CODES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
+    CODES: tl.constexpr, FAST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -113,18 +118,18 @@ def _row_linear(
             at += _GROUP
             two = _normed_piece(x, residual, norm, at, at < k, rstd, HAS_RESIDUAL, HAS_NORM)
             num_pairs = stride // _GROUP
-            total += _four_bit_sums(here, scales + there * num_pairs, begin, k, is_row, one, two)
+            total += _four_bit_sums(here, scales + there * num_pairs, begin, k, is_row, one, two, FAST)
             if ACTIVATION != "":
-                other += _four_bit_sums(under, scales + (there + n) * num_pairs, begin, k, is_row, one, two)
+                other += _four_bit_sums(under, scales + (there + n) * num_pairs, begin, k, is_row, one, two, FAST)
         else:
             at = begin + column
             mask = is_row[:, None] & (at < k)[None, :]
             tile = tl.load(here + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
             value = _normed_piece(x, residual, norm, at, at < k, rstd, HAS_RESIDUAL, HAS_NORM)
-            total += tl.sum(tile.to(tl.float32) * value[None, :], 1)
+            total += tl.sum(from_eight_bits(tile, FAST).to(tl.float32) * value[None, :], 1)
             if ACTIVATION != "":
                 beneath = tl.load(under + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-                other += tl.sum(beneath.to(tl.float32) * value[None, :], 1)
+                other += tl.sum(from_eight_bits(beneath, FAST).to(tl.float32) * value[None, :], 1)
     if CODES == "fp8":
         total *= tl.load(scales + row, mask=is_row, other=0.0)
         if ACTIVATION != "":
@@ -158,7 +163,7 @@ def forward(
     codes = weight.codes if is_narrow else weight
     _row_linear[(triton.cdiv(n, rows),)](
         x, codes, scales_of(weight) if is_narrow else None, bias, residual, norm, out, new, n, k, codes.shape[1], eps,
-        CODES=weight.kind if is_narrow else "",
+        CODES=weight.kind if is_narrow else "", FAST=is_narrow and is_fast(weight),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm is not None,
         ACTIVATION=activation or "", ROWS=rows, COLUMNS=columns, STAGES=NARROW_STAGES if is_narrow else stages,
         AHEAD=AHEAD if x.is_cuda else 0, num_warps=WARPS, **manner,

@@ -1,7 +1,7 @@
 """Traces of GPUs: do parts add up, does torch's profiler say the same, what does a look cost, what is exposed?
 
     python benchmarks/gpu_traces.py            on a machine with a GPU, about 4 minutes
-    python benchmarks/gpu_traces.py --half one|two        one rank or two; what is kept of the other half stays
+    python benchmarks/gpu_traces.py --cases one,offloaded       some of it; what is kept of the rest stays
 
 Four questions, each of real steps:
 
@@ -46,6 +46,9 @@ from shardwise.trace.stretches import Part, parts_of_ranks, stretches
 #: Most that is off: parts of the step, sums of torch's, the cost of a look, what is exposed.
 MOST_PARTS, MOST_SUMS, MOST_COST, MOST_EXPOSED = 0.01, 0.02, 0.02, 0.10
 SUM, SHARING, BF16 = "a sum of gradients", "dp=2 sharing a GPU", "precision=bf16"
+#: Plans of the cases, and what their results are called.
+CASES = {"one": BF16, "offloaded": f"{BF16},offload.activations=1", "two": f"dp=2,{BF16}"}
+NAMES = {"one": "one GPU", "offloaded": "activations offloaded"}
 _MOVED = {*COPIES, ActivityKind.NCCL}
 
 #: A Llama of 1.2 billion parameters, 4 rows of 4096 tokens: what `train_job.py` trains and `single_gpu.py` times.
@@ -248,7 +251,7 @@ def exposed_in(trace: Trace) -> float:
 
 def measure_exposed(settings: Settings, rows: int, num_steps: int, bucket_bytes: int | None) -> dict[str, Any]:
     """Steps with and without the sum in turn, on each of the ranks."""
-    engine, batch = make_engine(settings, f"dp=2,{BF16}", rows, bucket_bytes=bucket_bytes)
+    engine, batch = make_engine(settings, CASES["two"], rows, bucket_bytes=bucket_bytes)
     for _ in range(3):
         plain(engine, batch)
     looked(engine, batch)
@@ -294,7 +297,7 @@ def exposed_of(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10, help="steps of each kind (10)")
-    parser.add_argument("--half", choices=("one", "two", "both"), default="both", help="with how many ranks (both)")
+    parser.add_argument("--cases", default=",".join(CASES), help=f"which of them ({','.join(CASES)})")
     parser.add_argument("--try-on-cpu", action="store_true", help="the same steps on processors, and no result is kept")
     arguments = parser.parse_args()
     if not torch.cuda.is_available() and not arguments.try_on_cpu:
@@ -303,26 +306,26 @@ def main() -> int:
         return 1
     large, middle = (SMALL, SMALL) if arguments.try_on_cpu else (LARGE, MIDDLE)
     gpus: Gpus = "none" if arguments.try_on_cpu else "shared"
-    compiles, found = not arguments.try_on_cpu, {}
-    if arguments.half != "two":
-        with Ranks(1, gpus=gpus) as ranks:
-            for name, plan in (("one GPU", BF16), ("activations offloaded", f"{BF16},offload.activations=1")):
-                found[name] = ranks.run(measure, large, plan, 4, arguments.steps, compiles)[0]
-                _tell(name, found[name])
-    if arguments.half != "one":
-        with Ranks(2, gpus=gpus) as ranks:
-            found |= two_ranks(ranks, middle, arguments.steps)
-    if arguments.try_on_cpu:
-        return 0
-    found["most"] = {"parts": MOST_PARTS, "sums": MOST_SUMS, "cost": MOST_COST, "exposed": MOST_EXPOSED}
-    found["device"] = torch.cuda.get_device_name()
-    record("gpu_traces", found if arguments.half == "both" else kept("gpu_traces") | found)
-    return int(not all(_is_met(found)))
+    is_met = True
+    for case in arguments.cases.split(","):
+        with Ranks(2 if case == "two" else 1, gpus=gpus) as ranks:
+            if case == "two":
+                found = two_ranks(ranks, middle, arguments.steps)
+            else:
+                told = ranks.run(measure, large, CASES[case], 4, arguments.steps, not arguments.try_on_cpu)[0]
+                _tell(NAMES[case], told)
+                found = {NAMES[case]: told}
+        is_met = is_met and all(_is_met(found))
+        if not arguments.try_on_cpu:
+            found["most"] = {"parts": MOST_PARTS, "sums": MOST_SUMS, "cost": MOST_COST, "exposed": MOST_EXPOSED}
+            found["device"] = torch.cuda.get_device_name()
+            record("gpu_traces", kept("gpu_traces") | found)
+    return 0 if arguments.try_on_cpu else int(not is_met)
 
 
 def two_ranks(ranks: Ranks, settings: Settings, num_steps: int) -> dict[str, Any]:
     """What both say that share a GPU, and what is exposed of their sums."""
-    found = {SHARING: ranks.run(measure, settings, f"dp=2,{BF16}", 64, num_steps, False)[0]}
+    found = {SHARING: ranks.run(measure, settings, CASES["two"], 64, num_steps, False)[0]}
     _tell(SHARING, found[SHARING])
     for name, size in (("one bucket", 2**34), ("usual buckets", None)):
         told = found[f"exposed, {name}"] = exposed_of(ranks.run(measure_exposed, settings, 64, num_steps, size))

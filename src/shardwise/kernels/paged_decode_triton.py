@@ -23,6 +23,9 @@ from shardwise.kernels.row_linear_triton import prefetch
 DECODE_KEYS, DECODE_WARPS, DECODE_TILES = 64, 4, 2
 #: Programs of a decode that a processor should have, and the fewest tokens of a part where there are as many anyway.
 PROGRAMS, FEWEST_TOKENS, MOST_PARTS = 6, 512, 64
+#: Bytes of a line of the cache, lines that a program fetches at a time, and the most bytes that are fetched for the
+#: next kernel: of a cache of 50 MB half may hold the same as the other.
+_LINE, _LINES, MOST_AHEAD = tl.constexpr(128), tl.constexpr(128), 16 * 2**20
 
 
 @triton.jit
@@ -65,13 +68,24 @@ def _made_heads(
 
 
 @triton.jit
+def _fetch(ahead, num_lines):
+    """Some of what the next kernel reads, into the cache: by programs that have nothing else to do, while memory has
+    little. Lines of all programs, in turn."""
+    program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+    num_programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    for begin in range(program * _LINES, num_lines, num_programs * _LINES):
+        line = tl.minimum(begin + tl.arange(0, _LINES), num_lines - 1)
+        prefetch(ahead + line * _LINE)
+
+
+@triton.jit
 def _decode(
-    query, keys, values, tables, lengths, out, sums, logs, counters, q_norm, k_norm, cosine, sine, epsilon,
-    scale, window, fewest, q_row, q_head, block_stride, head_stride, token_stride, table_stride, num_heads,
+    query, keys, values, tables, lengths, out, sums, logs, counters, q_norm, k_norm, cosine, sine, ahead, num_lines,
+    epsilon, scale, window, fewest, q_row, q_head, block_stride, head_stride, token_stride, table_stride, num_heads,
     SHARING: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     IS_STEP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ANGLES: tl.constexpr, INTERLEAVED: tl.constexpr,
-    AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
+    AHEAD: tl.constexpr, HAS_NEXT: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -101,9 +115,11 @@ def _decode(
         lines = tile_offsets(tables, table_row, early, early < end, line, block_stride, token_stride, BLOCK_SIZE)
         prefetch(keys + lines)
         prefetch(values + lines)
-    if (
-        IS_STEP
-    ):  # What no kernel of the step writes is read before the wait, and all that it has written at once behind it.
+    if HAS_NEXT:
+        if begin >= end:
+            _fetch(ahead, num_lines)
+    # What no kernel of the step writes is read before the wait, and all that it has written at once behind it.
+    if IS_STEP:
         HALF: tl.constexpr = HEAD_DIM // 2
         is_second, pair, own, partner = _pairs(dim, HALF, HAS_ANGLES, INTERLEAVED)
         position = tl.maximum(length - 1, 0).to(tl.int64)
@@ -241,7 +257,7 @@ def count_parts(num_sequences: int, num_kv_heads: int, longest: int, processors:
 
 def decode(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None,
-    counters: Tensor | None, turn: Any = None,
+    counters: Tensor | None, turn: Any = None, ahead: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `paged_decode`; with a turn, of the layer's product, see `decode_step`."""
     num_sequences = query.shape[0]
@@ -265,7 +281,8 @@ def decode(
     manner = overlapping(query.device)
     _decode[(num_kv_heads, parts, num_sequences)](
         query, keys, values, tables, lengths, out, sums, logs, counters,
-        *((turn.q_norm, turn.k_norm, turn.cosine, turn.sine, turn.epsilon) if is_step else (*4 * (None,), 0.0)),
+        *((turn.q_norm, turn.k_norm, turn.cosine, turn.sine) if is_step else 4 * (None,)),
+        ahead, 0 if ahead is None else min(ahead.numel(), MOST_AHEAD) // 128, turn.epsilon if is_step else 0.0,
         scale * LOG2_E, window or 0, fewest,
         query.stride(0), head_dim if is_step else query.stride(1), *keys.stride()[:3], tables.stride(0), num_heads,
         SHARING=sharing, HEADS=max(16, triton.next_power_of_2(sharing)), GROUP=triton.next_power_of_2(sharing),
@@ -273,6 +290,7 @@ def decode(
         PRECISION=_precision(query.dtype), IS_STEP=is_step, HAS_NORM=is_step and turn.q_norm is not None,
         HAS_ANGLES=is_step and turn.cosine is not None, INTERLEAVED=is_step and turn.interleaved,
         AHEAD=_lines(keys) if is_step and manner["OVERLAPS"] else 0,
+        HAS_NEXT=ahead is not None and ahead.numel() >= 128 and manner["OVERLAPS"],
         num_warps=DECODE_WARPS, num_stages=_stages(DECODE_KEYS * dim * query.dtype.itemsize), **manner,
     )  # fmt: skip
     return out

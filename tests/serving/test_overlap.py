@@ -88,3 +88,14 @@ def test_those_who_leave_between_steps_leave_nothing_behind(overlapped: Any) -> 
     assert engine.load().num_used_blocks == 0
     whole = answer(engine_over(ours), [ask(given[0])])
     assert answer(engine, [ask(given[0])]) == whole
+
+
+def test_what_prompts_cost_is_measured_also_where_nobody_waits_for_a_step(overlapped: Any) -> None:
+    """Without it every block beneath would be reloaded, however slow that is."""
+    _, ours = both("qwen3")
+    engine = overlapped(ours, host_bytes=2**20)
+    assert engine.tiers is not None
+    run(engine, [ask(range(3, 40), "long", 3)])
+    measured = engine.tiers.speeds.seconds["compute"]
+    run(engine, [ask([1], "one", 6)])
+    assert engine.tiers.speeds.seconds["compute"] == measured > 0, "of steps with prompts alone"

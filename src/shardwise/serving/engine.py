@@ -56,6 +56,8 @@ class LLMEngine:
         self._num_arrived = 0
         self._told: list[Token] = []
         self._num_prompt_tokens = self._num_generated = 0
+        #: When the last step was over.
+        self._collected = 0.0
 
     def add(self, request: Request) -> None:
         """Take a request, or say why it can never be answered."""
@@ -132,7 +134,6 @@ class LLMEngine:
 
     def _begin(self, pieces: Several[Piece], *, waits: bool) -> Step:
         """Begin a step, and go on as if it were over: tokens that it draws are not known yet."""
-        begun = perf_counter()
         step = begin(self.runner, pieces, self.scheduler.pool.block_size, self.eos_token_ids, waits=waits)
         for piece in pieces:
             piece.sequence.num_computed = piece.start + piece.count
@@ -140,8 +141,6 @@ class LLMEngine:
         for row, sequence in enumerate(step.last):
             sequence.tokens.append(UNKNOWN)
             sequence.row = row
-        if waits and self.tiers is not None and any(piece.count > 1 for piece in pieces):
-            self.tiers.note_computed(sum(piece.count for piece in pieces), perf_counter() - begun)
         return step
 
     def _collect(self) -> list[Token]:
@@ -150,6 +149,10 @@ class LLMEngine:
         if step is None:
             return []
         drawn = zip(step.last, step.places, step.flight.wait(), step.logprobs, strict=True)
+        # Steps come one after the other, also where one is begun while another runs.
+        before, self._collected = max(step.begun, self._collected), perf_counter()
+        if step.num_read and self.tiers is not None:
+            self.tiers.note_computed(step.num_read, self._collected - before)
         return [self._take(*each) for each in drawn if not each[0].is_gone]
 
     def _name_blocks(self, sequence: Sequence) -> None:

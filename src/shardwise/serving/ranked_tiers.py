@@ -28,6 +28,7 @@ class RankedTiers:
         #: Names that may lie beneath: those in files from before, and all that went there. Others are not asked for.
         self._known = set[bytes]().union(*runner.ask_tiers("file_names"))
         self._num_put = 0
+        self._block_seconds: float = max(runner.ask_tiers("least_seconds", 1))
 
     @property
     def host_usage(self) -> float:
@@ -56,6 +57,9 @@ class RankedTiers:
     def bring(self, wanted: Sequence[tuple[bytes, int]]) -> int:
         found: list[int] = self._runner.ask_tiers("bring", list(wanted))
         return min(found)
+
+    def least_seconds(self, num_blocks: int) -> float:
+        return num_blocks * self._block_seconds
 
     def prefetch(self, names: Sequence[bytes]) -> None:
         known = [name for name in names if name in self._known]

@@ -7,6 +7,8 @@ host learns of them a step later (`device_runner.py`).
 from collections.abc import Collection
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -42,6 +44,9 @@ class Step:
     places: tuple[int, ...]
     flight: Flight
     logprobs: tuple[Logprob | None, ...]
+    #: When it was begun, and how many tokens it computes where prompts are among them.
+    begun: float
+    num_read: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +75,17 @@ def needs_host(sequence: Sequence) -> bool:
 def begin(runner: Runner, pieces: Several[Piece], block_size: int, eos: Collection[int], *, waits: bool) -> Step:
     """Begin a step. With `waits` it is over, and everything about its tokens is known."""
     last = tuple(piece.sequence for piece in pieces if piece.is_last)
-    places = tuple(len(sequence.tokens) for sequence in last)
+    num_read = sum(piece.count for piece in pieces) if any(piece.count > 1 for piece in pieces) else 0
+    made = partial(
+        Step,
+        last=last,
+        places=tuple(len(sequence.tokens) for sequence in last),
+        begun=perf_counter(),
+        num_read=num_read,
+    )
     if not waits:
         assert isinstance(runner, Launching), "only such a runner does not wait"
-        return Step(last=last, places=places, flight=runner.launch(pieces), logprobs=(None,) * len(last))
+        return made(flight=runner.launch(pieces), logprobs=(None,) * len(last))
     if isinstance(runner, Launching):
         logits = runner.logits(pieces)
     else:
@@ -87,10 +99,10 @@ def begin(runner: Runner, pieces: Several[Piece], block_size: int, eos: Collecti
         if piece.is_last:
             rows.append(row - 1)
     if not last:
-        return Step(last=last, places=places, flight=_Landed([]), logprobs=())
+        return made(flight=_Landed([]), logprobs=())
     own = logits if len(rows) == len(logits) else logits[rows]
     tokens = draw(own, last, eos).tolist()
-    return Step(last=last, places=places, flight=_Landed(tokens), logprobs=_logprobs(own, last, tokens))
+    return made(flight=_Landed(tokens), logprobs=_logprobs(own, last, tokens))
 
 
 def _note_prompt(piece: Piece, logits: Tensor) -> None:

@@ -31,6 +31,7 @@ def interpreted() -> Iterator[None]:
             few_rows_linear_triton,
             fp8_triton,
             gated_triton,
+            latent_attention_triton,
             linear_cross_entropy_triton,
             norm_triton,
             paged_attention_triton,

@@ -35,17 +35,28 @@ def _dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _tile_offsets(
-    tables, table_row, token, is_token, dim, block_stride, token_stride, BLOCK_SIZE: tl.constexpr,
+def rows_of_tokens(
+    tables, table_row, token, is_token, block_stride, token_stride, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Where the rows of these tokens lie from the head's beginning in block 0 on."""
+    """Where the rows of these tokens begin, from the head's beginning in block 0 on."""
     block = tl.load(tables + table_row + token // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
-    row = block * block_stride + (token % BLOCK_SIZE) * token_stride
-    return row[:, None] + dim[None, :]
+    return block * block_stride + (token % BLOCK_SIZE) * token_stride
 
 
 @triton.jit
-def _in_parts(length, window, fewest, num_parts, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def softmax_step(logits, highest, total):
+    """The online softmax of one more tile of keys: their shares of what is seen so far, what is left of what was seen
+    before, and the new highest logit and sum of shares."""
+    new = tl.maximum(highest, tl.max(logits, 1))
+    # A tile before the window has nothing yet: no number minus none.
+    base = tl.where(new == -float("inf"), 0.0, new)
+    shares = tl.exp2(logits - base[:, None])
+    kept = tl.exp2(highest - base)
+    return shares, kept, new, total * kept + tl.sum(shares, 1)
+
+
+@triton.jit
+def in_parts(length, window, fewest, num_parts, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):
     """The first token that is seen, where the first part begins, and how many tokens each has."""
     first = length * 0
     if HAS_WINDOW:
@@ -70,7 +81,7 @@ def _decode(
     part = tl.program_id(1)
     sequence = tl.program_id(2)
     length = tl.load(lengths + sequence)
-    first, begin_all, each = _in_parts(length, window, fewest, tl.num_programs(1), KEYS, HAS_WINDOW)
+    first, begin_all, each = in_parts(length, window, fewest, tl.num_programs(1), KEYS, HAS_WINDOW)
     begin = begin_all + part * each
     end = tl.minimum(begin + each, length)
     local = tl.arange(0, HEADS)
@@ -96,20 +107,15 @@ def _decode(
         is_token = token < end
         if HAS_WINDOW:
             is_token = is_token & (token >= first)
-        offsets = _tile_offsets(tables, table_row, token, is_token, dim, block_stride, token_stride, BLOCK_SIZE)
+        rows = rows_of_tokens(tables, table_row, token, is_token, block_stride, token_stride, BLOCK_SIZE)
+        offsets = rows[:, None] + dim[None, :]
         mask = is_token[:, None] & is_dim[None, :]
         key = tl.load(keys + offsets, mask=mask, other=0.0)
         logits = _dot(q, tl.trans(key), PRECISION) * scale
         logits = tl.where(is_token[None, :], logits, -float("inf"))
-        new = tl.maximum(highest, tl.max(logits, 1))
-        # A tile before the window has nothing yet: no number minus none.
-        base = tl.where(new == -float("inf"), 0.0, new)
-        shares = tl.exp2(logits - base[:, None])
-        kept = tl.exp2(highest - base)
-        total = total * kept + tl.sum(shares, 1)
+        shares, kept, highest, total = softmax_step(logits, highest, total)
         value = tl.load(values + offsets, mask=mask, other=0.0)
         seen = seen * kept[:, None] + _dot(shares.to(value.dtype), value, PRECISION)
-        highest = new
     seen = seen / total[:, None]
     if begin_all + each >= length:  # There is no other part.
         there = out + row[:, None] * HEAD_DIM + dim[None, :]
@@ -121,7 +127,7 @@ def _decode(
 
 
 @triton.jit
-def _put_together(
+def put_together(
     sums, logs, lengths, out, window, fewest, num_heads, num_parts,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -132,7 +138,7 @@ def _put_together(
     head = tl.program_id(0)
     sequence = tl.program_id(1)
     length = tl.load(lengths + sequence)
-    _, begin_all, each = _in_parts(length, window, fewest, num_parts, KEYS, HAS_WINDOW)
+    _, begin_all, each = in_parts(length, window, fewest, num_parts, KEYS, HAS_WINDOW)
     if begin_all + each >= length:
         return
     part = tl.arange(0, PARTS)
@@ -162,7 +168,8 @@ def _prefill_tiles(
     for at in range(begin, end, KEYS):
         token = at + tl.arange(0, KEYS)
         is_token = token < length
-        offsets = _tile_offsets(tables, table_row, token, is_token, dim, block_stride, token_stride, BLOCK_SIZE)
+        rows = rows_of_tokens(tables, table_row, token, is_token, block_stride, token_stride, BLOCK_SIZE)
+        offsets = rows[:, None] + dim[None, :]
         mask = is_token[:, None] & is_dim[None, :]
         key = tl.load(keys + offsets, mask=mask, other=0.0)
         logits = _dot(q, tl.trans(key), PRECISION) * scale
@@ -171,14 +178,9 @@ def _prefill_tiles(
             if HAS_WINDOW:
                 is_seen = is_seen & (position[:, None] - token[None, :] < window)
             logits = tl.where(is_seen, logits, -float("inf"))
-        new = tl.maximum(highest, tl.max(logits, 1))
-        base = tl.where(new == -float("inf"), 0.0, new)
-        shares = tl.exp2(logits - base[:, None])
-        kept = tl.exp2(highest - base)
-        total = total * kept + tl.sum(shares, 1)
+        shares, kept, highest, total = softmax_step(logits, highest, total)
         value = tl.load(values + offsets, mask=mask, other=0.0)
         seen = seen * kept[:, None] + _dot(shares.to(value.dtype), value, PRECISION)
-        highest = new
     return highest, total, seen
 
 
@@ -229,11 +231,13 @@ def _prefill(
     tl.store(there, seen.to(out.dtype.element_ty), mask=mask)
 
 
-def count_parts(num_sequences: int, num_kv_heads: int, longest: int, processors: int) -> tuple[int, int]:
+def count_parts(
+    num_sequences: int, num_kv_heads: int, longest: int, processors: int, each: int | None = None
+) -> tuple[int, int]:
     """In how many parts contexts are read at most, and the fewest tokens of a part. Lengths are not looked at: what a
-    graph was captured with holds for all of them."""
+    graph was captured with holds for all of them. A processor should have `each` programs."""
     programs = max(num_sequences * num_kv_heads, 1)
-    wanted = triton.next_power_of_2(triton.cdiv(PROGRAMS * processors, programs))
+    wanted = triton.next_power_of_2(triton.cdiv((each or PROGRAMS) * processors, programs))
     # One long context among many short ones is still read by several.
     parts = min(max(wanted, 4), MOST_PARTS, triton.next_power_of_2(triton.cdiv(longest, DECODE_KEYS)))
     return max(parts, 1), DECODE_KEYS if wanted > 4 else FEWEST_TOKENS
@@ -266,22 +270,21 @@ def decode(
         **overlapping(query.device),
     )  # fmt: skip
     if parts > 1:
-        _put_together[(num_heads, num_sequences)](
-            sums,
-            logs,
-            lengths,
-            out,
-            window or 0,
-            fewest,
-            num_heads,
-            parts,
-            **narrow,
-            # Of one size for few sequences, and of another for many: each is compiled once.
-            PARTS=8 if parts <= 8 else MOST_PARTS,
-            num_warps=2 if parts <= 8 else 4,
-            **overlapping(query.device),
-        )
+        join_parts(sums, logs, lengths, out, window, fewest, **narrow)
     return out
+
+
+def join_parts(
+    sums: Tensor, logs: Tensor, lengths: Tensor, out: Tensor, window: int | None, fewest: int, *, DIM: int, **sizes: int
+) -> None:  # fmt: skip
+    """What parts of contexts have seen, [sequences, heads, parts, dim], to what was seen."""
+    num_sequences, num_heads, parts, _ = sums.shape
+    # Of one size for few sequences, and of another for many: each is compiled once.
+    most = 8 if parts <= 8 else MOST_PARTS
+    put_together[(num_heads, num_sequences)](
+        sums, logs, lengths, out, window or 0, fewest, num_heads, parts, DIM=DIM, PARTS=most, **sizes,
+        num_warps=max(2 if most == 8 else 4, most * DIM // 2048), **overlapping(out.device),
+    )  # fmt: skip
 
 
 def prefill(

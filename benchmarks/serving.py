@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import kept, record
-from shardwise.kernels import few_rows_linear_triton, paged_decode_triton, row_linear_triton
+from shardwise.kernels import few_rows_linear_triton, paged_decode_triton, paged_functions, row_linear_triton
 from shardwise.kernels.few_rows_linear import few_rows_linear
 from shardwise.kernels.gated import Activation
 from shardwise.kernels.narrow import make_narrow
@@ -203,7 +203,8 @@ def sweep() -> None:
             (128, 8, 1),
         ):
             for programs in (4, 8, 16):
-                file.DECODE_KEYS, file.DECODE_WARPS, file.DECODE_TILES, file.PROGRAMS = keys, warps, tiles, programs
+                file.DECODE_KEYS, file.DECODE_WARPS, file.DECODE_TILES = keys, warps, tiles
+                paged_functions.PROGRAMS = programs
                 rate = num_bytes / timed(run, 5)
                 chosen = f"keys {keys} warps {warps} tiles {tiles} programs {programs}"
                 print(f"  {num_sequences} x {length} {chosen}: {rate / BANDWIDTH:.0%}")

@@ -135,6 +135,15 @@ def cases(device: str) -> list[Case]:
              processes=2),
         Case(name="plan as probed", words="plan gpt2 --cluster probed.toml --batch 2 --sequence 128",
              holds=said("plan"), after=("probe two",)),
+        Case(name="generate", words="generate first --prompt def --save out.jsonl", holds=said("tokens_per_second"),
+             after=("nothing left",)),
+        Case(name="generate in int4", words="generate qwen3-0.6b --random-weights --weights int4 --kv 1GiB "
+             "--max-length 512 --prompt def --save int4.jsonl", holds=said("tokens_per_second"), gpu_only=True),
+        Case(name="serve", words="-m tests.gpu.served first --kv 1MiB --kv-host 64MiB", holds=said("served"),
+             after=("nothing left",), script=True, needs=("starlette", "uvicorn")),
+        Case(name="serve in fp8", words="-m tests.gpu.served qwen3-0.6b --random-weights --weights fp8 --kv 64MiB "
+             "--kv-host 1GiB --max-length 512", holds=said("served"), script=True, needs=("starlette", "uvicorn"),
+             gpu_only=True),
         Case(name="lost ranks", words="-m tests.gpu.survive", holds=said("survived"), script=True, processes=4),
     ]  # fmt: skip
     for path in sorted((ROOT / "examples").glob("*.py")):

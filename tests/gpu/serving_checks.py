@@ -19,15 +19,16 @@ from shardwise.kernels.cache_write import Turn, write_cache
 from shardwise.kernels.decode_step import decode_step
 from shardwise.kernels.few_rows_linear import few_rows_linear
 from shardwise.kernels.gated import Activation
+from shardwise.kernels.latent_attention import latent_decode
 from shardwise.kernels.narrow import KINDS, make_narrow
 from shardwise.kernels.paged_attention import make_tiles, paged_attention_plain, paged_decode, paged_prefill
 from shardwise.kernels.row_linear import row_linear
 from shardwise.kernels.sampling import make_key, sample
 from shardwise.kernels.widen import widen
 from shardwise.nets.initialise import initialise
-from shardwise.nets.settings import Heads, Mlp, Settings
+from shardwise.nets.settings import Heads, Latent, Mlp, Rope, Settings
 from shardwise.nets.transformer import Transformer
-from shardwise.serving import assemble
+from shardwise.serving import assemble, kv_cache
 from shardwise.serving.device_runner import DeviceRunner
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.limits import Limits
@@ -69,6 +70,36 @@ def check_attention(heads: int, shared: int, dim: int, window: int | None, dtype
             **given,
         )
         assert (out[here].float() - plain).abs().max() < limit, row
+
+
+def check_latent(heads: int, rank: int, dtype: torch.dtype) -> None:
+    lengths = [1, 16, 700, 0, 4000, 333]
+    counts = [-(-length // 16) for length in lengths]
+    cache = torch.randn(sum(counts), 2, 16, rank + 64).to(dtype)[:, 1]
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    order = torch.randperm(sum(counts)).int()
+    for row, count in enumerate(counts):
+        tables[row, :count], order = order[:count], order[count:]
+    query = torch.randn(len(lengths), heads, rank + 64).to(dtype)
+    given: dict[str, Any] = {"rank": rank, "scale": (rank + 64) ** -0.5}
+    told = torch.tensor(lengths, dtype=torch.int32)
+    wanted = latent_decode(query.float(), cache.float(), tables, told, **given, kernels=False)
+    made = latent_decode(query, cache, tables, told, **given)
+    assert (made.float() - wanted).abs().max() < {torch.float32: 2e-5, torch.bfloat16: 3e-2}[dtype]
+    assert not made[3].any()
+
+
+def check_latent_tokens() -> None:
+    """A small model with latent attention: tokens and prompts beside them, with the kernel and by its definition."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = small(
+        attention=Latent(num_heads=8, q_rank=None, kv_rank=64, rope_dim=32, nope_dim=32, value_dim=32), rope=Rope()
+    )
+    requests = [ask(range(number, number + 5 + 9 * number), f"r{number}", 12 + number) for number in range(16)]
+    fast = tokens_of(run(engine_by(model, local, token_budget=64), requests))
+    with patch.object(kv_cache, "latent_decode", partial(latent_decode, kernels=False)):
+        plain = tokens_of(run(engine_by(model, local, token_budget=64), requests))
+    assert fast == plain
 
 
 def check_cache_write(dtype: torch.dtype) -> None:
@@ -206,11 +237,10 @@ def check_narrow_tokens(kind: str) -> None:
     assert without == with_graphs
 
 
-def small() -> Transformer:
-    settings = Settings(
-        vocabulary=1000, width=256, num_layers=3, length=2048, mlp=Mlp(width=512),
-        attention=Heads(num_heads=8, num_kv_heads=4, head_dim=64, qk_norm=True),
-    )  # fmt: skip
+def small(**others: Any) -> Transformer:
+    attention = Heads(num_heads=8, num_kv_heads=4, head_dim=64, qk_norm=True)
+    given = {"attention": attention, **others}
+    settings = Settings(vocabulary=1000, width=256, num_layers=3, length=2048, mlp=Mlp(width=512), **given)
     with torch.device("meta"):
         model = Transformer(settings)
     initialise(model, 0, device=torch.get_default_device())
@@ -237,7 +267,7 @@ def check_tokens() -> None:
     lengths = torch.randint(3, 400, (40,), generator=generator, device="cpu").tolist()
     given = [torch.randint(0, 1000, (each,), generator=generator, device="cpu").tolist() for each in lengths]
     requests = [
-        ask(prompt, f"r{number}", 30 + number, temperature=0.8 * (number % 3 == 2), seed=number, top_k=number % 2 * 20)
+        ask(prompt, f"r{number}", 12 + number, temperature=0.8 * (number % 3 == 2), seed=number, top_k=number % 2 * 20)
         for number, prompt in enumerate(given)
     ]
 
@@ -250,10 +280,13 @@ def check_tokens() -> None:
 
     wanted = told(partial(DeviceRunner, kernels=False, uses_graphs=False), overlaps=False)
     assert told(local) == wanted
-    for graphs in (False, True):
-        assert told(partial(DeviceRunner, uses_graphs=graphs), overlaps=False) == wanted
-        assert told(partial(DeviceRunner, uses_graphs=graphs)) == wanted
-        assert told(partial(DeviceRunner, uses_graphs=graphs), token_budget=64, max_running=24) == wanted
+    # Graphs, steps that overlap, and prompts in pieces: alone, and each with the others.
+    pieces: dict[str, Any] = {"token_budget": 64, "max_running": 24}
+    without = partial(DeviceRunner, uses_graphs=False)
+    assert told(without, overlaps=False) == wanted
+    assert told(without, **pieces) == wanted
+    assert told(DeviceRunner) == wanted
+    assert told(DeviceRunner, **pieces) == wanted
 
 
 def check_logprobs() -> None:
@@ -304,6 +337,11 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{f"draws {dtype}": partial(check_draws, dtype) for dtype in (torch.bfloat16, torch.float32)},
     "one row": check_row_linear,
     "few rows": check_few_rows_linear,
+    **{
+        f"latent {heads} {rank} {dtype}": partial(check_latent, heads, rank, dtype)
+        for heads, rank, dtype in [(128, 512, torch.bfloat16), (16, 512, torch.bfloat16), (20, 128, torch.float32)]
+    },
+    "latent tokens": check_latent_tokens,
     **{f"narrow products {kind}": partial(check_narrow_linear, kind) for kind in KINDS},
     **{f"narrow tokens {kind}": partial(check_narrow_tokens, kind) for kind in KINDS},
 }

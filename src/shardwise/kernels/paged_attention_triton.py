@@ -12,11 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.choose import is_interpreted
+from shardwise.kernels.paged_functions import LOG2_E, rows_of_tokens, softmax_step
 
 #: Keys of a tile, and tiles on their way.
 PREFILL_KEYS, PREFILL_STAGES = 64, 3
-
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -24,16 +23,6 @@ def _dot(a, b, PRECISION: tl.constexpr):
     if PRECISION == "interpreted":  # Its products take the bits of bfloat16 for whole numbers.
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def tile_offsets(
-    tables, table_row, token, is_token, dim, block_stride, token_stride, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Where the rows of these tokens lie from the head's beginning in block 0 on."""
-    block = tl.load(tables + table_row + token // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
-    row = block * block_stride + (token % BLOCK_SIZE) * token_stride
-    return row[:, None] + dim[None, :]
 
 
 @triton.jit
@@ -48,7 +37,8 @@ def _prefill_tiles(
     for at in range(begin, end, KEYS):
         token = at + tl.arange(0, KEYS)
         is_token = token < length
-        offsets = tile_offsets(tables, table_row, token, is_token, dim, block_stride, token_stride, BLOCK_SIZE)
+        rows = rows_of_tokens(tables, table_row, token, is_token, block_stride, token_stride, BLOCK_SIZE)
+        offsets = rows[:, None] + dim[None, :]
         mask = is_token[:, None] & is_dim[None, :]
         key = tl.load(keys + offsets, mask=mask, other=0.0)
         logits = _dot(q, tl.trans(key), PRECISION) * scale
@@ -57,14 +47,9 @@ def _prefill_tiles(
             if HAS_WINDOW:
                 is_seen = is_seen & (position[:, None] - token[None, :] < window)
             logits = tl.where(is_seen, logits, -float("inf"))
-        new = tl.maximum(highest, tl.max(logits, 1))
-        base = tl.where(new == -float("inf"), 0.0, new)
-        shares = tl.exp2(logits - base[:, None])
-        kept = tl.exp2(highest - base)
-        total = total * kept + tl.sum(shares, 1)
+        shares, kept, highest, total = softmax_step(logits, highest, total)
         value = tl.load(values + offsets, mask=mask, other=0.0)
         seen = seen * kept[:, None] + _dot(shares.to(value.dtype), value, PRECISION)
-        highest = new
     return highest, total, seen
 
 

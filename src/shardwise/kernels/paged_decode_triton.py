@@ -16,27 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.launch import num_processors, overlapping
-from shardwise.kernels.paged_attention_triton import LOG2_E, _dot, _precision, tile_offsets
+from shardwise.kernels.paged_attention_triton import _dot, _precision
+from shardwise.kernels.paged_functions import LOG2_E, count_parts, in_parts, rows_of_tokens, softmax_step
 from shardwise.kernels.row_linear_triton import prefetch
 
 #: Keys of a tile, warps, and tiles on their way. `benchmarks/serving.py --cases sweep` tries others.
 DECODE_KEYS, DECODE_WARPS, DECODE_TILES = 64, 4, 2
-#: Programs of a decode that a processor should have, and the fewest tokens of a part where there are as many anyway.
-PROGRAMS, FEWEST_TOKENS, MOST_PARTS = 6, 512, 64
 #: Bytes of a line of the cache, lines that a program fetches at a time, and the most bytes that are fetched for the
 #: next kernel: of a cache of 50 MB half may hold the same as the other.
 _LINE, _LINES, MOST_AHEAD = tl.constexpr(128), tl.constexpr(128), 16 * 2**20
-
-
-@triton.jit
-def _in_parts(length, window, fewest, num_parts, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """The first token that is seen, where the first part begins, and how many tokens each has."""
-    first = length * 0
-    if HAS_WINDOW:
-        first = tl.maximum(length - window, 0)
-    begin = first // KEYS * KEYS
-    each = tl.maximum(tl.cdiv(length - begin, num_parts), fewest)
-    return first, begin, tl.cdiv(each, KEYS) * KEYS
 
 
 @triton.jit
@@ -97,7 +85,7 @@ def _decode(
     num_kv_heads = tl.num_programs(0)
     # In a step nothing of lengths, tables and older tokens is made by the kernel before: they are there already.
     length = tl.load(lengths + sequence)
-    first, begin_all, each = _in_parts(length, window, fewest, tl.num_programs(1), KEYS, HAS_WINDOW)
+    first, begin_all, each = in_parts(length, window, fewest, tl.num_programs(1), KEYS, HAS_WINDOW)
     begin = begin_all + part * each
     end = tl.minimum(begin + each, length)
     local = tl.arange(0, HEADS)
@@ -112,9 +100,9 @@ def _decode(
     if AHEAD:  # The first tile comes while the product before ends.
         early = begin + tl.arange(0, KEYS)
         line = tl.arange(0, AHEAD) * (HEAD_DIM // AHEAD)
-        lines = tile_offsets(tables, table_row, early, early < end, line, block_stride, token_stride, BLOCK_SIZE)
-        prefetch(keys + lines)
-        prefetch(values + lines)
+        early_rows = rows_of_tokens(tables, table_row, early, early < end, block_stride, token_stride, BLOCK_SIZE)
+        prefetch(keys + early_rows[:, None] + line[None, :])
+        prefetch(values + early_rows[:, None] + line[None, :])
     if HAS_NEXT:
         if begin >= end:
             _fetch(ahead, num_lines)
@@ -165,20 +153,15 @@ def _decode(
         is_token = token < until
         if HAS_WINDOW:
             is_token = is_token & (token >= first)
-        offsets = tile_offsets(tables, table_row, token, is_token, dim, block_stride, token_stride, BLOCK_SIZE)
+        rows = rows_of_tokens(tables, table_row, token, is_token, block_stride, token_stride, BLOCK_SIZE)
+        offsets = rows[:, None] + dim[None, :]
         mask = is_token[:, None] & is_dim[None, :]
         key = tl.load(keys + offsets, mask=mask, other=0.0)
         logits = _dot(q, tl.trans(key), PRECISION) * scale
         logits = tl.where(is_token[None, :], logits, -float("inf"))
-        new = tl.maximum(highest, tl.max(logits, 1))
-        # A tile before the window has nothing yet: no number minus none.
-        base = tl.where(new == -float("inf"), 0.0, new)
-        shares = tl.exp2(logits - base[:, None])
-        kept = tl.exp2(highest - base)
-        total = total * kept + tl.sum(shares, 1)
+        shares, kept, highest, total = softmax_step(logits, highest, total)
         value = tl.load(values + offsets, mask=mask, other=0.0)
         seen = seen * kept[:, None] + _dot(shares.to(value.dtype), value, PRECISION)
-        highest = new
     if IS_STEP:
         if end == length:
             new_key = _made_heads(new_key, new_other, kw, kw_other, c, s, epsilon, HEAD_DIM, HAS_NORM, HAS_ANGLES)
@@ -233,26 +216,11 @@ def _put_together(
             sums + here[:, :, None] * HEAD_DIM + dim[None, None, :],
             mask=is_part[:, :, None] & is_dim[None, None, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
-        new = tl.maximum(highest, tl.max(log, 1))
-        base = tl.where(new == -float("inf"), 0.0, new)
-        share = tl.exp2(log - base[:, None])
-        kept = tl.exp2(highest - base)
-        total = total * kept + tl.sum(share, 1)
+        share, kept, highest, total = softmax_step(log, highest, total)
         made = made * kept[:, None] + tl.sum(seen * share[:, :, None], 1)
-        highest = new
     made = made / tl.where(total == 0.0, 1.0, total)[:, None]
     there = out + row[:, None] * HEAD_DIM + dim[None, :]
     tl.store(there, made.to(out.dtype.element_ty), mask=(local < SHARING)[:, None] & is_dim[None, :])
-
-
-def count_parts(num_sequences: int, num_kv_heads: int, longest: int, processors: int) -> tuple[int, int]:
-    """In how many parts contexts are read at most, and the fewest tokens of a part. Lengths are not looked at: what a
-    graph was captured with holds for all of them."""
-    programs = max(num_sequences * num_kv_heads, 1)
-    wanted = triton.next_power_of_2(triton.cdiv(PROGRAMS * processors, programs))
-    # One long context among many short ones is still read by several.
-    parts = min(max(wanted, 4), MOST_PARTS, triton.next_power_of_2(triton.cdiv(longest, DECODE_KEYS)))
-    return max(parts, 1), DECODE_KEYS if wanted > 4 else FEWEST_TOKENS
 
 
 def decode(

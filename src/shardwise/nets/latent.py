@@ -7,6 +7,8 @@ hidden ── kv_a_proj ─┬─ norm ── (cache) ── kv_b_proj ─┬─
                      └─ rotated ── (cache) ── the same for all heads ───────────────┘
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,9 @@ from shardwise.nets.settings import Latent, Settings
 
 #: The norms of the short vectors have this epsilon whatever the others have, as in DeepSeek's own code.
 _EPSILON = 1e-6
+#: Attention over what a cache holds of all tokens, short vectors and rotated keys: queries without position and
+#: rotated, [batch, heads, tokens, dim], and the mask, to what heads see, [batch, heads, tokens, value dim].
+AttendShort = Callable[[Tensor, Tensor, AttentionMask], Tensor]
 
 
 class LatentAttention(nn.Module):
@@ -43,6 +48,8 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(sizes.kv_rank, sizes.num_heads * (sizes.nope_dim + sizes.value_dim), bias=False)
         self.o_proj = nn.Linear(sizes.num_heads * sizes.value_dim, width, bias=sizes.bias)
         self.attend: Attend = attend
+        #: A cache that attends by itself puts this here: then no keys and values are made of all that it holds.
+        self.attend_short: AttendShort | None = None
 
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, mask: AttentionMask, cache: Cache | None = None
@@ -56,12 +63,21 @@ class LatentAttention(nn.Module):
         key_turned = rotate(key_turned[:, None], rotation, interleaved=self.interleaved)
         if cache is not None:
             short, key_turned = cache.extend(self.layer, short, key_turned)
+        if self.attend_short is not None and cache is not None:
+            seen = self.attend_short(query_plain, query_turned, mask)
+        else:
+            seen = self._attend(query_plain, query_turned, short, key_turned, mask)
+        projected: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
+        return projected
+
+    def _attend(
+        self, query_plain: Tensor, query_turned: Tensor, short: Tensor, key_turned: Tensor, mask: AttentionMask
+    ) -> Tensor:
+        sizes = self.sizes
         key_plain, value = _heads(self.kv_b_proj(short), sizes.nope_dim, sizes.value_dim)
         query = torch.cat((query_plain, query_turned), dim=-1)
         key = torch.cat((key_plain, key_turned.expand(-1, key_plain.shape[1], -1, -1)), dim=-1)
-        seen = self.attend(query, key, value, mask, self.scale, self.dropout if self.training else 0.0)
-        projected: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
-        return projected
+        return self.attend(query, key, value, mask, self.scale, self.dropout if self.training else 0.0)
 
     def _query(self, hidden: Tensor) -> Tensor:
         projected: Tensor

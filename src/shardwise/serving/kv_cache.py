@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.choose import is_interpreted
+from shardwise.kernels.latent_attention import absorb, latent_decode, rows_in_order
 from shardwise.kernels.paged_attention import (
     attend_last,
     make_tiles,
@@ -22,7 +23,9 @@ from shardwise.kernels.paged_attention import (
     paged_decode,
     paged_prefill,
 )
+from shardwise.kernels.widen import widen
 from shardwise.nets.block import Block
+from shardwise.nets.latent import LatentAttention
 from shardwise.nets.mask import AttentionMask
 from shardwise.nets.settings import Heads, Latent, Settings
 
@@ -172,38 +175,63 @@ class HeadsCache:
 
 
 class LatentCache:
-    """One short vector and one rotated key a token. Keys and values of heads are made of them when they are read."""
+    """One short vector and one rotated key a token.
+
+    A sequence's only token attends to them as they are. Of the tokens of a prompt there are many for each that is held,
+    so there keys and values of heads are made of what is held, once.
+    """
 
     def __init__(self, data: Tensor, numbers: Tensor, rank: int) -> None:
         self.data, self._numbers, self._rank = data, numbers, rank
         self._block_size = numbers.shape[2]
-        self.inputs: Inputs
+        self._inputs: Inputs | None = None
+        self._spans: Spans | None = None
+
+    @property
+    def inputs(self) -> Inputs:
+        assert self._inputs is not None, "a step has inputs"
+        return self._inputs
+
+    @inputs.setter
+    def inputs(self, inputs: Inputs) -> None:
+        self._inputs, self._spans = inputs, spans_of(inputs.lengths, inputs.starts, self.data.device)
 
     def attach(self, layer: int, block: Block) -> None:
-        block.attention.layer = layer
-        block.attention.attend = self._attend
+        attention = block.attention
+        assert isinstance(attention, LatentAttention), "attention by heads has a cache of its own"
+        attention.layer, attention.attend_short = layer, partial(self._attend, layer, attention)
 
     def extend(self, layer: int, short: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-        """Write this step's, [1, tokens, rank] and [1, 1, tokens, dim]; give back all, sequence behind sequence."""
-        inputs, held = self.inputs, self._numbers[:, layer]
-        slots = inputs.slots
-        held[slots // self._block_size, slots % self._block_size] = torch.cat((short[0], turned[0, 0]), dim=-1)
-        rows = [
-            held[inputs.tables[sequence, : -(-length // self._block_size)]].flatten(0, 1)[:length]
-            for sequence, length in enumerate(inputs.lengths)
-        ]
-        every = torch.cat(rows)
-        return every[None, :, : self._rank], every[None, None, :, self._rank :]
+        """Write this step's, [1, tokens, rank] and [1, 1, tokens, dim]."""
+        slots = self.inputs.slots
+        row = torch.cat((short[0], turned[0, 0]), dim=-1)
+        self._numbers[slots // self._block_size, layer, slots % self._block_size] = row
+        return short, turned
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float, _: float) -> Tensor:
-        made, first = query.new_empty(*query.shape[:3], value.shape[-1]), 0
-        for sequence, length in enumerate(self.inputs.lengths):
-            begin, end = self.inputs.starts[sequence : sequence + 2]
-            here = slice(first, first + length)
-            seen = attend_last(
-                query[0, :, begin:end].transpose(0, 1), key[0, :, here], value[0, :, here],
-                scale=scale, window=mask.window,
+    def _attend(
+        self, layer: int, attention: LatentAttention, plain: Tensor, turned: Tensor, mask: AttentionMask
+    ) -> Tensor:
+        inputs, spans, sizes, held = self.inputs, self._spans, attention.sizes, self._numbers[:, layer]
+        assert spans is not None, "a step has inputs"
+        # [heads, key and value, rank]: what makes keys and values of short vectors.
+        unfold = widen(attention.kv_b_proj.weight).view(-1, sizes.nope_dim + sizes.value_dim, self._rank)
+        plain, turned = plain[0].transpose(0, 1), turned[0].transpose(0, 1)
+        made, single = plain.new_empty(*plain.shape[:2], sizes.value_dim), spans.num_single
+        if single:
+            asked = torch.cat((absorb(plain[:single], unfold[:, : sizes.nope_dim]), turned[:single]), dim=-1)
+            seen = latent_decode(
+                asked, held, inputs.tables[:single], spans.lengths[:single],
+                rank=self._rank, scale=attention.scale, window=mask.window,
             )  # fmt: skip
-            made[0, :, begin:end] = seen.transpose(0, 1)
-            first += length
-        return made
+            made[:single] = absorb(seen, unfold[:, sizes.nope_dim :].transpose(1, 2))
+        for sequence in range(single, len(inputs.lengths)):
+            begin, end = inputs.starts[sequence : sequence + 2]
+            rows = rows_in_order(held, inputs.tables[sequence], inputs.lengths[sequence])
+            heads = torch.matmul(rows[:, : self._rank], unfold.transpose(1, 2))
+            shared = rows[None, :, self._rank :].expand(len(heads), -1, -1)
+            made[begin:end] = attend_last(
+                torch.cat((plain[begin:end], turned[begin:end]), dim=-1),
+                torch.cat((heads[..., : sizes.nope_dim], shared), dim=-1), heads[..., sizes.nope_dim :],
+                scale=attention.scale, window=mask.window,
+            )  # fmt: skip
+        return made.transpose(0, 1)[None]

@@ -85,7 +85,7 @@ def _make_server(engine: "EngineProcess", arguments: argparse.Namespace, key: st
     from shardwise.serving.http.app import Server
     from shardwise.serving.served import served_by
 
-    served = served_by(engine, arguments.name)
+    served = served_by(engine, arguments.name, chats=_is_there("jinja2"))
     return Server(engine, served, key=key, most_waiting=arguments.queue)
 
 
@@ -133,7 +133,8 @@ def _shown(arguments: argparse.Namespace, url: str, *, has_key: bool) -> Answer:
 
 
 def _check_installed() -> None:
-    missing = [name for name in ("starlette", "uvicorn", "prometheus_client", "jinja2") if not _is_there(name)]
+    """What no request can be answered without. `/metrics` and chats say by themselves what they lack."""
+    missing = [name for name in ("starlette", "uvicorn") if not _is_there(name)]
     if missing:
         raise ShardwiseError(
             f"serving needs {', '.join(missing)}, not installed here", remedy="pip install 'shardwise[serve]'"

@@ -4,13 +4,14 @@ import json
 import resource
 import socket
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from shardwise.serving.http import exchange, server
+from shardwise.serving.http import exchange, metrics, server
 from tests.serving.http.repeating import RepeatingEngine
-from tests.serving.http.serving_here import Running, running
+from tests.serving.http.serving_here import Running, running, served_by
 
 PROMPT = {"prompt": "say: x"}
 HELLO = {"messages": [{"role": "user", "content": "say: x"}]}
@@ -207,6 +208,17 @@ def test_a_page_of_another_site_is_not_answered(here: Running) -> None:
     with here.client() as client:
         for host, status in hosts.items():
             assert client.get("/v1/models", headers={"Host": host}).status_code == status, host
+
+
+def test_what_is_not_installed_is_said_and_the_rest_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "find_spec", lambda _: None)
+    engine = RepeatingEngine()
+    # An engine of somebody's own is theirs to close.
+    with running(engine, served=replace(served_by(engine), template=None)) as here, here.client() as client:
+        assert here.complete(**PROMPT).status_code == 200
+        for answer, said in ((client.get("/metrics"), "prometheus_client"), (here.chat("say: x"), "jinja2")):
+            assert answer.status_code == 501
+            assert said in answer.json()["error"]["message"]
 
 
 def test_slow_writers_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

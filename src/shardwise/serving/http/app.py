@@ -29,7 +29,7 @@ from shardwise.serving.http.exchange import ClientLeftError, EventStream, read_j
 from shardwise.serving.http.fields import CHAT, COMPLETION
 from shardwise.serving.http.json_schema import check
 from shardwise.serving.http.live import LiveView
-from shardwise.serving.http.metrics import ServerMetrics
+from shardwise.serving.http.metrics import make_metrics
 from shardwise.serving.http.openapi import describe
 from shardwise.serving.http.page import make_page
 from shardwise.serving.http.server import is_loopback
@@ -49,7 +49,7 @@ class Server:
 
     def __init__(self, engine: Answering, served: Served, *, key: str | None = None, most_waiting: int = 256) -> None:
         self.served, self._key, self._created = served, key, int(time.time())
-        self.metrics = ServerMetrics(served.name)
+        self.metrics = make_metrics(served.name)
         self.live = LiveView()
         self.loop = EngineLoop(engine, most_waiting=most_waiting, watch=self._stepped)
         self.metrics.watch(self.loop)

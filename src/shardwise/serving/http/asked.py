@@ -107,7 +107,8 @@ def asked_for_chat(body: Mapping[str, Any], served: Served, *, client: str) -> A
     messages = [_message(message, place) for place, message in enumerate(fields["messages"])]
     _check_unicode(messages, "messages")
     _check_unicode(tools, "tools")
-    assert served.template is not None, "a chat without a template"
+    if served.template is None:
+        raise ApiError(501, "chats need jinja2, which is not installed where the model is served; completions do not")
     try:
         prompt = served.template.apply(messages, tools)
     except ShardwiseError as error:

@@ -50,6 +50,8 @@ class LiveView:
             "prefix_cache_queries": load.prefix_cache_queries,
             "prefix_cache_hits": load.prefix_cache_hits,
             "num_preemptions": load.num_preemptions,
+            "kv_offload_store_bytes": load.kv_offload_store_bytes,
+            "kv_offload_load_bytes": load.kv_offload_load_bytes,
             "requests": bars,
             "num_more": max(0, len(tickets) - _MOST_BARS),
         }

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Any
 
+from shardwise.serving.http.api_error import ApiError
 from shardwise.serving.http.engine_loop import EngineLoop, Ticket
 
 PREFIX = "shardwise:"
@@ -71,6 +73,29 @@ class ServerMetrics:
         from prometheus_client import generate_latest
 
         return generate_latest(self.registry)
+
+
+class NoMetrics:
+    """Without prometheus_client nothing is counted, and who asks is told so."""
+
+    def watch(self, loop: EngineLoop) -> None: ...
+
+    def stepped(self, num_tokens: int) -> None: ...
+
+    def first_token(self, ticket: Ticket) -> None: ...
+
+    def next_token(self, seconds: float) -> None: ...
+
+    def finished(self, seconds: float, reason: str) -> None: ...
+
+    def refused(self, status: int) -> None: ...
+
+    def text(self) -> bytes:
+        raise ApiError(501, "metrics need prometheus_client, which is not installed where the model is served")
+
+
+def make_metrics(model: str) -> ServerMetrics | NoMetrics:
+    return NoMetrics() if find_spec("prometheus_client") is None else ServerMetrics(model)
 
 
 class _LoadCollector:

@@ -13,7 +13,7 @@ from shardwise.cluster.device import Device
 from shardwise.cost.constants import Constants
 from shardwise.cost.numbers import Floats, Number, ceil_divide
 from shardwise.cost.software import Software
-from shardwise.model.flops import flops, gemm
+from shardwise.model.flops import Gemm, expert_rows, flops, gemm
 from shardwise.model.model import Block
 from shardwise.model.operations import (
     Attention,
@@ -159,7 +159,7 @@ class Engine:
         return rate * share
 
     def _matmul(self, operation: Matmul, share: Share, *, narrow: bool) -> Seconds:
-        shape = gemm(operation, share)
+        shape = _with_rows(operation, share)
         is_narrow = narrow and operation.sharding != "none" and self.software.matmul_precision in ("fp8", "fp4")
         is_narrow = is_narrow and not (self.software.fp8_layers and operation.num_experts)
         rate = self._rate("narrow" if is_narrow else "wide")
@@ -259,6 +259,18 @@ class Engine:
             fast = self.software.fast_dispatch or self.software.graphed_routing
             return self.constants.routing_kernels * (self.constants.fast_routing if fast else 1.0)
         return 1 if self.software.fused else 4
+
+
+def _with_rows(operation: Matmul, share: Share) -> Gemm:
+    """The shape of a matmul; of experts, of those that have rows: with few of these, the others are not read."""
+    shape = gemm(operation, share)
+    if not operation.num_experts:
+        return shape
+    rows = np.asarray(expert_rows(operation, share), dtype=np.float64)
+    # What one rank has, every other has too.
+    missed = (1.0 - 1.0 / operation.num_experts) ** (rows * share.ep)
+    count = shape.num_products * (1.0 - missed)
+    return shape._replace(m=np.ceil(rows / np.maximum(count, 1e-9)), num_products=count)
 
 
 def matmul_seconds(

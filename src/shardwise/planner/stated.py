@@ -103,7 +103,7 @@ _AUTOMODEL = replace(_FSDP2, attention="flash3", fused_loss=True, every_second=F
 # (precision-aware optimizer, M).
 _PRECISION_AWARE: dict[str, Any] = {"gradient_bytes": 2, "reduce_bytes": 2, "state_bytes": 8}
 
-# Automodel's mixtures reshard and reduce once a step (`MoEFSDPSyncMixin`, its source), and its benchmarks have Adam work
+# Automodel's mixtures reshard and reduce once a step (`MoEFSDPSyncMixin`, its source), and in its benchmarks Adam works
 # on weights in bf16, without masters (M).
 _AUTOMODEL_MIXTURE: dict[str, Any] = {"stays_gathered": True, "gradient_bytes": 2, "state_bytes": 4}
 

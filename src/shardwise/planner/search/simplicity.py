@@ -18,9 +18,10 @@ from shardwise.cost.pipeline import SCHEDULES
 from shardwise.planner.question import Question
 from shardwise.schedule.catalogue import CATALOGUE
 
-_AXIS, _ODDITY = 0.03, 0.01
+#: What an axis has to gain, and what else a person would have to explain.
+AXIS, ODDITY = 0.03, 0.01
 #: The least that the host adds, if anything is there.
-ANY_HOST = (1.0 + _AXIS) ** 3
+ANY_HOST = (1.0 + AXIS) ** 3
 _DEEP, _SHORT, _MANY_CHUNKS = 16, 4096, 4
 # How far schedules are from plain; those that are not named are further than all of these.
 _PLAINNESS = {"1f1b": 0, "gpipe": 1, "interleaved": 1, "looped-bfs": 2, "zb-h1": 2}
@@ -64,4 +65,4 @@ def _doublings(ratio: Floats) -> Floats:
 
 
 def _factor(axes: Floats | float, odd: Floats | float) -> Floats:
-    return np.asarray((1.0 + _AXIS) ** axes * (1.0 + _ODDITY) ** odd)
+    return np.asarray((1.0 + AXIS) ** axes * (1.0 + ODDITY) ** odd)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 _POOL = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<devices>\d+)x(?P<device>[a-z][\w.-]*|[345]090)", re.IGNORECASE)
 
+# Devices of most kinds come in nodes of up to so many, also where fewer are usual (V100 in a DGX-1).
+_LARGE_NODE = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
@@ -42,7 +45,7 @@ class Pool:
     def __str__(self) -> str:
         usual = NODES.get(self.device.name)
         # One node of more than it usually has is said to be one, since else it is read as several.
-        is_large = usual is not None and self.node.devices_per_node > usual.devices_per_node
+        is_large = usual is not None and self.node.devices_per_node > max(usual.devices_per_node, _LARGE_NODE)
         nodes = f"{self.num_nodes}x" if self.num_nodes > 1 or is_large else ""
         return f"{nodes}{self.node.devices_per_node}x{self.device.name}"
 
@@ -126,7 +129,7 @@ def _in_nodes(name: str, devices: int) -> tuple[int, int]:
     """So many devices in nodes as they are built: 64 H100 are eight nodes of eight. Processes have no such nodes."""
     device = get_device(name)
     usual = NODES[device.name].devices_per_node
-    if devices <= usual or device.architecture == "cpu":
+    if devices <= max(usual, _LARGE_NODE) or device.architecture == "cpu":
         return 1, devices
     if devices % usual == 0:
         return devices // usual, usual

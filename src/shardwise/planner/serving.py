@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 
+from shardwise.cluster.cluster import Cluster
 from shardwise.cost.serving import BLOCK, Served, serve
 from shardwise.errors import ShardwiseError
-from shardwise.planner.plan import Plan
+from shardwise.planner.plan import Plan, largest_divisor
 from shardwise.planner.question import Question
 from shardwise.planner.search.axes import divisors
 from shardwise.planner.search.simplicity import AXIS, ODDITY
@@ -64,12 +66,10 @@ class ServingFindings:
 
 def find_serving(question: Question, target: Target) -> ServingFindings:
     """The best way to serve prompts of `question.sequence` tokens."""
+    if target.output < 1:
+        raise ShardwiseError(f"answers of {target.output} tokens: they have at least 1", remedy="--output 256")
     columns = _candidates(question, target)
-    pool = question.cluster.pools[0]
-    served = serve(
-        question.model, pool, tp=columns["tp"], pp=columns["pp"], ep=columns["ep"], sequences=columns["sequences"],
-        prompt=question.sequence, output=target.output, software=question.software_in("bf16"),
-    )  # fmt: skip
+    served = _served(question, target, columns)
     allowed = served.fits.copy()
     if target.first_token is not None:
         allowed &= served.first_token <= target.first_token
@@ -80,7 +80,7 @@ def find_serving(question: Question, target: Target) -> ServingFindings:
     total = columns["dp"] * served.tokens_per_second
     seconds = 1.0 / total if target.goal == "tokens" else served.each_token
     ways, splits, fastest = [], set(), int(np.where(allowed, seconds, np.inf).argmin())
-    for row in np.lexsort((-total, seconds * _handicap(columns, pool.domain))):
+    for row in np.lexsort((-total, seconds * _handicap(columns, question.cluster))):
         split = (int(columns["tp"][row]), int(columns["pp"][row]), int(columns["ep"][row]))
         if allowed[row] and split not in splits:
             splits.add(split)
@@ -95,9 +95,30 @@ def find_serving(question: Question, target: Target) -> ServingFindings:
     )  # fmt: skip
 
 
-def _handicap(columns: dict[str, np.ndarray], domain: int) -> np.ndarray:
+def _served(question: Question, target: Target, columns: dict[str, np.ndarray]) -> Served:
+    """What each candidate gives: where pools differ, as slow as on the slowest, and it has to fit every one."""
+    each = [
+        serve(
+            question.model, pool, tp=columns["tp"], pp=columns["pp"], ep=columns["ep"], sequences=columns["sequences"],
+            prompt=question.sequence, output=target.output, software=question.software_in("bf16"),
+        )
+        for pool in question.cluster.pools
+    ]  # fmt: skip
+    return Served(
+        first_token=np.max([one.first_token for one in each], axis=0),
+        each_token=np.max([one.each_token for one in each], axis=0),
+        tokens_per_second=np.min([one.tokens_per_second for one in each], axis=0),
+        weight_bytes=each[0].weight_bytes,
+        block_bytes=each[0].block_bytes,
+        num_blocks=np.min([one.num_blocks for one in each], axis=0),
+        fits=np.all([one.fits for one in each], axis=0),
+    )
+
+
+def _handicap(columns: dict[str, np.ndarray], cluster: Cluster) -> np.ndarray:
     """How far a way is from a plain one, as in training: an axis has to gain 3 %, and so has every doubling of tp
     beyond the fast links; experts over some of the replicas 1 %."""
+    domain = min(pool.domain for pool in cluster.pools)
     axes = (columns["tp"] > 1).astype(float) + (columns["pp"] > 1) + np.log2(np.maximum(columns["tp"] / domain, 1.0))
     odd = (columns["ep"] > 1) & (columns["ep"] < columns["dp"])
     return np.asarray((1.0 + AXIS) ** axes * (1.0 + ODDITY) ** odd)
@@ -152,8 +173,17 @@ def _candidates(question: Question, target: Target) -> dict[str, np.ndarray]:
             for ep in {1, replicas} if target.experts_over_all else {1}:
                 if max(question.num_experts, 1) % ep:
                     continue
-                rows += [(replicas, tp, pp, ep, sequences) for sequences in _sequences(target, replicas)]
+                split = {"dp": replicas, "tp": tp, "pp": pp, "ep": ep}
+                if all(question.fixed.get(axis, size) == size for axis, size in split.items()):
+                    rows += [(*split.values(), sequences) for sequences in _sequences(target, replicas)]
     names = ("dp", "tp", "pp", "ep", "sequences")
+    if not rows:
+        said = ",".join(f"{axis}={size}" for axis, size in question.fixed.items())
+        raise ShardwiseError(
+            f"no way to serve {question.model.name} on the {counted(devices, 'device')} of {question.cluster} has "
+            f"{said}: dp x tp x pp is {devices}, and tp divides {question.heads} heads",
+            remedy=f"--fix tp={largest_divisor(gcd(devices, question.heads), devices)}",
+        )
     return {name: np.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 

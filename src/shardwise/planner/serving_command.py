@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from shardwise.answer import Answer, Canvas, table
 from shardwise.cost.serving import BLOCK
 from shardwise.errors import ShardwiseError, unknown
+from shardwise.planner.plan import read_keys
 from shardwise.planner.programs.vllm import write
 from shardwise.planner.question import make_question
 from shardwise.planner.serving import Serving, ServingFindings, Target, find_serving
 from shardwise.units import counted, format_bytes, format_percent, format_seconds, parse_seconds
 
 _GOALS = ("tokens", "latency")
+_FIXABLE = ("dp", "tp", "pp", "ep")
 
 
 def answer(arguments: argparse.Namespace) -> Answer:
@@ -28,8 +30,18 @@ def answer(arguments: argparse.Namespace) -> Answer:
         sequences=arguments.batch,
         experts_over_all=arguments.program == "vllm",
     )
+    fixed = {} if arguments.fix is None else read_keys(arguments.fix)
+    for key in fixed:
+        if key not in _FIXABLE:
+            raise ShardwiseError(
+                f"{key} is for training: of a way to serve, {', '.join(_FIXABLE)} can be decided", remedy="--fix tp=8"
+            )
     question = make_question(
-        arguments.model, cluster=arguments.cluster, batch=arguments.batch or 1, sequence=arguments.sequence
+        arguments.model,
+        cluster=arguments.cluster,
+        batch=1 if arguments.batch is None else arguments.batch,
+        sequence=arguments.sequence,
+        fixed=fixed,
     )
     if arguments.program not in (None, "vllm"):
         raise ShardwiseError(f"{arguments.program} trains and does not serve", remedy="--task serve --for vllm")

@@ -3,7 +3,7 @@
 No prediction tells a few per cent apart, and what cannot be told apart is not worth another axis. So the search
 compares seconds times this factor: every axis in use has to gain 3 %, and so has every doubling beyond what people run
 (pipelines of more than 16 ranks, tensor parallelism beyond the fast links; contexts of fewer than 4,096 positions on a
-rank count as five). What is on the host has to gain as much as three axes, and as four if it crosses with every
+rank count as four). What is on the host has to gain as much as three axes, and as four if it crosses with every
 microbatch; everything else that a person would have to explain has to gain 1 %.
 
 A factor is a product of what axes, recomputation, schedule, ZeRO and the host each add, so that bounds of candidates
@@ -24,7 +24,7 @@ AXIS, ODDITY = 0.03, 0.01
 ANY_HOST = (1.0 + AXIS) ** 3
 _DEEP, _SHORT, _MANY_CHUNKS = 16, 4096, 4
 # No published run has contexts so short on a rank, so what is predicted of them is not proven.
-_SHORT_COUNTS = 5.0
+_SHORT_COUNTS = 4.0
 # How far schedules are from plain; those that are not named are further than all of these.
 _PLAINNESS = {"1f1b": 0, "gpipe": 1, "interleaved": 1, "looped-bfs": 2, "zb-h1": 2}
 _ODD = np.array([_PLAINNESS.get(name, 3) + 2 * (CATALOGUE[name].num_weight_copies > 1) for name in SCHEDULES])

@@ -22,6 +22,9 @@ from shardwise.errors import ShardwiseError
         ("2x8xh100+4x8xa100-80g", 48, ["h100-80g", "a100-80g"], "2x8xh100-80g+4x8xa100-80g"),
         ("2xcpu", 2, ["cpu"], "2xcpu"),
         ("8x4090", 8, ["rtx4090"], "8xrtx4090"),
+        ("64xh100", 64, ["h100-80g"], "8x8xh100-80g"),  # No node has 64 of them.
+        ("72xgb200", 72, ["gb200"], "18x4xgb200"),
+        ("1x16xh100", 16, ["h100-80g"], "1x16xh100-80g"),  # If it is said.
     ],
 )
 def test_a_name_says_nodes_devices_and_kind(name: str, num_devices: int, devices: list[str], text: str) -> None:
@@ -58,6 +61,7 @@ def test_ranks_number_pools_in_order() -> None:
         ("h100", "not understood at 'h100'", "8xh100"),
         ("8xh100+", "not understood at ''", "8xh100"),
         ("0xh100", "0 devices", "8xh100"),
+        ("12xh100", "12xh100 is no whole number of nodes", "2x6xh100"),
         ("8xfrobnicator", "unknown device 'frobnicator'", "cluster.toml"),
     ],
 )

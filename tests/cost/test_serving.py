@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardwise.cluster.cluster import Cluster
-from shardwise.cost.serving import Served, serve
+from shardwise.cost.serving import Served, _most_that_come, serve
 from shardwise.model.catalogue import get_model
 from shardwise.planner.question import usual_software
 
@@ -31,6 +31,31 @@ def predict(model: str, case: str) -> Served:
 def test_a_token_takes_as_long_as_measured(model: str, case: str) -> None:
     measured = json.loads(RESULTS.read_text(encoding="utf-8"))["results"][model][case]["step_milliseconds"] / 1e3
     assert float(predict(model, case).each_token[0]) == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize("groups", [2, 8])
+@pytest.mark.parametrize("mean", [0.1, 0.5, 4.0])
+def test_the_group_with_most_prompts_to_read_holds_up_a_pipeline(mean: float, groups: int) -> None:
+    drawn = np.random.default_rng(0).poisson(mean, (100_000, groups)).max(axis=1).mean()
+    found = _most_that_come(np.array([mean, mean]), np.array([groups, 1]))
+    assert found == pytest.approx([drawn, mean], rel=0.02)
+
+
+def test_a_70b_model_is_served_as_people_serve_it() -> None:
+    served = {
+        (tp, pp): float(at(tp=tp, pp=pp, sequences=sequences).tokens_per_second[0]) * 8 / (tp * pp)
+        for tp, pp, sequences in ((4, 1, 256), (8, 1, 1024), (1, 8, 1024))
+    }
+    assert served[4, 1] > served[8, 1] > served[1, 8]
+
+
+def at(*, tp: int, pp: int, sequences: int) -> Served:
+    """Llama 70B on eight H100."""
+    pool = Cluster.parse("8xh100").pools[0]
+    cut = (np.array([size]) for size in (tp, pp, 1, sequences))
+    names = dict(zip(("tp", "pp", "ep", "sequences"), cut, strict=True))
+    model, software = get_model("llama3-70b"), usual_software(pool.device)
+    return serve(model, pool, **names, prompt=1024, output=256, software=software)
 
 
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-8b"])

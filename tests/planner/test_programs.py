@@ -190,7 +190,7 @@ def test_plan_for_and_fit_from_agree(capsys: pytest.CaptureFixture[str], tmp_pat
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["fit", "llama3-8b", "--cluster", "8xh100"], "neither --plan nor --from is said"),
+        (["fit", "llama3-8b", "--cluster", "8xh100"], "neither --plan nor --from is given"),
         (["fit", "llama3-8b", "--cluster", "8xh100", "--from", "hello there"], "what 'hello there' is for is not seen"),
         (["fit", "llama3-8b", "--cluster", "8xh100", "--from", "none.json"], "none.json cannot be read"),
         (

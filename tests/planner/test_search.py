@@ -10,6 +10,7 @@ from shardwise.cost.bounds import least_bytes, least_seconds
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.pipeline import SPLITS_BACKWARD
 from shardwise.cost.step import price
+from shardwise.errors import ShardwiseError
 from shardwise.planner.account import account
 from shardwise.planner.composition import composes
 from shardwise.planner.goals import cheapest, fewest_devices, parts_of
@@ -294,3 +295,30 @@ def test_no_plan_is_found_that_recomputes_what_it_moves() -> None:
         assert not ((fitting.layouts.recompute == 2) & (fitting.layouts.offload_activations > 0)).any()
     said = ask("llama2-13b", "8xa100-40g", 8, fixed={"offload.activations": 1.0})
     assert [code for code, _ in recomputations(said)] == [0]
+
+
+@pytest.mark.parametrize(
+    ("fixed", "problem"),
+    [
+        ({"pp": 0}, "pp=0: there is at least 1"),
+        ({"zero": 5}, "zero=5: the ZeRO stage"),
+        ({"recompute": "ful"}, "unknown recompute 'ful'"),
+        ({"offload.optimizer": 2.0}, "offload.optimizer=2: a share"),
+        ({"schedule": "zbv"}, "unknown schedule to plan with 'zbv'"),
+        ({"precision": "fp7"}, "unknown precision 'fp7'"),
+    ],
+)
+def test_a_key_that_is_decided_has_a_value_that_a_plan_could_have(fixed: dict[str, object], problem: str) -> None:
+    with pytest.raises(ShardwiseError, match=problem):
+        ask("llama3-8b", "8xh100", 8, fixed=fixed)
+
+
+def test_microbatches_that_are_decided_divide_the_batch() -> None:
+    with pytest.raises(ShardwiseError, match="microbatches=3 does not divide a batch of 8") as caught:
+        find_plan(ask("qwen3-0.6b", "2xh100", 8, fixed={"microbatches": 3}))
+    assert caught.value.remedy == "--fix microbatches=2"
+
+
+def test_a_schedule_that_is_decided_has_a_pipeline() -> None:
+    chosen = find_plan(ask("qwen3-0.6b", "2xh100", 8, fixed={"schedule": "zb-v"})).plan
+    assert (chosen.pp, chosen.schedule) == (2, "zb-v")

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 _POOL = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<devices>\d+)x(?P<device>[a-z][\w.-]*|[345]090)", re.IGNORECASE)
 
+# Devices of most kinds come in nodes of up to so many, also where fewer are usual (V100 in a DGX-1).
+_LARGE_NODE = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
@@ -40,7 +43,10 @@ class Pool:
         return min(self.node.domain, self.num_devices)
 
     def __str__(self) -> str:
-        nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
+        usual = NODES.get(self.device.name)
+        # One node of more than it usually has is said to be one, since else it is read as several.
+        is_large = usual is not None and self.node.devices_per_node > max(usual.devices_per_node, _LARGE_NODE)
+        nodes = f"{self.num_nodes}x" if self.num_nodes > 1 or is_large else ""
         return f"{nodes}{self.node.devices_per_node}x{self.device.name}"
 
 
@@ -114,4 +120,21 @@ def _parse_pool(part: str, text: str) -> Pool:
         raise ShardwiseError(
             f"the cluster {part!r} has {nodes * devices} devices: there is at least 1", remedy=f"8x{match['device']}"
         )
+    if match["nodes"] is None:
+        nodes, devices = _in_nodes(match["device"], devices)
     return make_pool(match["device"], num_nodes=nodes, devices_per_node=devices)
+
+
+def _in_nodes(name: str, devices: int) -> tuple[int, int]:
+    """So many devices in nodes as they are built: 64 H100 are eight nodes of eight. Processes have no such nodes."""
+    device = get_device(name)
+    usual = NODES[device.name].devices_per_node
+    if devices <= max(usual, _LARGE_NODE) or device.architecture == "cpu":
+        return 1, devices
+    if devices % usual == 0:
+        return devices // usual, usual
+    size = max(each for each in range(1, usual + 1) if devices % each == 0)
+    raise ShardwiseError(
+        f"{devices}x{name} is no whole number of nodes, of which each has {usual} devices",
+        remedy=f"{devices // size}x{size}x{name} or {-(-devices // usual)}x{usual}x{name}",
+    )

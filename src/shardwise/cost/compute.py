@@ -13,7 +13,7 @@ from shardwise.cluster.device import Device
 from shardwise.cost.constants import Constants
 from shardwise.cost.numbers import Floats, Number, ceil_divide
 from shardwise.cost.software import Software
-from shardwise.model.flops import flops, gemm
+from shardwise.model.flops import Gemm, expert_rows, flops, gemm
 from shardwise.model.model import Block
 from shardwise.model.operations import (
     Attention,
@@ -160,6 +160,7 @@ class Engine:
 
     def _matmul(self, operation: Matmul, share: Share, *, narrow: bool) -> Seconds:
         shape = gemm(operation, share)
+        rows, count = _read(operation, share, shape)
         is_narrow = narrow and operation.sharding != "none" and self.software.matmul_precision in ("fp8", "fp4")
         is_narrow = is_narrow and not (self.software.fp8_layers and operation.num_experts)
         rate = self._rate("narrow" if is_narrow else "wide")
@@ -169,12 +170,10 @@ class Engine:
             rate *= self.constants.fast_grouped if fast else self.constants.grouped
 
         def seconds(m: Number, k: Number, n: Number) -> Floats:
-            return matmul_seconds(
-                self.device, rate, m, k, n, constants=self.constants, count=shape.num_products, width=share.width
-            )
+            return matmul_seconds(self.device, rate, m, k, n, constants=self.constants, count=count, width=share.width)
 
-        forward, inputs = seconds(shape.m, shape.k, shape.n), seconds(shape.m, shape.n, shape.k)
-        weights = seconds(shape.k, shape.m, shape.n)
+        forward, inputs = seconds(rows, shape.k, shape.n), seconds(rows, shape.n, shape.k)
+        weights = seconds(shape.k, rows, shape.n)
         # Added to the gradient of earlier microbatches: in the kernel's own write, or by reading and writing both.
         gradient = self.software.gradient_bytes
         added = 2 * gradient if self.software.fused_accumulation else 2 * gradient + share.width * (gradient > 2)
@@ -183,10 +182,8 @@ class Engine:
         )
         if is_narrow:
             # As arrays, as in `matmul_seconds`.
-            m, k, n, count = (
-                np.asarray(each, dtype=np.float64) for each in (shape.m, shape.k, shape.n, shape.num_products)
-            )
-            cast = self.software.cast_bytes * count / self._streaming
+            m, k, n, times = (np.asarray(each, dtype=np.float64) for each in (rows, shape.k, shape.n, count))
+            cast = self.software.cast_bytes * times / self._streaming
             forward = forward + cast * (m * k + k * n)
             inputs = inputs + cast * (m * n + self.software.fp8_layers * k * n)
         return Seconds(forward, inputs * operation.input_gradient, weights * operation.trains)
@@ -259,6 +256,17 @@ class Engine:
             fast = self.software.fast_dispatch or self.software.graphed_routing
             return self.constants.routing_kernels * (self.constants.fast_routing if fast else 1.0)
         return 1 if self.software.fused else 4
+
+
+def _read(operation: Matmul, share: Share, shape: Gemm) -> tuple[Number, Number]:
+    """Rows of a product and how many there are; of experts, those that have rows: with few, the others are not read."""
+    if not operation.num_experts:
+        return shape.m, shape.num_products
+    rows = np.asarray(expert_rows(operation, share), dtype=np.float64)
+    # What one rank has, every other has too.
+    missed = (1.0 - 1.0 / operation.num_experts) ** (rows * share.ep)
+    count = np.asarray(shape.num_products, dtype=np.float64) * (1.0 - missed)
+    return np.ceil(rows / np.maximum(count, 1e-9)), count
 
 
 def matmul_seconds(

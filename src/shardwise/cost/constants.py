@@ -110,6 +110,8 @@ class Constants:
     # the kernels that overlap (facts 2.4), calculon takes 15 % of the multiprocessors. Counted by bytes, as long as
     # they would take inside a node.
     overlap_loss: float = 0.67
+    # The same where collectives work on buffers that stay, and copy nothing: calculon's 15 %, not fitted.
+    registered_loss: float = 0.15
     # Adam's step against 30 bytes a parameter at the memory's rate. Fitted.
     optimizer: float = 1.08
     # Seconds of a step that no part explains: data, loss scale, norm of gradients, logging. Fitted [llmf].

@@ -185,11 +185,11 @@ def _states(layouts: Layouts, counts: Counts, software: Software) -> dict[str, F
     """Weights, gradients and the optimizer's states, as ZeRO spreads them."""
     masters = 4.0 if software.precision != "fp32" else 0.0
     weights = counts.spread(layouts, 3)
+    stays = software.shards_parameters & ((layouts.pp > 1) | software.stays_gathered)
     if masters:
         # Under ZeRO-3 the shards are the masters: fp32, and cast when they are gathered (FSDP, facts 4.2). Where casts
         # are saved, all of a stage are there between its forward and its backward; so are those of offloaded weights.
         casts = (layouts.zero < 3) | (layouts.offload_parameters > 0) | software.saves_casts
-        stays = software.shards_parameters & (layouts.pp > 1)
         weights = np.where((casts | stays)[:, None], counts.dense + counts.expert, 0.0)
         # What does not train is held as it is computed with, and has no masters.
         frozen = counts.spread(layouts, 3) - counts.trained.spread(layouts, 3)
@@ -198,8 +198,10 @@ def _states(layouts: Layouts, counts: Counts, software: Software) -> dict[str, F
     if software.shards_parameters:
         # Gradients of a stage that stays gathered are added up whole, as they are reduced (FSDP2's own source: they are
         # cast with the first microbatch).
-        whole = (counts.trained.dense + counts.trained.expert) * software.reduce_bytes
-        gradients = gradients + np.where(((layouts.pp > 1) & (layouts.zero == 3))[:, None], whole, 0.0)
+        # Experts that no other rank has are not sharded, and their gradients are there once.
+        shared = counts.expert_replicas > 1
+        whole = (counts.trained.dense + counts.trained.expert * shared[:, None]) * software.reduce_bytes
+        gradients = gradients + np.where((stays & (layouts.zero == 3))[:, None], whole, 0.0)
     return {
         "weights": weights * software.width,
         "gradients": gradients,

@@ -61,14 +61,14 @@ def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) ->
 
     Where groups of replicas share states out, each rank's share is also added up over the groups.
     """
-    wires, software, width = pricer.wires, pricer.software, pricer.software.width
+    wires, software, sent = pricer.wires, pricer.software, pricer.software.gather_bytes
     dense, expert = counts.trained.dense.max(axis=1), counts.trained.expert.max(axis=1)
     replicas = _replicas(wires, layouts)
     experts = _expert_replicas(pricer, layouts, counts)
     scatter = wires.all_gather(dense * software.reduce_bytes, replicas.shard)
     scatter = scatter + wires.all_gather(expert * software.reduce_bytes, experts)
     between = wires.all_reduce(dense * software.reduce_bytes / replicas.shard_size, replicas.copies)
-    gather = wires.all_gather(dense * width, replicas.shard) + wires.all_gather(expert * width, experts)
+    gather = wires.all_gather(dense * sent, replicas.shard) + wires.all_gather(expert * sent, experts)
     reduce = wires.all_reduce(dense * software.reduce_bytes, replicas.all)
     reduce = reduce + wires.all_reduce(expert * software.reduce_bytes, experts)
     rate, hidden = pricer.constants.exchange_rate, pricer.constants.dp_hidden
@@ -92,12 +92,12 @@ def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) ->
 
 def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, pace: Work) -> Floats:
     """ZeRO-3: with every microbatch, each layer is gathered for both passes and its gradients are scattered."""
-    wires, software, width = pricer.wires, pricer.software, pricer.software.width
+    wires, software, sent = pricer.wires, pricer.software, pricer.software.gather_bytes
     replicas = _replicas(wires, layouts)
     group = replicas.shard
     experts, expert = _expert_replicas(pricer, layouts, counts), counts.layer_expert
     layer = counts.layer - expert
-    gather = wires.all_gather(layer * width, group) + wires.all_gather(expert * width, experts)
+    gather = wires.all_gather(layer * sent, group) + wires.all_gather(expert * sent, experts)
     made, made_expert = counts.trained.layer, counts.trained.layer_expert
     scatter = wires.all_gather((made - made_expert) * software.reduce_bytes, group)
     scatter = scatter + wires.all_gather(made_expert * software.reduce_bytes, experts)
@@ -110,13 +110,13 @@ def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, p
     backward = stages.layer.backward + stages.layer.tp_backward + beside
     # What runs beside compute takes multiprocessors and memory from it, as many as its bytes need, however slow they
     # are on their way between nodes.
-    loss = pricer.constants.overlap_loss
-    taken = wires.inside_seconds(counts.layer * width) / pricer.constants.gather_rate * (group.size > 1)
-    more = 1.0 + software.reduce_bytes / width * made / np.maximum(counts.layer, 1.0)
+    loss = pricer.constants.registered_loss if software.registered_buffers else pricer.constants.overlap_loss
+    taken = wires.inside_seconds(counts.layer * sent) / pricer.constants.gather_rate * (group.size > 1)
+    more = 1.0 + software.reduce_bytes / sent * made / np.maximum(counts.layer, 1.0)
     both = gather + scatter
     exposed_forward = np.maximum(gather - forward, 0.0) + loss * np.minimum(np.minimum(gather, taken), forward)
     exposed_backward = np.maximum(both - backward, 0.0) + loss * np.minimum(np.minimum(both, more * taken), backward)
-    ends = wires.all_gather(counts.ends * width, group)
+    ends = wires.all_gather(counts.ends * software.width, group)
     ends = ends + wires.all_gather(counts.trained.ends * software.reduce_bytes, group)
     once = gather + scatter + ends
     # Between groups that each hold all of the states, a rank's share of the gradients is added up once a step.
@@ -128,8 +128,8 @@ def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, p
     copied: Floats = np.zeros(len(layouts))
     if software.shards_parameters:
         # What was gathered is copied out for both passes, and gradients are cast as they are copied in.
-        num_bytes = counts.dense.max(axis=1) * 2 * 2 * width
-        num_bytes = num_bytes + counts.trained.dense.max(axis=1) * (width + software.reduce_bytes)
+        num_bytes = counts.dense.max(axis=1) * 2 * 2 * sent
+        num_bytes = num_bytes + counts.trained.dense.max(axis=1) * (software.width + software.reduce_bytes)
         copied = num_bytes / (pricer.pool.device.streaming_bytes_per_second * pricer.constants.streaming)
-        often = np.where(layouts.pp > 1, 1, often)
+        often = np.where((layouts.pp > 1) | software.stays_gathered, 1, often)
     return often * (num_layers * (exposed_forward + exposed_backward) + once + copied) + between

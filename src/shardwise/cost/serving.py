@@ -6,6 +6,7 @@ with a pause between them that decides where models are small.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from shardwise.cost.compute import Engine
 from shardwise.cost.constants import CONSTANTS, Constants
 from shardwise.cost.numbers import Floats, Ints
 from shardwise.cost.software import Software
-from shardwise.model.model import Model
+from shardwise.model.model import Block, Model
 from shardwise.model.operations import Permutation
 from shardwise.model.share import Share
 
@@ -23,6 +24,10 @@ from shardwise.model.share import Share
 BLOCK = 16
 # Of a device's memory, how much a server takes: the rest is for what it does not count.
 _TAKEN = 0.9
+# Tokens of prompts that are read at once (ours; vLLM's on large GPUs).
+_PROMPT_TOKENS = 8192
+# Kernels in a graph that choose experts, and as many that sort rows for them and back: nothing waits for counts there.
+_ROUTING_KERNELS = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,35 +49,41 @@ def serve(
 ) -> Served:  # fmt: skip
     """Price serving `sequences` at once on replicas of tp x pp ranks, prompts of `prompt` tokens, `output` answered.
 
-    Weights, keys and values are numbers of `width` bytes.
+    Weights, keys and values are numbers of `width` bytes. A pipeline has as many groups of sequences as stages, each on
+    a stage of its own; tensor parallel ranks cut experts too.
     """
-    engine = Engine(device=pool.device, software=replace(software, cuda_graphs=True), constants=constants)
+    of_graphs = replace(constants, routing_kernels=_ROUTING_KERNELS)
+    engine = Engine(device=pool.device, software=replace(software, cuda_graphs=True), constants=of_graphs)
     wires = Wires(pool=pool)
     together = np.maximum(-(-sequences // pp), 1)
-    read = Share(sequence=prompt, microbatch=1, tp=tp, ep=ep, width=width)
-    decode = Share(sequence=1, microbatch=together, tp=tp, ep=ep, width=width)
-    hop = wires.hop(together * model.hidden * width / tp, tp, pp) * (pp - 1)
-    prompt_hop = wires.hop(prompt * model.hidden * width / tp, tp, pp) * (pp - 1)
+    # A sequence ends, and a prompt comes in its place, once in `output` steps of its group.
+    coming = together / output
+    at_once = np.clip(coming.astype(np.int64), 1, max(_PROMPT_TOKENS // prompt, 1))
+    read = _Passes(model, engine, wires, tp=tp, pp=pp, ep=ep, width=width)
     kept = prompt + output / 2
     # Bytes of keys and values of one position, in all layers, on one tensor parallel rank.
     cache = np.zeros(len(tp)) + model.cache_bytes(Share(tp=tp, width=width))
     reading = together * kept * cache / (pool.device.streaming_bytes_per_second * constants.streaming)
-    prefill = _forward(model, engine, wires, read, tp, ep) + prompt_hop
-    token = _forward(model, engine, wires, decode, tp, ep) + reading + hop
-    held = Share(tp=tp, ep=ep)
-    parameters = sum((block.num_parameters_on(held) * count for block, count in model.kinds), np.zeros(len(tp)))
-    weights = width * parameters / pp
+    first = read.forward(prompt, np.ones_like(tp))
+    prefill = read.forward(prompt, at_once)
+    decode = read.forward(1, together, more=reading)
+    # With a group on every stage, one comes back when the slowest stage has had them all.
+    token = np.maximum(decode.path, np.minimum(pp, sequences) * decode.slowest)
+    groups = np.minimum(pp, sequences)
+    prompts = pp * prefill.slowest / at_once * _most_that_come(coming, groups)
+    held = Share(tp=tp, ep=ep, expert_tp=tp)
+    layers, ends = _parameters(model, held, len(tp))
+    fullest = _fullest(model, pp)
+    weights = width * (layers * fullest + np.where(pp > 1, ends / 2, ends))
     overhead = constants.context_bytes + constants.workspace_bytes + constants.group_bytes * (tp * pp > 1)
     free = _TAKEN * pool.device.memory_bytes - weights - overhead - _working_bytes(model, prompt, tp)
-    block = BLOCK * cache / pp
+    block = BLOCK * cache * fullest
     blocks = np.floor(np.maximum(free, 0.0) / np.maximum(block, 1.0))
     needed = np.ceil((prompt + output) / BLOCK) * sequences
-    # A replica reads a prompt for every answer: all of its stages are busy with it for their part.
-    answer = output * token + sequences * prefill / pp
     return Served(
-        first_token=prefill + token,
+        first_token=first.path + token,
         each_token=token,
-        tokens_per_second=sequences * output / answer,
+        tokens_per_second=sequences / (token + prompts),
         weight_bytes=weights,
         block_bytes=block,
         num_blocks=blocks,
@@ -80,22 +91,87 @@ def serve(
     )
 
 
-def _forward(model: Model, engine: Engine, wires: Wires, share: Share, tp: Ints, ep: Ints) -> Floats:
-    """Seconds of all blocks, of the sums between tensor parallel ranks, and of rows to their experts and back."""
-    total = np.zeros(len(tp))
-    group, experts = wires.group(tp, 1), wires.group(ep, tp)
-    for block, count in model.kinds:
+def _most_that_come(mean: Floats, groups: Ints) -> Floats:
+    """Prompts in the step of the group that has most of them, where each has `mean` of them by chance (Poisson).
+
+    Groups go around a pipeline one behind the other, so the one that has most to read holds up all.
+    """
+    most = int(mean.max() + 10 * np.sqrt(mean.max()) + 10)
+    counts = np.arange(most + 1)
+    factorials = np.concatenate([[0.0], np.cumsum(np.log(counts[1:]))])
+    chance = np.exp(counts * np.log(mean)[:, None] - mean[:, None] - factorials)
+    none_above = np.minimum(np.cumsum(chance, axis=1), 1.0) ** groups[:, None]
+    return np.asarray(np.where(groups > 1, (1.0 - none_above).sum(axis=1), mean))
+
+
+def _parameters(model: Model, held: Share, count: int) -> tuple[Floats, Floats]:
+    """On a rank that has all stages: those of layers, and of what stands before and after them."""
+    found = {True: np.zeros(count), False: np.zeros(count)}
+    for block, times in model.kinds:
+        is_layer = bool(block.stack)
+        found[is_layer] = found[is_layer] + np.asarray(block.num_parameters_on(held)) * times
+    return found[True], found[False]
+
+
+def _fullest(model: Model, pp: Ints) -> Floats:
+    """The part of all layers that the stage with most of them has."""
+    num_layers = max(model.num_layers, 1)
+    return np.asarray(np.ceil(num_layers / pp) / num_layers)
+
+
+class _Pass(NamedTuple):
+    """Seconds of a forward through all stages, and on the slowest of them."""
+
+    path: Floats
+    slowest: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """Forwards of a model on replicas that are cut in several ways."""
+
+    model: Model
+    engine: Engine
+    wires: Wires
+    tp: Ints
+    pp: Ints
+    ep: Ints
+    width: int
+
+    def forward(self, sequence: int, together: Ints, more: Floats | float = 0.0) -> _Pass:
+        """Forward of so many sequences of `sequence` tokens at once; layers take `more` seconds beside, all of them."""
+        share = Share(
+            sequence=sequence, microbatch=together, tp=self.tp, ep=self.ep, expert_tp=self.tp, width=self.width
+        )
+        hop = self.wires.hop(sequence * together * self.model.hidden * self.width / self.tp, self.tp, self.pp)
+        seconds = {True: np.zeros(len(self.tp)) + more, False: np.zeros(len(self.tp))}
+        for block, count in self.model.kinds:
+            is_layer = bool(block.stack)
+            seconds[is_layer] = seconds[is_layer] + self._block(block, share) * count
+        layers, ends = seconds[True], seconds[False]
+        path = layers + ends + hop * (self.pp - 1)
+        # Whole layers: as many on each stage, the last with the head; or the last with as many fewer as that takes.
+        num_layers = max(self.model.num_layers, 1)
+        layer = layers / num_layers
+        even = np.ceil(num_layers / self.pp) * layer + ends
+        as_head = np.ceil(ends / np.maximum(layer, 1e-12))
+        fewer = np.maximum(np.ceil((num_layers + as_head) / self.pp) * layer, ends)
+        return _Pass(path, np.where(self.pp > 1, np.minimum(even, fewer), path))
+
+    def _block(self, block: Block, share: Share) -> Floats:
+        """A block, the sums between its tensor parallel ranks, and rows to their experts and back."""
+        constants = self.engine.constants
         num_bytes = np.asarray(share.num_rows(block.rows)) * block.output_elements * share.width
-        seconds = engine.block(block, share).forward + wires.all_reduce(num_bytes, group) * block.num_reductions
+        summed = self.wires.all_reduce(num_bytes, self.wires.group(self.tp, 1)) * block.num_reductions
         is_one = np.asarray(share.num_rows(1)) == 1
-        pause = np.where(is_one, engine.constants.overlapped_seconds, engine.constants.graph_seconds)
-        seconds = seconds + pause * engine.num_kernels(block, share)
+        pause = np.where(is_one, constants.overlapped_seconds, constants.graph_seconds)
+        seconds = self.engine.block(block, share).forward + summed + pause * self.engine.num_kernels(block, share)
+        experts = self.wires.group(self.ep, self.tp)
         for operation in block.operations:
             if isinstance(operation, Permutation):
                 sent = np.asarray(share.num_rows(operation.rows)) * operation.elements * share.width
-                seconds = seconds + wires.dispatch(sent, operation.top_k, experts, once=False)
-        total = total + seconds * count
-    return total
+                seconds = seconds + self.wires.dispatch(sent, operation.top_k, experts, once=False)
+        return seconds
 
 
 def _working_bytes(model: Model, prompt: int, tp: Ints) -> Floats:

@@ -39,6 +39,14 @@ class Software:
     # Shards are gathered parameter by parameter, copied out, and freed in order, so that the allocator loses nothing;
     # a pipeline's stage stays gathered until the step's last backward (FSDP2).
     shards_parameters: bool = False
+    # So does all of a model without a pipeline, and gradients are reduced with the last microbatch alone (Automodel's
+    # mixtures).
+    stays_gathered: bool = False
+    # What is gathered and scattered lies in buffers that stay, and nothing is copied into or out of them
+    # (Megatron-FSDP).
+    registered_buffers: bool = False
+    # Weights of layers that compute in 8 bits are sent so too (Megatron's fp8 parameters).
+    narrow_gathers: bool = False
     # Where backwards are run in two halves, a stage is recomputed at once and not layer by layer (ours).
     recomputes_stages: bool = False
     # In 8 bits are linear layers alone, not those of experts; what they read is kept so too, and weights are cast again
@@ -90,6 +98,11 @@ class Software:
     def width(self) -> int:
         """Bytes of an activation's element, and of a weight as it is computed with."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes of a weight as it is gathered."""
+        return 1 if self.narrow_gathers and self.precision == "fp8" else self.width
 
     @property
     def matmul_precision(self) -> str:

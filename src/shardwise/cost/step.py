@@ -28,7 +28,7 @@ HOST_TAKEN = 0.85
 # taken as independent, holds nine in ten of the quality A rows of published/runs.csv; validate prints how many it
 # does. Compute is the better known the more sources there are of a device: six of Ampere, three of Hopper, two of
 # Blackwell, one with anything else; products in 8 and 4 bits come on top.
-_COMPUTE: Mapping[str, float] = {"ampere": 0.16, "volta": 0.16, "hopper": 0.22, "blackwell": 0.28, "cpu": 0.14}
+_COMPUTE: Mapping[str, float] = {"ampere": 0.15, "volta": 0.16, "hopper": 0.22, "blackwell": 0.28, "cpu": 0.14}
 _UNKNOWN_COMPUTE, _NARROW = 0.4, 0.2
 _SPREAD: Mapping[str, float] = {
     "tp": 0.40,
@@ -42,7 +42,7 @@ _SPREAD: Mapping[str, float] = {
     "other": 1.00,
 }
 # Mixtures of experts differ more: what is fused and graphed changes with every release.
-_EXPERT_COMPUTE = 0.4
+_EXPERT_COMPUTE = 0.35
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,9 @@ def run(arguments: argparse.Namespace) -> Answer:
 
     if (arguments.plan is None) == (arguments.source is None):
         said = "neither --plan nor --from is" if arguments.plan is None else "both --plan and --from are"
-        raise ShardwiseError(f"{said} said: what is to fit", remedy="--plan dp=8,zero=1, or --from ds_config.json")
+        raise ShardwiseError(
+            f"{said} given, and one of them says what is to fit", remedy="--plan dp=8,zero=1, or --from ds_config.json"
+        )
     if arguments.source is not None:
         from shardwise.planner.programs.answers import fit_answer
 

@@ -12,15 +12,17 @@ from shardwise import environment
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.device import Device
 from shardwise.cost.layouts import Layouts
+from shardwise.cost.pipeline import SCHEDULES
 from shardwise.cost.software import Software
 from shardwise.cost.step import Estimate, price
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, unknown
 from shardwise.model.adapters import with_lora
 from shardwise.model.load import load_model
 from shardwise.model.model import Model
 from shardwise.model.operations import Attention, Scan
-from shardwise.planner.plan import FP8_SCALES
+from shardwise.planner.plan import AXES, FP8_SCALES, Offload, Plan
 
+_COUNTED = (*AXES, "chunks", "microbatches", "zero_group", "recompute_layers")
 _KERNELS = {"hopper": "flash3", "blackwell": "flash3", "volta": "torch"}
 
 
@@ -174,10 +176,25 @@ def make_question(
         cluster=_cluster_of(cluster) if isinstance(cluster, str) else cluster,
         batch=batch,
         sequence=_sequence_of(described, next(said, None)),
-        fixed=fixed or {},
+        fixed=_checked(fixed or {}),
         runnable=runnable,
         software=software,
     )
+
+
+def _checked(fixed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Keys that are decided, each of which has a value that some plan could have. Else what is wrong with it."""
+    for key, value in fixed.items():
+        if key in _COUNTED and value < 1:
+            raise ShardwiseError(f"{key}={value}: there is at least 1", remedy=f"--fix {key}=1")
+        if key == "schedule" and value not in (*SCHEDULES, "auto"):
+            error = unknown("schedule to plan with", value, SCHEDULES)
+            raise ShardwiseError(error.problem, remedy=f"--fix schedule={error.remedy or 'zb-v'}")
+        if key in ("zero", "context", "recompute", "precision", "order"):
+            Plan(**{key: value})
+        if key.startswith("offload."):
+            Plan(offload=Offload(**{key.removeprefix("offload."): value}))
+    return {key: value for key, value in fixed.items() if (key, value) != ("schedule", "auto")}
 
 
 def _model_of(source: Any, example: Any) -> Model:

@@ -2,23 +2,30 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 
+from shardwise.cluster.cluster import Cluster
 from shardwise.cost.serving import BLOCK, Served, serve
 from shardwise.errors import ShardwiseError
-from shardwise.planner.plan import Plan
+from shardwise.planner.plan import Plan, largest_divisor
 from shardwise.planner.question import Question
 from shardwise.planner.search.axes import divisors
-from shardwise.units import counted, format_bytes, format_seconds
+from shardwise.planner.search.simplicity import AXIS, ODDITY
+from shardwise.units import counted, format_bytes, format_percent, format_seconds
 
 _MOST_SEQUENCES = 4096
+# Ways that are predicted so close to each other are as fast as each other.
+_SAME = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """What is wanted of serving: `goal` is tokens or latency; the limits are seconds, and `sequences` at once. With
-    `experts_over_all`, experts are shared out over all replicas or not at all (vLLM)."""
+    `experts_over_all`, experts are shared out over all replicas or not at all (vLLM), and each replica has sequences of
+    its own; else they are cut by tp alone: ranks that share experts out all have the same sequences in our engine, and
+    gain nothing over tp."""
 
     output: int = 256
     goal: str = "tokens"
@@ -45,24 +52,24 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingFindings:
-    """The best way, and the best with other splits."""
+    """The best way, and the best with other splits; `fastest` if another is predicted to be faster, and why not."""
 
     question: Question
     target: Target
     best: Serving
     others: tuple[Serving, ...]
+    fastest: Serving | None
+    reasons: tuple[str, ...]
     num_candidates: int
     num_fitting: int
 
 
 def find_serving(question: Question, target: Target) -> ServingFindings:
     """The best way to serve prompts of `question.sequence` tokens."""
+    if target.output < 1:
+        raise ShardwiseError(f"answers of {target.output} tokens: they have at least 1", remedy="--output 256")
     columns = _candidates(question, target)
-    pool = question.cluster.pools[0]
-    served = serve(
-        question.model, pool, tp=columns["tp"], pp=columns["pp"], ep=columns["ep"], sequences=columns["sequences"],
-        prompt=question.sequence, output=target.output, software=question.software_in("bf16"),
-    )  # fmt: skip
+    served = _served(question, target, columns)
     allowed = served.fits.copy()
     if target.first_token is not None:
         allowed &= served.first_token <= target.first_token
@@ -70,17 +77,88 @@ def find_serving(question: Question, target: Target) -> ServingFindings:
         allowed &= served.each_token <= target.each_token
     if not allowed.any():
         raise _refusal(question, target, served)
-    score = -columns["dp"] * served.tokens_per_second if target.goal == "tokens" else served.each_token
-    ways, splits = [], set()
-    for row in np.lexsort((-columns["dp"] * served.tokens_per_second, score)):
+    total = columns["dp"] * served.tokens_per_second
+    seconds = 1.0 / total if target.goal == "tokens" else served.each_token
+    ways, splits, fastest = [], set(), int(np.where(allowed, seconds, np.inf).argmin())
+    for row in np.lexsort((-total, seconds * _handicap(columns, question.cluster))):
         split = (int(columns["tp"][row]), int(columns["pp"][row]), int(columns["ep"][row]))
         if allowed[row] and split not in splits:
             splits.add(split)
-            ways.append(as_serving(question, target, columns, served, int(row)))
+            ways.append((int(row), as_serving(question, target, columns, served, int(row))))
+    chosen, best = ways[0]
+    faster = seconds[fastest] < seconds[chosen] * (1.0 - _SAME)
     return ServingFindings(
-        question=question, target=target, best=ways[0], others=tuple(ways[1:4]), num_candidates=len(allowed),
+        question=question, target=target, best=best, others=tuple(way for _, way in ways[1:4]),
+        fastest=as_serving(question, target, columns, served, fastest) if faster else None,
+        reasons=_reasons(question, target, [way for _, way in ways]), num_candidates=len(allowed),
         num_fitting=int(served.fits.sum()),
     )  # fmt: skip
+
+
+def _served(question: Question, target: Target, columns: dict[str, np.ndarray]) -> Served:
+    """What each candidate gives: where pools differ, as slow as on the slowest, and it has to fit every one."""
+    each = [
+        serve(
+            question.model, pool, tp=columns["tp"], pp=columns["pp"], ep=columns["ep"], sequences=columns["sequences"],
+            prompt=question.sequence, output=target.output, software=question.software_in("bf16"),
+        )
+        for pool in question.cluster.pools
+    ]  # fmt: skip
+    return Served(
+        first_token=np.max([one.first_token for one in each], axis=0),
+        each_token=np.max([one.each_token for one in each], axis=0),
+        tokens_per_second=np.min([one.tokens_per_second for one in each], axis=0),
+        weight_bytes=each[0].weight_bytes,
+        block_bytes=each[0].block_bytes,
+        num_blocks=np.min([one.num_blocks for one in each], axis=0),
+        fits=np.all([one.fits for one in each], axis=0),
+    )
+
+
+def _handicap(columns: dict[str, np.ndarray], cluster: Cluster) -> np.ndarray:
+    """How far a way is from a plain one, as in training: an axis has to gain 3 %, and so has every doubling of tp
+    beyond the fast links; experts over some of the replicas 1 %."""
+    domain = min(pool.domain for pool in cluster.pools)
+    axes = (columns["tp"] > 1).astype(float) + (columns["pp"] > 1) + np.log2(np.maximum(columns["tp"] / domain, 1.0))
+    odd = (columns["ep"] > 1) & (columns["ep"] < columns["dp"])
+    return np.asarray((1.0 + AXIS) ** axes * (1.0 + ODDITY) ** odd)
+
+
+def _reasons(question: Question, target: Target, ways: Sequence[Serving]) -> tuple[str, ...]:
+    """Why the first of some ways, in sentences: what had to be cut, and what cutting otherwise would lose."""
+    best, found = ways[0], []
+    plan, room = best.plan, question.device.memory_bytes
+    weights = 2.0 * question.model.num_parameters
+    link = question.cluster.pools[0].node.link.name
+    if plan.tp * plan.pp > 1 and weights > room:
+        found.append(f"weights of {format_bytes(weights)} do not fit one device of {format_bytes(room)}")
+    if plan.tp > 1:
+        found.append(f"{counted(plan.tp, 'device')} at once read the weights of a token, and sum up over {link}")
+    if plan.pp > 1:
+        found.append(f"{counted(plan.pp, 'stage')} send little to each other; sums over {plan.tp * plan.pp} cost more")
+    less_cut = next((way for way in ways if way.plan.tp * way.plan.pp < plan.tp * plan.pp), None)
+    piped = next((way for way in ways if way.plan.pp > plan.pp), None)
+    if less_cut is not None and target.goal == "tokens":
+        found.append(
+            f"{_named(less_cut.plan)} would leave room for {less_cut.plan.dp * less_cut.sequences:,} sequences at "
+            f"once, not {plan.dp * best.sequences:,}: {_compared(less_cut, best)}"
+        )
+    if piped is not None and target.goal == "tokens":
+        found.append(
+            f"a {'longer ' * (plan.pp > 1)}pipeline ({_named(piped.plan)}) waits for the group of sequences that has "
+            f"most prompts to read: {_compared(piped, best)}"
+        )
+    return tuple(found)
+
+
+def _compared(way: Serving, best: Serving) -> str:
+    lost = 1.0 - way.tokens_per_second / best.tokens_per_second
+    return f"{format_percent(lost)} fewer tokens" if lost > _SAME else "about as many tokens"
+
+
+def _named(plan: Plan) -> str:
+    """Its axes alone: every way has one precision."""
+    return str(plan).replace(f",precision={plan.precision}", "")
 
 
 def _candidates(question: Question, target: Target) -> dict[str, np.ndarray]:
@@ -92,11 +170,20 @@ def _candidates(question: Question, target: Target) -> dict[str, np.ndarray]:
             if question.heads % tp or pp > question.model.num_layers:
                 continue
             replicas = devices // tp // pp
-            for ep in divisors(question.num_experts) if question.num_experts > 1 else (1,):
-                if replicas % ep or (target.experts_over_all and ep not in (1, replicas)):
+            for ep in {1, replicas} if target.experts_over_all else {1}:
+                if max(question.num_experts, 1) % ep:
                     continue
-                rows += [(replicas, tp, pp, ep, sequences) for sequences in _sequences(target, replicas)]
+                split = {"dp": replicas, "tp": tp, "pp": pp, "ep": ep}
+                if all(question.fixed.get(axis, size) == size for axis, size in split.items()):
+                    rows += [(*split.values(), sequences) for sequences in _sequences(target, replicas)]
     names = ("dp", "tp", "pp", "ep", "sequences")
+    if not rows:
+        said = ",".join(f"{axis}={size}" for axis, size in question.fixed.items())
+        raise ShardwiseError(
+            f"no way to serve {question.model.name} on the {counted(devices, 'device')} of {question.cluster} has "
+            f"{said}: dp x tp x pp is {devices}, and tp divides {question.heads} heads",
+            remedy=f"--fix tp={largest_divisor(gcd(devices, question.heads), devices)}",
+        )
     return {name: np.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from shardwise.answer import Answer, Canvas, table
 from shardwise.cost.serving import BLOCK
 from shardwise.errors import ShardwiseError, unknown
+from shardwise.planner.plan import read_keys
 from shardwise.planner.programs.vllm import write
 from shardwise.planner.question import make_question
 from shardwise.planner.serving import Serving, ServingFindings, Target, find_serving
-from shardwise.units import counted, format_bytes, format_seconds, parse_seconds
+from shardwise.units import counted, format_bytes, format_percent, format_seconds, parse_seconds
 
 _GOALS = ("tokens", "latency")
+_FIXABLE = ("dp", "tp", "pp", "ep")
 
 
 def answer(arguments: argparse.Namespace) -> Answer:
@@ -28,8 +30,18 @@ def answer(arguments: argparse.Namespace) -> Answer:
         sequences=arguments.batch,
         experts_over_all=arguments.program == "vllm",
     )
+    fixed = {} if arguments.fix is None else read_keys(arguments.fix)
+    for key in fixed:
+        if key not in _FIXABLE:
+            raise ShardwiseError(
+                f"{key} is for training: of a way to serve, {', '.join(_FIXABLE)} can be decided", remedy="--fix tp=8"
+            )
     question = make_question(
-        arguments.model, cluster=arguments.cluster, batch=arguments.batch or 1, sequence=arguments.sequence
+        arguments.model,
+        cluster=arguments.cluster,
+        batch=1 if arguments.batch is None else arguments.batch,
+        sequence=arguments.sequence,
+        fixed=fixed,
     )
     if arguments.program not in (None, "vllm"):
         raise ShardwiseError(f"{arguments.program} trains and does not serve", remedy="--task serve --for vllm")
@@ -45,6 +57,8 @@ def answer(arguments: argparse.Namespace) -> Answer:
         "prompt": question.sequence,
         "output": target.output,
         **_data(found.best),
+        "reasons": list(found.reasons),
+        "fastest": None if found.fastest is None else _data(found.fastest),
         "others": [_data(each) for each in found.others],
         "candidates": {"considered": found.num_candidates, "fitting": found.num_fitting},
         "saved": arguments.save,
@@ -93,8 +107,26 @@ def _draw(found: ServingFindings, canvas: Canvas) -> None:
         f"{BLOCK} tokens ({format_bytes(best.num_blocks * best.block_bytes)}), {best.used_blocks:,} of them in use"
     )
     canvas.print()
+    _draw_reasons(found, canvas)
     _draw_others(found.others, canvas)
     canvas.print(canvas.paint(f"{found.num_candidates:,} candidates, {found.num_fitting:,} fit.", "dim"))
+
+
+def _draw_reasons(found: ServingFindings, canvas: Canvas) -> None:
+    if found.reasons:
+        canvas.print(canvas.paint("why", "bold"))
+        for reason in found.reasons:
+            canvas.print(f"  {reason}")
+        canvas.print()
+    if found.fastest is not None:
+        way, best = found.fastest, found.best
+        more = way.tokens_per_second / best.tokens_per_second - 1.0
+        sooner = 1.0 - way.each_token / best.each_token
+        gains = {"tokens": f"{format_percent(more)} more tokens", "latency": f"{format_percent(sooner)} sooner"}
+        canvas.print(
+            f"{way.plan} is predicted to answer {gains[found.target.goal]}, which is too little for another axis."
+        )
+        canvas.print()
 
 
 def _draw_others(others: Sequence[Serving], canvas: Canvas) -> None:

@@ -72,8 +72,9 @@ _ALEPH_ALPHA = Software(
 _LLM_FOUNDRY = Software(attention="flash1", fused=False, gradient_bytes=4, reduce_bytes=4, fused_loss=True)
 # Megatron-Core with Transformer Engine: cuDNN attention, fused kernels, everything overlapped that can be.
 _MEGATRON_CORE = Software(
-    attention="flash3", async_tp=True, overlap_tp=True, overlap_hops=True, cuda_graphs=True, fused_loss=True
-)
+    attention="flash3", async_tp=True, overlap_tp=True, overlap_hops=True, cuda_graphs=True, fused_loss=True,
+    registered_buffers=True,
+)  # fmt: skip
 # NanoTron: FlashAttention 2, gradients in fp32, overlapped. InternEvo: gradients in bf16, as
 # they are computed (its source: buckets are reduced in their own type).
 _NANOTRON = Software(attention="flash2", fused_loss=False)
@@ -101,6 +102,10 @@ _AUTOMODEL = replace(_FSDP2, attention="flash3", fused_loss=True, every_second=F
 # Recipes for mixtures of Megatron-Bridge and of the model zoo keep gradients and moments in bf16 beside masters in fp32
 # (precision-aware optimizer, M).
 _PRECISION_AWARE: dict[str, Any] = {"gradient_bytes": 2, "reduce_bytes": 2, "state_bytes": 8}
+
+# Automodel's mixtures reshard and reduce once a step (`MoEFSDPSyncMixin`, its source), and in its benchmarks Adam works
+# on weights in bf16, without masters (M).
+_AUTOMODEL_MIXTURE: dict[str, Any] = {"stays_gathered": True, "gradient_bytes": 2, "state_bytes": 4}
 
 _PROGRAMS = (
     ("ModelZoo", replace(_MEGATRON_CORE, cuda_graphs=False)),
@@ -148,6 +153,9 @@ def software_of(run: Run) -> Software:
         found = replace(found, fused_loss=compiled and later)
     if "mp=PURE" in run.text("data_parallel"):
         found = replace(found, reduce_bytes=2)
+    if "Megatron-Bridge" in source and "performance-summary" in source:
+        # Recipes of its tables (scripts/performance) reduce gradients in bf16, and gather fp8 weights as such.
+        found = replace(found, gradient_bytes=2, reduce_bytes=2, narrow_gathers=True)
     if "DeepSpeed" in source or "bigscience" in source.lower():
         found = replace(
             found,
@@ -179,9 +187,9 @@ def _with_experts(software: Software, run: Run) -> Software:
         return software
     if software is _MEGATRON_PLAIN or "bridge" not in run.text("source").lower():
         fast = "DeepEP" in run.text("notes") + run.text("detail")
-        return replace(
-            software, fast_dispatch=fast, **(_PRECISION_AWARE if "modelzoo" in run.text("source").lower() else {})
-        )
+        name = run.text("source").lower()
+        known = _AUTOMODEL_MIXTURE if "automodel" in name else _PRECISION_AWARE if "modelzoo" in name else {}
+        return replace(software, fast_dispatch=fast, **known)
     notes = run.text("notes")
     release = re.search(r"\[(\d\d\.\d\d)", run.text("source"))
     # HybridEP and graphs of whole layers came for NVL72 systems with 26.06; cards are of that time.

@@ -8,6 +8,7 @@ from shardwise.cost.software import Software
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Offload, Plan
 from shardwise.planner.programs.program import Job, Machine, Program, rule, samples, without_pipelines
+from shardwise.units import counted
 
 _RULES = (
     rule(
@@ -84,7 +85,7 @@ def write(job: Job) -> str:
     sharded = plan.zero >= 2
     shards = (plan.zero_group or plan.dp * plan.cp) // plan.cp if sharded else 1
     lines = [
-        f"# In the script: {samples(job)} samples a process and Accelerator(gradient_accumulation_steps="
+        f"# In the script: {counted(samples(job), 'sample')} a process and Accelerator(gradient_accumulation_steps="
         f"{plan.microbatches})",
         "compute_environment: LOCAL_MACHINE",
         f"distributed_type: {'FSDP' if sharded else 'MULTI_GPU' if plan.num_ranks > 1 else 'NO'}",
@@ -119,7 +120,7 @@ def read(text: str, machine: Machine) -> Job:
     sharded = kind == "FSDP" and dp * cp > 1
     shards = int(said.get("parallelism_config_dp_shard_size", str(dp)))
     steps = re.search(r"gradient_accumulation_steps\s*[=:]\s*(\d+)", text)
-    size = re.search(r"(\d+) samples a process", text)
+    size = re.search(r"(\d+) samples? a process", text)
     count = int(steps[1]) if steps else 1
     word = said.get("mixed_precision", "no")
     plan = Plan(

@@ -99,7 +99,10 @@ def _variations(question: Question, dp: int, tp: int, pp: int, cp: int) -> Itera
 
 
 def _is_wanted(question: Question, row: tuple[int | bool, ...]) -> bool:
-    """Whether a row has what is decided already."""
+    """Whether a row has what is decided already. A schedule and its chunks are of a pipeline."""
+    is_piped = question.fixed.get("schedule", "1f1b") != "1f1b" or question.fixed.get("chunks", 1) > 1
+    if is_piped and row[_KEYS.index("pp")] == 1:
+        return False
     for key, value in zip(_KEYS, row, strict=True):
         if key in question.fixed and question.fixed[key] != (_WORDS[key][value] if key in _WORDS else value):
             return False

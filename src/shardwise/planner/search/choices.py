@@ -25,6 +25,8 @@ from shardwise.schedule.catalogue import CATALOGUE
 # Chunks that are tried where a schedule takes any number.
 _CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 _SHARES = (0.25, 0.5, 0.75)
+# More microbatches than there are.
+_NEVER = 2**40
 _OFFLOADS = (0.0, 0.5, 1.0)
 #: The least of anything that is on the host, if any of it is.
 LEAST_OFFLOAD = 0.5
@@ -52,21 +54,23 @@ class Schedules(NamedTuple):
 
 
 def schedules(question: Question) -> Schedules:
-    """Every schedule that may be chosen, plain 1F1B first."""
-    wanted = question.fixed.get("schedule")
+    """Every schedule that may be chosen, plain 1F1B first: one rank has it, whatever is decided for several."""
+    wanted, number = question.fixed.get("schedule"), question.fixed.get("chunks")
+    is_plain = wanted in (None, "1f1b") and number in (None, 1)
     rows = []
     for name in SCHEDULES:
         entry = CATALOGUE[name]
         if wanted is not None and name not in (wanted, "1f1b"):
             continue
-        for chunks in (entry.chunks,) if entry.any_chunks_from is None else _CHUNKS:
+        for chunks in (entry.chunks,) if entry.any_chunks_from is None else _CHUNKS if number is None else (number,):
             if entry.even_chunks and chunks % 2:
                 continue
-            if question.fixed.get("chunks") not in (None, chunks) and name != "1f1b":
+            if (number not in (None, chunks) or chunks < (entry.any_chunks_from or 1)) and name != "1f1b":
                 continue
             if question.runnable and not _runs(dp=1, pp=2, schedule=name, chunks=chunks):
                 continue
-            rows.append((SCHEDULES.index(name), chunks, entry.least_microbatches, entry.mirrored))
+            least = entry.least_microbatches if name != "1f1b" or is_plain else _NEVER
+            rows.append((SCHEDULES.index(name), chunks, least, entry.mirrored))
     return Schedules(*(np.array(column) for column in zip(*rows, strict=True)))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from shardwise.cluster.catalogue import DEVICES
 from shardwise.cluster.cluster import Cluster, make_pool
 from shardwise.errors import ShardwiseError
+from shardwise.planner.plan import largest_divisor
 from shardwise.planner.question import Question
 from shardwise.planner.search.axes import leanest, spread_axes
 from shardwise.planner.search.choices import (
@@ -61,6 +62,12 @@ def _uneven(question: Question) -> ShardwiseError | None:
     devices = question.cluster.num_devices
     sizes = {axis: int(question.fixed[axis]) for axis in ("dp", "tp", "pp", "cp") if axis in question.fixed}
     product = prod(sizes.values())
+    steps = int(question.fixed.get("microbatches", 1))
+    if question.batch % steps:
+        return ShardwiseError(
+            f"microbatches={steps} does not divide a batch of {question.batch}",
+            remedy=f"--fix microbatches={largest_divisor(question.batch, steps)}",
+        )
     if devices % product == 0:
         return None
     said = " x ".join(f"{axis}={size}" for axis, size in sizes.items())

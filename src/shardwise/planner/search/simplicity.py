@@ -3,7 +3,7 @@
 No prediction tells a few per cent apart, and what cannot be told apart is not worth another axis. So the search
 compares seconds times this factor: every axis in use has to gain 3 %, and so has every doubling beyond what people run
 (pipelines of more than 16 ranks, tensor parallelism beyond the fast links; contexts of fewer than 4,096 positions on a
-rank count thrice). What is on the host has to gain as much as three axes, and as four if it crosses with every
+rank count as four). What is on the host has to gain as much as three axes, and as four if it crosses with every
 microbatch; everything else that a person would have to explain has to gain 1 %.
 
 A factor is a product of what axes, recomputation, schedule, ZeRO and the host each add, so that bounds of candidates
@@ -18,10 +18,13 @@ from shardwise.cost.pipeline import SCHEDULES
 from shardwise.planner.question import Question
 from shardwise.schedule.catalogue import CATALOGUE
 
-_AXIS, _ODDITY = 0.03, 0.01
+#: What an axis has to gain, and what else a person would have to explain.
+AXIS, ODDITY = 0.03, 0.01
 #: The least that the host adds, if anything is there.
-ANY_HOST = (1.0 + _AXIS) ** 3
+ANY_HOST = (1.0 + AXIS) ** 3
 _DEEP, _SHORT, _MANY_CHUNKS = 16, 4096, 4
+# No published run has contexts so short on a rank, so what is predicted of them is not proven.
+_SHORT_COUNTS = 4.0
 # How far schedules are from plain; those that are not named are further than all of these.
 _PLAINNESS = {"1f1b": 0, "gpipe": 1, "interleaved": 1, "looped-bfs": 2, "zb-h1": 2}
 _ODD = np.array([_PLAINNESS.get(name, 3) + 2 * (CATALOGUE[name].num_weight_copies > 1) for name in SCHEDULES])
@@ -38,7 +41,7 @@ def of_axes(question: Question, layouts: Layouts) -> Floats:
     domain = min(pool.domain for pool in question.cluster.pools)
     axes = sum((size > 1).astype(np.float64) for size in (layouts.tp, layouts.pp, layouts.cp))
     axes = axes + _doublings(layouts.pp / _DEEP) + _doublings(layouts.tp / domain)
-    axes = axes + np.where(layouts.cp > 1, 3.0 * _doublings(_SHORT * layouts.cp / question.sequence), 0.0)
+    axes = axes + np.where(layouts.cp > 1, _SHORT_COUNTS * _doublings(_SHORT * layouts.cp / question.sequence), 0.0)
     odd = (layouts.recompute > 0) * (1 + (layouts.recompute_share < 1)) + (layouts.order > 0)
     return _factor(axes, odd)
 
@@ -64,4 +67,4 @@ def _doublings(ratio: Floats) -> Floats:
 
 
 def _factor(axes: Floats | float, odd: Floats | float) -> Floats:
-    return np.asarray((1.0 + _AXIS) ** axes * (1.0 + _ODDITY) ** odd)
+    return np.asarray((1.0 + AXIS) ** axes * (1.0 + ODDITY) ** odd)

@@ -10,10 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.gated_triton import _activate
+from shardwise.kernels.device_functions import LINE, activate, dot, precision_of, prefetch
 from shardwise.kernels.launch import overlapping
-from shardwise.kernels.paged_attention_triton import _dot, _precision
-from shardwise.kernels.row_linear_triton import LINE, prefetch
 
 
 class Tile(NamedTuple):
@@ -63,10 +61,10 @@ def _few_rows_linear(
         at = begin + column
         tile = tl.load(here + at[None, :], eviction_policy="evict_first")
         given = tl.load(x + item[None, :] * k + at[:, None], mask=(item < m)[None, :], other=0.0)
-        total += _dot(tile, given, PRECISION)
+        total += dot(tile, given, PRECISION)
         if ACTIVATION != "":
             beneath = tl.load(under + at[None, :], eviction_policy="evict_first")
-            other += _dot(beneath, given, PRECISION)
+            other += dot(beneath, given, PRECISION)
     is_row = row < n
     if HAS_BIAS:
         total += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
@@ -75,7 +73,7 @@ def _few_rows_linear(
         if HAS_BIAS:
             other += tl.load(bias + n + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
         # Rounded where the definition rounds.
-        gate = _activate(made.to(tl.float32), ACTIVATION).to(made.dtype).to(tl.float32)
+        gate = activate(made.to(tl.float32), ACTIVATION).to(made.dtype).to(tl.float32)
         made = (gate * other.to(made.dtype).to(tl.float32)).to(made.dtype)
     tl.store(out + item[None, :] * n + row[:, None], made, mask=(item < m)[None, :] & is_row[:, None])
 
@@ -93,6 +91,6 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | No
         x, weight, bias, out, m, n, k,
         HAS_BIAS=bias is not None, ACTIVATION=activation or "", M=max(FEWEST, triton.next_power_of_2(m)),
         ROWS=tile.rows, COLUMNS=columns, STAGES=tile.stages, AHEAD=AHEAD if x.is_cuda else 0,
-        PRECISION=_precision(x.dtype), num_warps=tile.warps, **overlapping(x.device),
+        PRECISION=precision_of(x.dtype), num_warps=tile.warps, **overlapping(x.device),
     )  # fmt: skip
     return out

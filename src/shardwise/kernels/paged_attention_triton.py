@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.choose import is_interpreted
+from shardwise.kernels.device_functions import dot, precision_of
 from shardwise.kernels.launch import num_processors, overlapping
 
 #: Keys of a tile, warps, and tiles on their way, by the program. `benchmarks/serving.py --sweep` tries others.
@@ -25,13 +25,6 @@ PREFILL_KEYS, PREFILL_STAGES = 64, 3
 PROGRAMS, FEWEST_TOKENS, MOST_PARTS = 6, 512, 64
 
 _LOG2_E = 1.4426950408889634
-
-
-@triton.jit
-def _dot(a, b, PRECISION: tl.constexpr):
-    if PRECISION == "interpreted":  # Its products take the bits of bfloat16 for whole numbers.
-        return tl.dot(a.to(tl.float32), b.to(tl.float32))
-    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
@@ -99,7 +92,7 @@ def _decode(
         offsets = _tile_offsets(tables, table_row, token, is_token, dim, block_stride, token_stride, BLOCK_SIZE)
         mask = is_token[:, None] & is_dim[None, :]
         key = tl.load(keys + offsets, mask=mask, other=0.0)
-        logits = _dot(q, tl.trans(key), PRECISION) * scale
+        logits = dot(q, tl.trans(key), PRECISION) * scale
         logits = tl.where(is_token[None, :], logits, -float("inf"))
         new = tl.maximum(highest, tl.max(logits, 1))
         # A tile before the window has nothing yet: no number minus none.
@@ -108,7 +101,7 @@ def _decode(
         kept = tl.exp2(highest - base)
         total = total * kept + tl.sum(shares, 1)
         value = tl.load(values + offsets, mask=mask, other=0.0)
-        seen = seen * kept[:, None] + _dot(shares.to(value.dtype), value, PRECISION)
+        seen = seen * kept[:, None] + dot(shares.to(value.dtype), value, PRECISION)
         highest = new
     seen = seen / total[:, None]
     if begin_all + each >= length:  # There is no other part.
@@ -165,7 +158,7 @@ def _prefill_tiles(
         offsets = _tile_offsets(tables, table_row, token, is_token, dim, block_stride, token_stride, BLOCK_SIZE)
         mask = is_token[:, None] & is_dim[None, :]
         key = tl.load(keys + offsets, mask=mask, other=0.0)
-        logits = _dot(q, tl.trans(key), PRECISION) * scale
+        logits = dot(q, tl.trans(key), PRECISION) * scale
         if IS_MASKED:
             is_seen = token[None, :] <= position[:, None]
             if HAS_WINDOW:
@@ -177,7 +170,7 @@ def _prefill_tiles(
         kept = tl.exp2(highest - base)
         total = total * kept + tl.sum(shares, 1)
         value = tl.load(values + offsets, mask=mask, other=0.0)
-        seen = seen * kept[:, None] + _dot(shares.to(value.dtype), value, PRECISION)
+        seen = seen * kept[:, None] + dot(shares.to(value.dtype), value, PRECISION)
         highest = new
     return highest, total, seen
 
@@ -261,7 +254,7 @@ def decode(
         query, keys, values, tables, lengths, out, sums, logs, scale * _LOG2_E, window or 0, fewest,
         query.stride(0), query.stride(1), *keys.stride()[:3], tables.stride(0), num_heads,
         SHARING=sharing, HEADS=max(16, triton.next_power_of_2(sharing)), BLOCK_SIZE=block_size,
-        PRECISION=_precision(query.dtype), **narrow,
+        PRECISION=precision_of(query.dtype), **narrow,
         num_warps=DECODE_WARPS, num_stages=_stages(DECODE_KEYS * dim * query.dtype.itemsize),
         **overlapping(query.device),
     )  # fmt: skip
@@ -297,15 +290,9 @@ def prefill(
         query.stride(0), query.stride(1), *keys.stride()[:3], tables.stride(0), num_heads,
         SHARING=num_heads // keys.shape[1], HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=keys.shape[2],
         QUERIES=num_queries, KEYS=PREFILL_KEYS if not is_wide else 32, HAS_WINDOW=window is not None,
-        PRECISION=_precision(query.dtype),
+        PRECISION=precision_of(query.dtype),
         num_warps=8, num_stages=PREFILL_STAGES,
     )  # fmt: skip
-
-
-def _precision(dtype: torch.dtype) -> str:
-    if is_interpreted():
-        return "interpreted"
-    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def _stages(tile_bytes: int) -> int:

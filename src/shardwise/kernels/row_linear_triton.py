@@ -8,23 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.gated_triton import _activate
+from shardwise.kernels.device_functions import LINE, activate, prefetch
 from shardwise.kernels.launch import overlapping
 
 #: Numbers of the weight that a program has at a time, the most columns of them, tiles that are on their way, warps, and
 #: how many columns are fetched into the cache while the kernel before ends. `benchmarks/serving.py --cases rows` tries
 #: others.
 TILE, COLUMNS, STAGES, WARPS, AHEAD = 16384, 1024, 3, 8, 1024
-#: Numbers of two bytes in a line of the cache.
-LINE = tl.constexpr(64)
-
-
-@triton.jit
-def prefetch(addresses):
-    """Have lines of memory come into the cache, and go on."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -93,7 +83,7 @@ def _row_linear(
     if ACTIVATION != "":
         if HAS_BIAS:
             other += tl.load(bias + n + row, mask=is_row, other=0.0).to(tl.float32)
-        gate = _activate(made.to(tl.float32), ACTIVATION).to(made.dtype).to(tl.float32)
+        gate = activate(made.to(tl.float32), ACTIVATION).to(made.dtype).to(tl.float32)
         made = (gate * other.to(made.dtype).to(tl.float32)).to(made.dtype)
     tl.store(out + row, made, mask=is_row)
 

@@ -27,6 +27,7 @@ def interpreted() -> Iterator[None]:
             cache_write_triton,
             compact_states_triton,
             cross_entropy_triton,
+            device_functions,
             experts_triton,
             few_rows_linear_triton,
             fp8_triton,

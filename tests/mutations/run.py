@@ -5,8 +5,8 @@
     python -m tests.mutations.run --check               only look whether every fault can be made
     python -m tests.mutations.run --json                and keep the answers in benchmarks/results/mutations.json
 
-The tests of a fault are few and quick: those that are expected to notice. At the end, each that did must pass without
-any fault.
+The tests of a fault are few and quick: those that are expected to notice. The one that noticed last time is run first,
+and alone: mostly it does again. At the end, each that did must pass without any fault.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         trees = [Tree(options.tree, Path(folder) / str(number)) for number in range(options.jobs)]
         kept = _Kept(options.suite, options.tree) if options.json else None
-        answers = _try_all(faults, trees, options.limit, kept)
+        answers = _try_all(faults, trees, options.limit, kept, _last_finders(options.suite))
         _confirm(answers, trees[0], kept)
     left = [name for name, answer in answers.items() if answer["outcome"] != "found"]
     print(
@@ -108,8 +108,19 @@ def _confirm(answers: dict[str, dict[str, Any]], tree: Tree, kept: "_Kept | None
                 kept.add(name, answers[name])
 
 
+def _last_finders(suite: str) -> dict[str, str]:
+    """For each fault that was found when it was last tried, the test that did."""
+    kept = json.loads(RESULTS.read_text(encoding="utf-8"))["results"] if RESULTS.exists() else {}
+    rows = kept.get(suite, {}).get("faults", {})
+    return {name: row["test"] for name, row in rows.items() if row["outcome"] == "found"}
+
+
 def _try_all(
-    faults: Sequence[Fault], trees: Sequence[Tree], limit: float, kept: "_Kept | None"
+    faults: Sequence[Fault],
+    trees: Sequence[Tree],
+    limit: float,
+    kept: "_Kept | None",
+    last_finders: Mapping[str, str],
 ) -> dict[str, dict[str, Any]]:
     free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
     for tree in trees:
@@ -119,7 +130,11 @@ def _try_all(
         tree = free.get()
         try:
             with tree.with_fault(fault):
-                outcome = tree.run(fault.tests, limit_seconds=limit)
+                outcome = None
+                if fault.id in last_finders:
+                    outcome = tree.run([last_finders[fault.id]], limit_seconds=limit)
+                if outcome is None or not outcome.failed:
+                    outcome = tree.run(fault.tests, limit_seconds=limit)
         finally:
             free.put(tree)
         answer = _answer(fault, outcome)

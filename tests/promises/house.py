@@ -107,6 +107,16 @@ def class_names_of_two(sources: Sources) -> Offenders:
             yield f"{name} is the name of {len(files)} classes: {', '.join(files)}"
 
 
+def private_names_of_others(sources: Sources) -> Offenders:
+    """What two files need has a public name, and a home that both know."""
+    for source in sources:
+        for node in nodes_of(source):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "shardwise":
+                for alias in node.names:
+                    if alias.name.startswith("_") and not alias.name.startswith("__"):
+                        yield f"{source.name} imports {alias.name} of {node.module}, which is private there"
+
+
 def files_that_know_too_many(sources: Sources) -> Offenders:
     for source in sources:
         if source.name == "__init__.py":  # The public names: it knows where each is, and loads none.

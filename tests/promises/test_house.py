@@ -20,6 +20,7 @@ HELD: tuple[Promise, ...] = (
     house.modules_that_do_not_say_what_they_are,
     house.names_that_say_nothing,
     house.class_names_of_two,
+    house.private_names_of_others,
 )
 
 
@@ -42,6 +43,7 @@ EXAMPLES: list[tuple[Promise, str, str, str]] = [
     (house.long_functions, lines("def f():", 71), lines("def f():", 70), "x.py:1 f has 71 lines"),
     (house.long_functions, lines("async def f():", 71), lines("async def f():", 70), "x.py:1 f has 71 lines"),
     (house.long_classes, lines("class A:", 251), lines("class A:", 250), "x.py:1 A has 251 lines"),
+    (house.private_names_of_others, "from shardwise.a import _b", "from shardwise.a import b", "x.py imports _b"),
     (house.modules_that_do_not_say_what_they_are, "a = 1", '"""What it is."""', "x.py has no docstring"),
 ]
 

@@ -50,5 +50,5 @@ def test_who_asks_is_told_what_was_written_and_how(way: str, told: str) -> None:
     module = Writing(way)
     with undisturbed(module, {}, tells_writes=True) as switch:
         module(torch.ones(3, 2))
-        assert switch.guard is not None
-        assert {name: each.how for name, each in switch.guard.written.items()} == {"layer.weight": told}
+        assert switch.noted is not None
+        assert {name: each.how for name, each in switch.noted.guard.written.items()} == {"layer.weight": told}

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from shardwise.kernels.gated_triton import tanh
+from shardwise.kernels.device_functions import tanh
 from shardwise.kernels.loss_terms import Terms
 
 #: Words that a program takes at a time, and its warps. `benchmarks/kernels.py --sweep` tries others.

@@ -13,11 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.gated_triton import _activate
+from shardwise.kernels.device_functions import activate, dot, precision_of, prefetch_rows
 from shardwise.kernels.launch import overlapping
 from shardwise.kernels.narrow import GROUP, PAIR, NarrowWeight
-from shardwise.kernels.paged_attention_triton import _dot, _precision
-from shardwise.kernels.row_linear_triton import prefetch_rows
 from shardwise.kernels.widen_triton import from_eight_bits, from_four_bits, half_of, is_fast, scales_of
 
 
@@ -56,8 +54,8 @@ def _times_four_bits(rows, steps, begin, one, two, PRECISION: tl.constexpr, FAST
     weights: there are fewer of them."""
     byte = tl.load(rows + begin // 2 + tl.arange(0, _GROUP)[None, :], eviction_policy="evict_first")
     step = tl.load(steps + begin // _PAIR)
-    made = _dot(from_four_bits(byte, False, FAST).to(one.dtype), one, PRECISION) * half_of(step, 0)
-    made += _dot(from_four_bits(byte, True, FAST).to(two.dtype), two, PRECISION) * half_of(step, 2)
+    made = dot(from_four_bits(byte, False, FAST).to(one.dtype), one, PRECISION) * half_of(step, 0)
+    made += dot(from_four_bits(byte, True, FAST).to(two.dtype), two, PRECISION) * half_of(step, 2)
     made += tl.sum(one.to(tl.float32), 0)[None, :] * half_of(step, 1)
     return made + tl.sum(two.to(tl.float32), 0)[None, :] * half_of(step, 3)
 
@@ -99,10 +97,10 @@ def _few_rows_linear(
             at = begin + tl.arange(0, COLUMNS)
             tile = tl.load(here + at[None, :], eviction_policy="evict_first")
             given = _given(x, item, m, at, k)
-            total += _dot(from_eight_bits(tile, FAST).to(given.dtype), given, PRECISION)
+            total += dot(from_eight_bits(tile, FAST).to(given.dtype), given, PRECISION)
             if ACTIVATION != "":
                 beneath = tl.load(under + at[None, :], eviction_policy="evict_first")
-                other += _dot(from_eight_bits(beneath, FAST).to(given.dtype), given, PRECISION)
+                other += dot(from_eight_bits(beneath, FAST).to(given.dtype), given, PRECISION)
     is_row = row < n
     if CODES == "fp8":
         total *= tl.load(scales + row, mask=is_row, other=0.0)[:, None]
@@ -115,7 +113,7 @@ def _few_rows_linear(
         if HAS_BIAS:
             other += tl.load(bias + n + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
         # Rounded where the definition rounds.
-        gate = _activate(made.to(tl.float32), ACTIVATION).to(made.dtype).to(tl.float32)
+        gate = activate(made.to(tl.float32), ACTIVATION).to(made.dtype).to(tl.float32)
         made = (gate * other.to(made.dtype).to(tl.float32)).to(made.dtype)
     tl.store(out + item[None, :] * n + row[:, None], made, mask=(item < m)[None, :] & is_row[:, None])
 
@@ -136,7 +134,7 @@ def forward(x: Tensor, weight: Tensor | NarrowWeight, bias: Tensor | None, activ
         CODES=weight.kind if is_narrow else "", FAST=is_narrow and is_fast(weight), HAS_BIAS=bias is not None,
         ACTIVATION=activation or "", M=rows_of_x, ROWS=tile.rows, COLUMNS=columns, STAGES=tile.stages,
         AHEAD=AHEAD if x.is_cuda else 0,
-        PRECISION=_precision(x.dtype), num_warps=tile.warps, **overlapping(x.device),
+        PRECISION=precision_of(x.dtype), num_warps=tile.warps, **overlapping(x.device),
     )  # fmt: skip
     return out
 

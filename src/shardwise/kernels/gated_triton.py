@@ -9,37 +9,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
+from shardwise.kernels.device_functions import activate, slope_of
 from shardwise.kernels.launch import rows_of
 
 #: Numbers that a program takes. `benchmarks/kernels.py --sweep` tries others.
 BLOCK, WARPS = 2048, 8
-
-
-@triton.jit
-def tanh(x):
-    """From the exponential, which every Triton has; right where it is large, too."""
-    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
-
-
-@triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        return x / (1.0 + tl.exp(-x))
-    if ACTIVATION == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-
-
-@triton.jit
-def _slope(x, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        s = 1.0 / (1.0 + tl.exp(-x))
-        return s * (1.0 + x * (1.0 - s))
-    if ACTIVATION == "gelu":
-        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
-    inner = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
-    return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
 
 
 @triton.jit
@@ -51,7 +25,7 @@ def _forward(gate, up, out, gate_stride, up_stride, n, ACTIVATION: tl.constexpr,
     g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=mask, other=0.0)
     # Rounded before the product, as the definition does.
-    a = _activate(g, ACTIVATION).to(u.dtype)
+    a = activate(g, ACTIVATION).to(u.dtype)
     tl.store(out + row * n + column, (a.to(tl.float32) * u.to(tl.float32)).to(u.dtype), mask=mask)
 
 
@@ -68,8 +42,8 @@ def _backward(
     g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
     out = row * n + column
-    tl.store(d_up + out, (d * _activate(g, ACTIVATION)).to(d_up.dtype.element_ty), mask=mask)
-    tl.store(d_gate + out, (d * u * _slope(g, ACTIVATION)).to(d_gate.dtype.element_ty), mask=mask)
+    tl.store(d_up + out, (d * activate(g, ACTIVATION)).to(d_up.dtype.element_ty), mask=mask)
+    tl.store(d_gate + out, (d * u * slope_of(g, ACTIVATION)).to(d_gate.dtype.element_ty), mask=mask)
 
 
 def _shape(*tensors: Tensor) -> tuple[int, int]:

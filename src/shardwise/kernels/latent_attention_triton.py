@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.device_functions import dot, precision_of
 from shardwise.kernels.launch import num_processors, overlapping
-from shardwise.kernels.paged_attention_triton import _dot, _precision
 from shardwise.kernels.paged_functions import (
     LOG2_E,
     MOST_PARTS,
@@ -71,10 +71,10 @@ def _latent_decode(
         rows = cache + rows_of_tokens(tables, table_row, token, is_token, block_stride, token_stride, BLOCK_SIZE)
         short = tl.load(rows[:, None] + dim[None, :], mask=is_token[:, None] & is_dim, other=0.0)
         turned = tl.load(rows[:, None] + RANK + turned_dim[None, :], mask=is_token[:, None] & is_turned, other=0.0)
-        logits = _dot(q, tl.trans(short), PRECISION) + _dot(q_turned, tl.trans(turned), PRECISION)
+        logits = dot(q, tl.trans(short), PRECISION) + dot(q_turned, tl.trans(turned), PRECISION)
         logits = tl.where(is_token[None, :], logits * scale, -float("inf"))
         shares, kept, highest, total = softmax_step(logits, highest, total)
-        seen = seen * kept[:, None] + _dot(shares.to(short.dtype), short, PRECISION)
+        seen = seen * kept[:, None] + dot(shares.to(short.dtype), short, PRECISION)
     seen = seen / total[:, None]
     if begin_all + each >= length:  # There is no other part.
         there = out + row[:, None] * RANK + dim[None, :]
@@ -136,7 +136,7 @@ def decode(
         query, cache, tables, lengths, out, sums, logs, scale * LOG2_E, window or 0, fewest,
         query.stride(0), query.stride(1), cache.stride(0), cache.stride(1), tables.stride(0), num_heads,
         RANK=rank, RANK_DIM=dim, TURNED=width - rank, TURNED_DIM=turned_dim, HEADS=HEADS, BLOCK_SIZE=block_size,
-        KEYS=KEYS, HAS_WINDOW=has_window, PRECISION=_precision(query.dtype),
+        KEYS=KEYS, HAS_WINDOW=has_window, PRECISION=precision_of(query.dtype),
         num_warps=WARPS, num_stages=STAGES, **overlapping(query.device),
     )  # fmt: skip
     if parts > 1:

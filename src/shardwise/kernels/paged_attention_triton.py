@@ -11,18 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.choose import is_interpreted
+from shardwise.kernels.device_functions import dot, precision_of
 from shardwise.kernels.paged_functions import LOG2_E, rows_of_tokens, softmax_step
 
 #: Keys of a tile, and tiles on their way.
 PREFILL_KEYS, PREFILL_STAGES = 64, 3
-
-
-@triton.jit
-def _dot(a, b, PRECISION: tl.constexpr):
-    if PRECISION == "interpreted":  # Its products take the bits of bfloat16 for whole numbers.
-        return tl.dot(a.to(tl.float32), b.to(tl.float32))
-    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
@@ -41,7 +34,7 @@ def _prefill_tiles(
         offsets = rows[:, None] + dim[None, :]
         mask = is_token[:, None] & is_dim[None, :]
         key = tl.load(keys + offsets, mask=mask, other=0.0)
-        logits = _dot(q, tl.trans(key), PRECISION) * scale
+        logits = dot(q, tl.trans(key), PRECISION) * scale
         if IS_MASKED:
             is_seen = token[None, :] <= position[:, None]
             if HAS_WINDOW:
@@ -49,7 +42,7 @@ def _prefill_tiles(
             logits = tl.where(is_seen, logits, -float("inf"))
         shares, kept, highest, total = softmax_step(logits, highest, total)
         value = tl.load(values + offsets, mask=mask, other=0.0)
-        seen = seen * kept[:, None] + _dot(shares.to(value.dtype), value, PRECISION)
+        seen = seen * kept[:, None] + dot(shares.to(value.dtype), value, PRECISION)
     return highest, total, seen
 
 
@@ -113,12 +106,6 @@ def prefill(
         query.stride(0), query.stride(1), *keys.stride()[:3], tables.stride(0), num_heads,
         SHARING=num_heads // keys.shape[1], HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=keys.shape[2],
         QUERIES=num_queries, KEYS=PREFILL_KEYS if not is_wide else 32, HAS_WINDOW=window is not None,
-        PRECISION=_precision(query.dtype),
+        PRECISION=precision_of(query.dtype),
         num_warps=8, num_stages=PREFILL_STAGES,
     )  # fmt: skip
-
-
-def _precision(dtype: torch.dtype) -> str:
-    if is_interpreted():
-        return "interpreted"
-    return "ieee" if dtype == torch.float32 else "tf32"

@@ -15,16 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.device_functions import LINE, dot, precision_of, prefetch
 from shardwise.kernels.launch import num_processors, overlapping
-from shardwise.kernels.paged_attention_triton import _dot, _precision
 from shardwise.kernels.paged_functions import LOG2_E, count_parts, in_parts, rows_of_tokens, softmax_step
-from shardwise.kernels.row_linear_triton import prefetch
 
 #: Keys of a tile, warps, and tiles on their way. `benchmarks/serving.py --cases sweep` tries others.
 DECODE_KEYS, DECODE_WARPS, DECODE_TILES = 64, 4, 2
-#: Bytes of a line of the cache, lines that a program fetches at a time, and the most bytes that are fetched for the
-#: next kernel: of a cache of 50 MB half may hold the same as the other.
-_LINE, _LINES, MOST_AHEAD = tl.constexpr(128), tl.constexpr(128), 16 * 2**20
+#: Lines of the cache that a program fetches at a time, and the most bytes that are fetched for the next kernel: of a
+#: cache of 50 MB half may hold the same as the other.
+_LINES, MOST_AHEAD = tl.constexpr(128), 16 * 2**20
 
 
 @triton.jit
@@ -63,7 +62,7 @@ def _fetch(ahead, num_lines):
     num_programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
     for begin in range(program * _LINES, num_lines, num_programs * _LINES):
         line = tl.minimum(begin + tl.arange(0, _LINES), num_lines - 1)
-        prefetch(ahead + line * _LINE)
+        prefetch(ahead + line * LINE)
 
 
 @triton.jit
@@ -157,11 +156,11 @@ def _decode(
         offsets = rows[:, None] + dim[None, :]
         mask = is_token[:, None] & is_dim[None, :]
         key = tl.load(keys + offsets, mask=mask, other=0.0)
-        logits = _dot(q, tl.trans(key), PRECISION) * scale
+        logits = dot(q, tl.trans(key), PRECISION) * scale
         logits = tl.where(is_token[None, :], logits, -float("inf"))
         shares, kept, highest, total = softmax_step(logits, highest, total)
         value = tl.load(values + offsets, mask=mask, other=0.0)
-        seen = seen * kept[:, None] + _dot(shares.to(value.dtype), value, PRECISION)
+        seen = seen * kept[:, None] + dot(shares.to(value.dtype), value, PRECISION)
     if IS_STEP:
         if end == length:
             new_key = _made_heads(new_key, new_other, kw, kw_other, c, s, epsilon, HEAD_DIM, HAS_NORM, HAS_ANGLES)
@@ -255,7 +254,7 @@ def decode(
         query.stride(0), head_dim if is_step else query.stride(1), *keys.stride()[:3], tables.stride(0), num_heads,
         SHARING=sharing, HEADS=max(16, triton.next_power_of_2(sharing)), GROUP=triton.next_power_of_2(sharing),
         HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, KEYS=DECODE_KEYS, HAS_WINDOW=window is not None,
-        PRECISION=_precision(query.dtype), IS_STEP=is_step, HAS_NORM=is_step and turn.q_norm is not None,
+        PRECISION=precision_of(query.dtype), IS_STEP=is_step, HAS_NORM=is_step and turn.q_norm is not None,
         HAS_ANGLES=is_step and turn.cosine is not None, INTERLEAVED=is_step and turn.interleaved,
         AHEAD=_lines(keys) if is_step and manner["OVERLAPS"] else 0,
         HAS_NEXT=ahead is not None and ahead.numel() >= 128 and manner["OVERLAPS"],

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.gated_triton import _activate
+from shardwise.kernels.device_functions import activate, prefetch_rows
 from shardwise.kernels.launch import overlapping
 from shardwise.kernels.narrow import GROUP, PAIR, NarrowWeight
 from shardwise.kernels.widen_triton import from_eight_bits, from_four_bits, half_of, is_fast, scales_of
@@ -23,25 +23,7 @@ from shardwise.kernels.widen_triton import from_eight_bits, from_four_bits, half
 TILE, COLUMNS, STAGES, WARPS, AHEAD = 16384, 1024, 3, 8, 2048
 #: Tiles of narrow weights that are on their way: they are smaller.
 NARROW_STAGES = 5
-#: Bytes in a line of the cache.
-LINE = tl.constexpr(128)
 _GROUP, _PAIR = tl.constexpr(GROUP), tl.constexpr(PAIR)
-
-
-@triton.jit
-def prefetch(addresses):
-    """Have lines of memory come into the cache, and go on."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def prefetch_rows(rows, stride, AHEAD: tl.constexpr):
-    """The beginning of rows of a weight, `AHEAD` bytes of each."""
-    each: tl.constexpr = LINE // (rows.dtype.element_ty.primitive_bitwidth // 8)
-    line = tl.minimum(tl.arange(0, AHEAD // LINE) * each, stride - 1)
-    prefetch(rows + line[None, :])
 
 
 @triton.jit
@@ -140,7 +122,7 @@ def _row_linear(
     if ACTIVATION != "":
         if HAS_BIAS:
             other += tl.load(bias + n + row, mask=is_row, other=0.0).to(tl.float32)
-        gate = _activate(made.to(tl.float32), ACTIVATION).to(made.dtype).to(tl.float32)
+        gate = activate(made.to(tl.float32), ACTIVATION).to(made.dtype).to(tl.float32)
         made = (gate * other.to(made.dtype).to(tl.float32)).to(made.dtype)
     tl.store(out + row, made, mask=is_row)
 

@@ -164,8 +164,8 @@ def _kept_bytes(
     try:
         with undisturbed(module, {}) as switch, torch.enable_grad(), saving:
             module(*args, **kwargs)
-            if is_one_of_many and switch.state is not None:
-                _refuse_results(switch.state.results())
+            if is_one_of_many and switch.noted is not None:
+                _refuse_results(switch.noted.state.results())
     finally:
         for hook in hooks:
             hook.remove()

@@ -16,9 +16,9 @@ from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.metrics import take_metrics
 from shardwise.stages.rows import Seen, changed
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.python_state import PythonState, draws_digest
+from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.split.seed import seed_torch
-from shardwise.stages.split.switch import uncompiled, undisturbed
+from shardwise.stages.split.switch import Noted, undisturbed
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.steady_draws import steady_for
 from shardwise.stages.trial_rows import FIRST, NUM_ROWS, two_and_one
@@ -65,8 +65,9 @@ class Trial:
         #: The modes, training or not, in which nothing was run yet.
         self._unknown = {False, True}
         self._signature = Signature(module)
+        self._is_half = any(each.dtype in (torch.bfloat16, torch.float16) for each in module.parameters())
         #: What was there before the first run in evaluation mode. In training mode each run has hooks of its own.
-        self._state: PythonState | None = None
+        self._noted: Noted | None = None
 
     def run_in_training(self, batch: Batch) -> tuple[Run, str | None]:
         """The same in training mode; and what in the backward is not in proportion to the gradient it begins with.
@@ -88,22 +89,21 @@ class Trial:
         There is one in training mode, and where it `asks` for one of an output."""
         were_training = [each for each in self.module.modules() if each.training]
         counts = LabelCounts(ignored)
-        for each in self.module.modules():
-            each.training = each.training and training and not isinstance(each, RunningNormModule)
+        for each in were_training:
+            each.training = training and not isinstance(each, RunningNormModule)
         before = [(each, each.clone()) for each in self.module.buffers()] if training else []
         gradients = GradientsKept(self.module) if training else None
         try:
             with (
-                undisturbed(self.module, {}, self._loss, state=None if training else self._state) as switch,
-                uncompiled(),
+                undisturbed(self.module, {}, self._loss, noted=None if training else self._noted) as switch,
                 full_precision(),
                 self._precision(),
                 torch.set_grad_enabled(training or asks),
                 counts,
             ):
-                self._state = self._state if training else switch.state
+                assert switch.noted is not None
+                self._noted = self._noted if training else switch.noted
                 seed_torch(seed)
-                drawn = draws_digest()
                 is_rounded = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
                 with decisions or (self._at_first() if training in self._unknown else nullcontext()):
                     if output is None:
@@ -113,7 +113,7 @@ class Trial:
                     result, _ = take_metrics(self._loss(output, copy(batch)))
                 self._unknown.discard(training)
                 has_left = gradients is not None and gradients.put_back()
-                has_drawn = draws_digest() != drawn
+                has_drawn = switch.noted.state.have_drawn()
                 if look is not None:
                     look(result[0] if isinstance(result, tuple) else result)
                 writes = [*map(id, self.module.buffers())] != [id(each) for each, _ in before] or any(
@@ -125,7 +125,7 @@ class Trial:
         total, number = result if isinstance(result, tuple) else (result, None)
         # A GPU has another kernel for another number of rows, which adds up in another order.
         tolerance = {torch.float64: 1e-9, torch.float32: 1e-4 if total.is_cuda else 1e-5}.get(total.dtype, 1e-2)
-        if is_rounded or any(each.dtype in (torch.bfloat16, torch.float16) for each in self.module.parameters()):
+        if is_rounded or self._is_half:
             tolerance = 1e-2
         return Run(
             float(total.detach()), None if number is None else float(torch.as_tensor(number).detach()),

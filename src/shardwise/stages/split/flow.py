@@ -401,17 +401,16 @@ def watch(
     with undisturbed(module, units, tells_writes=True) as switch:
         with uncompiled(), nothing_recomputed(), watcher, _Looks(watcher), switch.visited_by(watcher):
             output = _run(module, args, kwargs)
-        assert switch.state is not None, "it is known what was there before"
-        assert switch.guard is not None, "parameters are looked after"
-        traces = bool(switch.state.changed())
-        written = switch.guard.written
+        assert switch.noted is not None, "it is known what was there before"
+        traces = bool(switch.noted.state.changed())
+        written = switch.noted.guard.written
         through_data = [name for name, each in written.items() if each.how == "data"]
         settles = settled(module, signature, example, through_data) if through_data else ()
         rewritten = {
             name: each._replace(in_glue=name in watcher.in_glue, settles=name in settles)
             for name, each in written.items()
         }
-        slots = {name: (holder, key) for name, holder, key in switch.state.assigned()} if records else {}
+        slots = {name: (holder, key) for name, holder, key in switch.noted.state.assigned()} if records else {}
         if probe is not None:
             probe(output)
     sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}

@@ -235,7 +235,9 @@ class PythonState:
     def restore(self) -> None:
         """Have everything as it was."""
         for _, holder, content in self._noted():
-            if isinstance(holder, Tensor):
+            if isinstance(holder, dict):  # Most are attributes of modules.
+                _put_back(holder, content)
+            elif isinstance(holder, Tensor):
                 if content is not None:
                     holder.data.copy_(content)  # Through `data`: that it was put back does not count as written.
             elif isinstance(holder, Watched):
@@ -243,8 +245,6 @@ class PythonState:
             elif isinstance(holder, CellType):
                 if content is not _EMPTY:
                     holder.cell_contents = content
-            elif isinstance(holder, dict):
-                _put_back(holder, content)
             elif len(holder) != len(content) or any(a is not b for a, b in zip(holder, content, strict=True)):
                 holder.clear()
                 (holder.update if isinstance(holder, set) else holder.extend)(content)

@@ -74,9 +74,8 @@ class Switch:
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         self.local = threading.local()
-        #: What was there before a run that leaves no trace, and who keeps parameters as they are.
-        self.state: PythonState | None = None
-        self.guard: WriteGuard | None = None
+        #: What was there before a run that leaves no trace.
+        self.noted: Noted | None = None
         self.gates: dict[str, Gate] = {}
         self.before = {name: get_compiled_call(unit) for name, unit in units.items()}
         for name, unit in units.items():
@@ -100,44 +99,57 @@ def uncompiled() -> AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
+class Noted:
+    """What a module has before a run: tensors, attributes, random numbers; `restore` has it there again.
+
+    It serves the next run too, if nothing has changed since: to note all of it again takes as long as a forward.
+    """
+
+    def __init__(self, module: nn.Module, *others: Any, tells_writes: bool = False) -> None:
+        self._tensors = [
+            (slots, key, each, each.clone() if _is_written(owner, slots) and not each.is_meta else each)
+            for owner in module.modules()
+            for slots in (buffer_slots(owner), parameter_slots(owner))
+            for key, each in slots.items()
+            if isinstance(each, Tensor)
+        ]
+        self.devices = {each.device for _, _, each, _ in self._tensors if each.is_cuda}
+        self.state = PythonState(module, *others)
+        self.guard = WriteGuard(module, tells=tells_writes)
+
+    def restore(self) -> None:
+        self.state.restore()
+        self.guard.restore()
+        for slots, key, each, value in self._tensors:
+            slots[key] = each  # A forward may have put another there.
+            if value is not each:
+                each.data.copy_(value)  # Through `data`: that it was put back does not count as written.
+
+
 @contextmanager
 def undisturbed(
     module: nn.Module,
     units: Mapping[str, nn.Module],
     *others: Any,
     tells_writes: bool = False,
-    state: PythonState | None = None,
+    noted: Noted | None = None,
 ) -> Iterator[Switch]:
     """A switch for runs that leave no trace: gates, tensors, attributes and random numbers are as they were before.
 
-    With `tells_writes` its guard knows which parameters were written. `state`: that of a run before, of the same
-    module and others without gates, if nothing has changed since; to note all of it again takes as long as a forward.
+    With `tells_writes` its guard knows which parameters were written. `noted`: that of a run before, of the same
+    module and others without units.
     """
-    devices = {each.device for each in module.parameters() if each.is_cuda}
-    kept = [
-        (slots, key, each, each.clone() if _is_written(owner, slots) and not each.is_meta else each)
-        for owner in module.modules()
-        for slots in (buffer_slots(owner), parameter_slots(owner))
-        for key, each in slots.items()
-        if isinstance(each, Tensor)
-    ]
     switch = Switch(units)
     # With the gates in it: they are no trace.
-    before = switch.state = state or PythonState(module, *others)
-    guard = switch.guard = WriteGuard(module, tells=tells_writes)
+    switch.noted = noted = noted or Noted(module, *others, tells_writes=tells_writes)
     try:
-        with torch.random.fork_rng(devices), torch.no_grad(), uncompiled(), guard.guarding():
+        with torch.random.fork_rng(noted.devices), torch.no_grad(), uncompiled(), noted.guard.guarding():
             yield switch
     finally:
-        before.restore()
-        guard.restore()
+        noted.restore()
         for name, unit in units.items():
             assert get_compiled_call(unit) is switch.gates[name], f"another gate stands in front of that of {name}"
             set_compiled_call(unit, switch.before[name])
-        for slots, key, each, value in kept:
-            slots[key] = each  # A forward may have put another there.
-            if value is not each:
-                each.data.copy_(value)  # Through `data`: that it was put back does not count as written.
 
 
 def _is_written(owner: nn.Module, slots: Mapping[str, Any]) -> bool:

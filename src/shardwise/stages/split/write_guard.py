@@ -38,12 +38,14 @@ class WriteGuard(EagerDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         #: Every parameter, as it lies in memory now.
         self._homes = {name: (each, each.data, version_of(each)) for name, each in _parameters(module)}
+        self._places = {name: storage_of(home) for name, (_, home, _) in self._homes.items()}
         self._names: dict[int, list[str]] = {}
-        for name, (each, _, _) in self._homes.items():
-            self._names.setdefault(storage_of(each), []).append(name)
         self._copies: dict[str, Tensor] = {}
         self._looks = tells or not self._are_few()
-        if not self._looks:
+        if self._looks:
+            for name, place in self._places.items():
+                self._names.setdefault(place, []).append(name)
+        else:
             self._copies = {name: home.clone() for name, (_, home, _) in self._homes.items()}
 
     def guarding(self) -> AbstractContextManager[Any]:
@@ -82,8 +84,8 @@ class WriteGuard(EagerDispatchMode):  # type: ignore[no-untyped-call]
         """Those that were written until now."""
         assert self._looks, "whoever asks which were written says so before the run"
         found = {}
-        for name, (parameter, home, version) in self._homes.items():
-            is_elsewhere = storage_of(parameter) != storage_of(home)
+        for name, (parameter, _, version) in self._homes.items():
+            is_elsewhere = storage_of(parameter) != self._places[name]
             if is_elsewhere or name in self._copies:
                 how = "memory" if is_elsewhere else "in place" if version_of(parameter) != version else "data"
                 found[name] = Rewritten(how, float(parameter.detach().sum(dtype=torch.float64)))
@@ -92,8 +94,8 @@ class WriteGuard(EagerDispatchMode):  # type: ignore[no-untyped-call]
     @torch.no_grad()
     def restore(self) -> None:
         """Put back what was there."""
-        for parameter, home, _ in self._homes.values():
-            if storage_of(parameter) != storage_of(home):
+        for name, (parameter, home, _) in self._homes.items():
+            if storage_of(parameter) != self._places[name]:
                 parameter.data = home
         for name, value in self._copies.items():
             # Through `data`: that it was put back does not count as written.

@@ -211,6 +211,15 @@ def a_patched_forward(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, model))
 
 
+@program()
+def hooks_of_the_model_itself(parallelize: Parallelize) -> Result:
+    """`model.register_forward_pre_hook(lambda model, args: ...)`: what `model(x)` would give it."""
+    model = small_net()
+    model.register_forward_pre_hook(lambda _, args: ((args[0] + 1) % 12,))
+    model.register_forward_hook(lambda _, args, output: output * (1 + args[0].dim()))
+    return trained(start(parallelize, model))
+
+
 class Wrapper(nn.Module):
     """Hands on what it does not know to the module inside, as PEFT's models do."""
 

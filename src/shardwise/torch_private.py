@@ -238,6 +238,12 @@ def forward_hooks(module: nn.Module) -> Iterator[tuple[Callable[..., Any], bool]
         yield hook, key in module._forward_hooks_with_kwargs
 
 
+def has_hooks_of_places(module: nn.Module) -> bool:
+    """Whether a module has hooks that are given what it was called with by place, and no keywords. No public way."""
+    before = module._forward_pre_hooks.keys() - module._forward_pre_hooks_with_kwargs.keys()
+    return bool(before or module._forward_hooks.keys() - module._forward_hooks_with_kwargs.keys())
+
+
 def hooks_of(module: nn.Module) -> list[str]:
     """The kinds of hooks that a module has of its own. Public is only to call it."""
     kinds = {

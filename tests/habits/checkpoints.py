@@ -2,14 +2,17 @@
 # Programs as users write them.
 # mypy: disable-error-code="no-untyped-call,no-any-return"
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.func import functional_call
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.habits.harness import Block, Net, Parallelize, Result, batch, program, small_net, start, trained
+from tests.habits.harness import Block, Net, Parallelize, Result, batch, program, sgd, small_net, start, trained
 
 OUTSIDE = {"pp": "units are called inside of an autograd.Function"}
 WORDS = dict.fromkeys(("dp", "microbatches", "cp"), "scale_grad_by_freq=True")
@@ -169,3 +172,83 @@ def dropout_in_checkpoints_around_blocks(parallelize: Parallelize) -> Result:
 def dropout_in_a_checkpoint_between_two_layers(parallelize: Parallelize) -> Result:
     """An activation that is recomputed by itself, inside of what tp cuts."""
     return apart(parallelize, Net(block=Dropping), Net(block=DroppingInPart))
+
+
+@program()
+def a_checkpoint_in_the_loss(parallelize: Parallelize) -> Result:
+    """`checkpoint(cross_entropy, ...)`: the mean is computed again as it was."""
+
+    def loss(output: Tensor, given: Any) -> Tensor:
+        return checkpoint(
+            functional.cross_entropy, output.flatten(0, 1), given["labels"].flatten(), use_reentrant=False
+        )
+
+    return trained(parallelize(small_net(), loss=loss, optimizer=sgd, example=batch(0)))
+
+
+class FastWeights(Net):
+    """MAML and its like: a block is called with other tensors in the places of its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        fast = {name: each * 0.9 for name, each in self.layers[0].named_parameters()}
+        hidden = functional_call(self.layers[0], fast, (self.embed(x),))
+        return self.head(self.norm(self.layers[1](hidden)))
+
+
+class AtRest(Net):
+    """The critic of a GAN that is in one module with its maker: for one call it is not trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, critic = self.embed(x), self.layers[1]
+        critic.requires_grad_(False)
+        judged = critic(hidden)
+        critic.requires_grad_(True)
+        return self.head(self.norm(judged + critic(self.layers[0](hidden))))
+
+
+@program(only="recompute")
+def fast_weights_computed_again(parallelize: Parallelize) -> Result:
+    """`functional_call`: the second forward has the weights of the first."""
+    return trained(start(parallelize, FastWeights().double()))
+
+
+@program(only="recompute")
+def a_block_at_rest_computed_again(parallelize: Parallelize) -> Result:
+    """`requires_grad_(False)` for one call: the second forward finds it so."""
+    return trained(start(parallelize, AtRest().double()))
+
+
+GAIN: ContextVar[float] = ContextVar("GAIN", default=1.0)
+FLAGS = {"shift": 0.0}
+
+
+class Gained(Block):
+    """Reads what is set around its call, and has an adapter that can be off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter, self.is_on = nn.Linear(8, 8), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * GAIN.get() + FLAGS["shift"]
+        return super().forward(self.adapter(x) if self.is_on else x)
+
+
+class Around(Net):
+    """Sets a context, a flag of the file and an attribute of each block around calls, and puts them back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, token = self.embed(x), GAIN.set(2.0)
+        layers: list[Any] = list(self.layers)
+        for number, layer in enumerate(layers):
+            FLAGS["shift"], layer.is_on = 0.5 + number, number == 1
+            hidden = layer(hidden)
+        GAIN.reset(token)
+        FLAGS["shift"], layers[0].is_on = 0.0, True
+        return self.head(self.norm(hidden))
+
+
+@program(only="recompute")
+def what_is_set_around_blocks_computed_again(parallelize: Parallelize) -> Result:
+    """`with flags(...):`, `disable_adapter()`: the second forward, behind all of it, finds them as the first did."""
+    return trained(start(parallelize, Around(block=Gained).double()))

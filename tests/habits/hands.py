@@ -84,6 +84,41 @@ def noise_on_gradients(parallelize: Parallelize) -> Result:
     return trained(engine, between=between)
 
 
+@program({"all": "was set between steps|is not here"})
+def gradients_put_in_place(parallelize: Parallelize) -> Result:
+    """`p.grad = p.grad * 0.5` behind the step; where it cannot be read, from elsewhere."""
+    engine = start(parallelize, small_net())
+
+    def between(_: int) -> None:
+        for each in engine.module.parameters():
+            each.grad = torch.ones(each.shape, dtype=each.dtype) if engine.plan.zero else each.grad * 0.5
+
+    return trained(engine, between=between)
+
+
+@program(only="dp", but="zero=3,offload.parameters,pp,tp")
+def gradients_of_ones_own(parallelize: Parallelize) -> Result:
+    """A backward of the script's own, another optimizer's step by what was put there, zeros: all are right."""
+    engine = start(parallelize, small_net())
+    module = engine.module
+    other = torch.optim.SGD(module.parameters(), lr=0.01)
+
+    def between(step: int) -> dict[str, float]:
+        module.zero_grad()
+        cross_entropy(module(batch(5)["x"]), batch(5)).backward()
+        norm = sum(float(each.grad.square().sum()) for each in module.parameters())
+        if step == 1:
+            for each in module.parameters():
+                each.grad = torch.zeros_like(each)
+        elif step == 2:
+            for each in module.parameters():
+                each.grad = torch.ones_like(each)
+            other.step()
+        return {f"norm {step}": norm}
+
+    return trained(engine, steps=4, between=between)
+
+
 @program()
 def gradients_set_to_zero_in_place(parallelize: Parallelize) -> Result:
     """`optimizer.zero_grad(set_to_none=False)`."""
@@ -140,7 +175,7 @@ def averages_by_groups(parallelize: Parallelize) -> Result:
     return trained(engine, between=between)
 
 
-@program(dict.fromkeys(("zero=1", "zero=2", "zero=3", "tp"), "was put into a group of SGD|rank . is gone"))
+@program(dict.fromkeys(("zero=1", "zero=2", "zero=3", "tp"), "(put into|taken out of) a group of SGD|rank . is gone"))
 def a_parameter_moved_to_another_group(parallelize: Parallelize) -> Result:
     """`add_param_group` of a parameter that is taken out of its group."""
     model = small_net()

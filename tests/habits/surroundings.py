@@ -211,6 +211,43 @@ def a_patched_forward(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, model))
 
 
+@program()
+def hooks_of_the_model_itself(parallelize: Parallelize) -> Result:
+    """`model.register_forward_pre_hook(lambda model, args: ...)`: what `model(x)` would give it."""
+    model = small_net()
+    model.register_forward_pre_hook(lambda _, args: ((args[0] + 1) % 12,))
+    model.register_forward_hook(lambda _, args, output: output * (1 + args[0].dim()))
+    return trained(start(parallelize, model))
+
+
+@program()
+def a_gain_that_hooks_read(parallelize: Parallelize) -> Result:
+    """`layer.register_forward_hook(lambda *_, output: output * model.gain)`: 1 at first, so that twice is once."""
+    model = small_net()
+    model.gain = nn.Parameter(torch.ones(8, dtype=torch.float64))
+    for each in model.layers:
+        each.register_forward_hook(lambda _, __, output: output * model.gain)
+    return trained(start(parallelize, model))
+
+
+class Asking(Block):
+    """Calls a function that it was given."""
+
+    ask: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.ask(x)
+
+
+@program()
+def a_function_that_reads_a_weight(parallelize: Parallelize) -> Result:
+    """`block.ask = lambda x: linear(x, model.layers[0].up.weight[:8])`: seen on a copy, too."""
+    model = small_net(block=Asking)
+    for each in model.layers:
+        each.ask = lambda x: nn.functional.linear(x, model.get_parameter("layers.0.up.weight")[:8])
+    return trained(start(parallelize, model))
+
+
 class Wrapper(nn.Module):
     """Hands on what it does not know to the module inside, as PEFT's models do."""
 

@@ -2,11 +2,13 @@
 
 import copy
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 
 from shardwise.stages.split.module_copy import _is_plain, copied
+from shardwise.torch_private import forward_hooks
 
 
 class Part(nn.Module):
@@ -73,3 +75,18 @@ def test_a_module_that_says_how_it_is_copied_is_asked() -> None:
     assert [_is_plain(each) for each in kinds] == [True, False]
     twin: Any = copied(nn.Sequential(Alone(), nn.ReLU()), {})
     assert twin[0].times == 1
+
+
+def test_functions_hooks_and_references_are_of_the_copy() -> None:
+    """`deepcopy` leaves them as they are: a copy that was tried read the weights of the original."""
+    owner = Owner()
+    part: Any = owner.parts[0]
+    part.ask, part.above = lambda: owner.steps, ref(owner)
+    part.register_forward_hook(lambda *_: owner.get_parameter("parts.1.linear.weight"))
+    twin = copied(owner, {})
+    other: Any = twin.get_submodule("parts.0")
+    assert other.ask() is twin.get_buffer("steps")
+    assert other.above() is twin
+    assert list(forward_hooks(other))[1][0]() is twin.get_parameter("parts.1.linear.weight")
+    assert part.ask() is owner.steps
+    assert part.above() is owner

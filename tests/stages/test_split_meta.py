@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split import materialise, split
+from shardwise.stages.split.flow import watch
+from shardwise.stages.split.meta import meta_twin
 from shardwise.stages.stage import Split
 from tests.engine.by_hand import assert_same, assert_split_is_the_module, leaves_of
 from tests.stages.families import FAMILIES, make_batch
@@ -166,3 +168,14 @@ def test_a_tensor_that_only_its_constructor_can_set_is_named() -> None:
         " (1 tensor is like this)\n"
         "  try: give Masked a reset_parameters() that sets it, or build the module on the CPU"
     )
+
+
+def test_without_numbers_every_block_reads_and_costs_what_it_does_with_them() -> None:
+    """Shapes that are known from a first block are not computed again for the next: what that does counts as well."""
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)) for _ in range(3)))
+    flows = [
+        watch(each, dict(each.named_children()), {"input": torch.randn(2, 8)}) for each in (module, meta_twin(module))
+    ]
+    told, twins = ([(call.unit, call.flops, call.touched) for call in flow.calls] for flow in flows)
+    assert told == twins
+    assert len({flops for _, flops, _ in told}) == 1

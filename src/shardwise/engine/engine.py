@@ -46,6 +46,20 @@ def _at_work(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concat
     return run
 
 
+def _at_step(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concatenate["Engine", _P], _R]:
+    """The same of a method that takes a step, which begins without gradients."""
+
+    @_at_work
+    @wraps(method)
+    def run(self: "Engine", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        self.shown.places.check()
+        result = method(self, *args, **kwargs)
+        self.shown.places.leave()
+        return result
+
+    return run
+
+
 class Engine:
     """Trains a module under a plan. Where ranks are processes, each has one and all call it alike.
 
@@ -102,7 +116,7 @@ class Engine:
         """Those of the last step or evaluation, over the whole batch, on every rank: means by name."""
         return self.steps.metrics.means
 
-    @_at_work
+    @_at_step
     def train_step(
         self, batch: Batch, *, metrics: Metrics | None = None, trace: bool = False, data_wait: float = 0.0,
         streams: StreamCollector | None = None,
@@ -115,7 +129,7 @@ class Engine:
         which the caller has started, adds to the record what the rank's GPU did, and is stopped."""
         return self.steps.train(batch, metrics=metrics, trace=trace, data_wait=data_wait, streams=streams).mean
 
-    @_at_work
+    @_at_step
     def launch_step(self, batch: Batch) -> LaunchedStep:
         """Take one step as `train_step` does; what it has measured can be read later, after the next was launched.
 

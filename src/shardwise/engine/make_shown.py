@@ -15,6 +15,7 @@ from shardwise.engine.asked_state import ask_of_state
 from shardwise.engine.parts import Parts
 from shardwise.engine.same_weights import OutsideWrites
 from shardwise.engine.shown import Shown, View
+from shardwise.engine.spent_gradients import GradientPlaces
 from shardwise.engine.stage_groups import follow_groups
 from shardwise.engine.unchanged import names_of_cut
 from shardwise.errors import ShardwiseError
@@ -38,6 +39,7 @@ def make_shown(
             view.on_look = WeakMethod(outside.note)
     shown = Shown(parts.module, [*views, *_views_of_pieces(parts, data)])
     shown.on_open = None if outside is None else outside.settle
+    shown.places = GradientPlaces(parameters)
     if parts.plan.pp == 1:  # Else gradients are followed (`stage_groups.py`).
         without = {id(tensor) for tensor, view in views if not view.has_gradient}
         shown.with_gradients = [each for each in parameters.values() if each.requires_grad and id(each) not in without]

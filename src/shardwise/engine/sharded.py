@@ -1,6 +1,7 @@
 """What this rank has of every layer: its part of the matrices (tp), of the experts (ep), of the sequences (cp)."""
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -18,8 +19,7 @@ from shardwise.sharding.context.trial import are_parts_alike
 from shardwise.sharding.dropout import Dropouts
 from shardwise.sharding.expert.shard import shard_experts
 from shardwise.sharding.expert.sharding import ExpertSharding
-from shardwise.sharding.tensor.shard import shard
-from shardwise.sharding.tensor.sharding import Sharding, Shards, find_trackers
+from shardwise.sharding.tensor import Sharding, Shards, find_trackers, layers_called, shard
 from shardwise.stages.batch import home_of
 from shardwise.stages.stage import Batch, Loss
 
@@ -111,6 +111,10 @@ class Sharded:
         if self.context is not None:
             self.context.drops = dropouts.weight_drop
         return dropouts
+
+    def evaluating(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Around evaluations: layers that ranks share, in parts or by stages, are called there, too, and not read."""
+        return layers_called(module) if self._plan.tp * self._plan.pp > 1 else nullcontext()
 
     def check_attention(self, module: nn.Module, wires: Wires) -> None:
         """A module whose attention was not found would see the tokens of one rank alone, and train without a word."""

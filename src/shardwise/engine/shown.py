@@ -23,7 +23,7 @@ from weakref import WeakMethod, WeakSet
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwise.engine.spent_gradients import SpentGradient
+from shardwise.engine.spent_gradients import GradientPlaces, SpentGradient, check_put
 from shardwise.errors import ShardwiseError
 from shardwise.torch_private import pytree, without_subclasses
 
@@ -45,6 +45,7 @@ HARMLESS = frozenset(
 )
 _DATA = _KIND.data.__get__
 _GRADIENT = _KIND.grad.__get__
+_SET_GRADIENT = _KIND.grad.__set__
 _ZEROING = nn.Module.zero_grad.__code__
 
 
@@ -138,8 +139,14 @@ def _asked(
     """Every function of torch that is given such a tensor comes here."""
     del cls, types
     kwargs = kwargs or {}
-    if function == _GRADIENT and sys._getframe(1).f_code is _ZEROING:
-        return None  # `module.zero_grad()` out of habit: every step begins with none.
+    if function == _GRADIENT and sys._getframe(1).f_code is _ZEROING and not _VIEWS[args[0]].has_gradient:
+        # `module.zero_grad()`, out of habit: every step begins with none. Or before a backward of the script's own, to
+        # which what the engine had left there, a part of its sum, would be added.
+        with without_subclasses():
+            args[0].grad = None
+        return None
+    if function == _SET_GRADIENT and isinstance(args[1], Tensor) and not _VIEWS[args[0]].has_gradient:
+        check_put(_VIEWS[args[0]].name, args[1])
     if function not in HARMLESS:
         for each in pytree.tree_leaves((args, kwargs)):
             if isinstance(each, Tensor) and is_guarded(each):
@@ -207,6 +214,8 @@ class Shown:
         self._lent: list[tuple[Tensor, type]] = []
         #: Parameters whose gradients are whole here, and may be looked at.
         self.with_gradients: Sequence[nn.Parameter] = ()
+        #: Where gradients of parameters are, and others may be put.
+        self.places = GradientPlaces({})
         #: What is called when the engine gets to work, once its tensors are plain.
         self.on_open: Callable[[], None] | None = None
         if self._classes and module not in _HOOKED:
@@ -257,6 +266,7 @@ class Shown:
     def close(self) -> None:
         """The engine has ended. What is not whole here never will be, and still says so."""
         self._is_closed = True
+        self.places.forget()
         self._take_back()
         ended = {id(tensor) for tensor, _, _ in self._classes if _VIEWS[tensor].ends_with_engine}
         for tensor, own, _ in self._classes:

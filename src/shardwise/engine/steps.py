@@ -99,7 +99,7 @@ class Steps:
         """The loss of a batch, with every part of the module in evaluation mode meanwhile."""
         evaluator = self._execution.evaluator
         with self._wires.told_to_all():
-            self._check_settings(batch)
+            self._check_settings(batch, evaluates=True)
         with self._in_evaluation_mode(), self.metrics.of(evaluator, metrics):
             microbatches = self._execution.batches.cut(batch, "evaluation")
             with before_a_loss():
@@ -107,9 +107,11 @@ class Steps:
             self._execution.batches.same.check_told()
             return tally
 
-    def _check_settings(self, batch: Batch) -> None:
+    def _check_settings(self, batch: Batch, *, evaluates: bool = False) -> None:
         if self._settings is not None:
             self._settings.check(batch)
+            if evaluates:
+                self._settings.check_evaluation(batch)
 
     def _end_settings(self) -> None:
         if self._settings is not None:
@@ -119,6 +121,7 @@ class Steps:
         """What the module returns for a batch in evaluation mode."""
         if self._settings is not None:
             self._settings.note()
+            self._settings.check_evaluation(batch)
         with self._in_evaluation_mode():
             given = self._predictions.cut(batch)
             predictor = self._predictions.executor
@@ -132,7 +135,7 @@ class Steps:
         training = [each for each in self._module.modules() if each.training]
         self._module.eval()
         try:
-            with self._wires.told_to_all(), self._states.written.shared():
+            with self._wires.told_to_all(), self._states.written.shared(), self._sharded.evaluating(self._module):
                 yield
         finally:
             for each in training:

@@ -27,7 +27,7 @@ from shardwise.stages.loss_trial import try_loss
 from shardwise.stages.rows import RowRule, unmarked
 from shardwise.stages.split.flow import watch
 from shardwise.stages.split.meta import meta_twin
-from shardwise.stages.split.script_values import Holder, Number, find_holders, shared_by
+from shardwise.stages.split.script_values import Holder, Number, asks_for_mode, find_holders, shared_by
 from shardwise.stages.stage import Batch, Loss
 from shardwise.torch_private import buffer_slots
 
@@ -100,6 +100,8 @@ class TriedAgain:
         }
         #: What trials find with the values that were there when the engine was made.
         self._at_first: _Found | None = None
+        #: Whether evaluations may read weights that training does not.
+        self._may_read_more = self._comes and self._twin is not None and asks_for_mode(self._twin)
 
     def note(self) -> None:
         """Take down what was set since the last step, before something else is run."""
@@ -121,6 +123,34 @@ class TriedAgain:
             self._try(batch, found)
         elif found:
             self._set_in_twin(found)
+
+    def check_evaluation(self, batch: Batch) -> None:
+        """Refuse an evaluation whose forward reads weights that are not there for it: those that training reads are.
+        Tried once, on copies without numbers."""
+        if not self._may_read_more:
+            return
+        self._may_read_more = False
+        try:
+            training, evaluation = (self._read_by_units(unmarked(batch), is_training=each) for each in (True, False))
+        except Exception:  # Whoever evaluates says what is wrong.
+            return
+        for unit, names in evaluation.items():
+            more = sorted(names - training[unit])
+            if more:
+                raise ShardwiseError(
+                    f"in evaluation mode {unit or 'the forward of the module'} reads {some(more)}, which it does not in"
+                    f" training, and which is not there for it ({self._plan})",
+                    remedy="call the layer that has it, in both modes; or read it in training too",
+                )
+
+    def _read_by_units(self, batch: Batch, *, is_training: bool) -> dict[str, frozenset[str]]:
+        """What each unit reads, and under no name what is read between them."""
+        assert self._twin is not None, "it may be asked how it is run"
+        module = self._with_buffers(meta_twin(self._twin))
+        module.train(is_training)
+        flow = watch(module, {name: module.get_submodule(name) for name in self.units}, batch)
+        read = {unit: frozenset[str]().union(*[c.touched for c in flow.calls if c.unit == unit]) for unit in self.units}
+        return {**read, "": flow.in_glue}
 
     def end(self) -> None:
         """What has changed during a step was changed by it, or by the engine that was made."""

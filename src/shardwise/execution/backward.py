@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from shardwise.errors import ShardwiseError
 from shardwise.torch_private import PythonNode, engine_run_backward, num_outputs, run_in_thread
 
 Gradients = Sequence[Tensor | None]
@@ -204,15 +205,24 @@ def _run_engine(
         return _run_publicly(starts, gradients, targets, accumulates=accumulates)
     # What lies around the engine hands the context of this thread to those of devices: a CPU has none of its own.
     run = run_in_thread if run_in_thread is not None and gradients[0].device.type == "cpu" else engine_run_backward
-    found: tuple[Tensor | None, ...] = run(
-        tuple(starts),
-        tuple(gradients),
-        not accumulates,
-        False,
-        tuple(targets),
-        allow_unreachable=True,
-        accumulate_grad=accumulates,
-    )
+    try:
+        found: tuple[Tensor | None, ...] = run(
+            tuple(starts),
+            tuple(gradients),
+            not accumulates,
+            False,
+            tuple(targets),
+            allow_unreachable=True,
+            accumulate_grad=accumulates,
+        )
+    except RuntimeError as error:
+        if "selective activation checkpoint" not in str(error):
+            raise
+        raise ShardwiseError(
+            "a selective checkpoint of the module (create_selective_checkpoint_contexts) gives what it has kept to one"
+            " backward alone, and this schedule takes backwards apart",
+            remedy="schedule=1f1b; or checkpoint(...) without context_fn, or recompute=selective in the plan",
+        ) from error
     return found
 
 

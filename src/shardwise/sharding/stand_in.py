@@ -22,7 +22,7 @@ from shardwise.stages.split.materialise import materialise
 from shardwise.stages.split.module_copy import copied
 from shardwise.stages.split.units import is_block_list
 from shardwise.stages.stage import Batch
-from shardwise.torch_private import hooks_of, pytree
+from shardwise.torch_private import hooks_of, pytree, version_of
 
 #: So many tokens and rows are tried where there are more.
 _TOKENS, _ROWS = 12, 2
@@ -95,9 +95,25 @@ def fitting(
     return device, (torch.float32,) if many else (torch.float64, torch.float32)
 
 
-def another(twin: nn.Module) -> nn.Module:
-    """A copy with the same parameters, the very same tensors, and everything else of its own."""
-    return copied(twin, {id(each): each for each in twin.parameters()})
+def another(twin: nn.Module, *, writes: bool = False) -> nn.Module:
+    """A copy whose parameters have the same memory, unless its forward `writes` to them, and all else of its own.
+
+    They are tensors of its own, too: a forward may have them rest meanwhile (`requires_grad_(False)`), and copies are
+    run beside each other.
+    """
+    return copied(twin, {id(each): _of_its_own(each, writes=writes) for each in twin.parameters()})
+
+
+def versions_of(twin: nn.Module) -> list[int]:
+    """How often each parameter was written; on its copies, too, that have its memory."""
+    return [version_of(each) for each in twin.parameters()]
+
+
+def _of_its_own(parameter: nn.Parameter, *, writes: bool) -> nn.Parameter:
+    numbers = parameter.detach().clone() if writes else parameter.detach()
+    made = nn.Parameter(numbers, requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made
 
 
 def _representatives(module: nn.Module, sort: Callable[[str], Hashable]) -> dict[str, str]:

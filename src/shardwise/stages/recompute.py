@@ -18,6 +18,7 @@ schedule a stage is recomputed whole, once, before its first half (`execution/co
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+from shardwise.stages.held_parameters import Held
 from shardwise.stages.left_in_arguments import has_containers, with_own_containers
 from shardwise.stages.recalled import DEAR, recalling
 from shardwise.stages.split.module_stage import ModuleStage
@@ -82,6 +84,8 @@ def _inside(_unit: str, call: Inner) -> Inner:
 
 
 def _outside(stage: ModuleStage, selective: bool, stops_early: bool, unit: str, call: Inner) -> Inner:
+    held = Held()
+
     def run(*args: Any, **kwargs: Any) -> Any:
         # What the module checkpoints itself is not kept anyway.
         is_theirs = is_in_checkpoint() or _recomputes_itself(stage.unit(unit))
@@ -89,18 +93,34 @@ def _outside(stage: ModuleStage, selective: bool, stops_early: bool, unit: str, 
             return call(*args, **kwargs)
         again, counted = stage.moment(stage.unit(unit))
         computed = _with_arguments_kept(call, args, kwargs) if has_containers((*args, *kwargs.values())) else call
+        computed = _in_its_context(computed)
+        as_it_was = held.now(stage.unit(unit))
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             if not selective:
-                return nullcontext(), again()
+                return nullcontext(), _both(again(), as_it_was())
             first, second = recalling(counted)
-            return first, _both(again(), second)
+            return first, _both(_both(again(), as_it_was()), second)
 
         with set_checkpoint_early_stop(stops_early):
             # Random numbers are those of `again`, with the buffers.
             return checkpoint(
                 computed, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
             )
+
+    return run
+
+
+def _in_its_context(call: Inner) -> Inner:
+    """The same call, whose second run has the context variables of its first."""
+    then: Context | None = None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal then
+        if then is None:
+            then = copy_context()
+            return call(*args, **kwargs)
+        return then.copy().run(call, *args, **kwargs)
 
     return run
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.simulated import SimulatedGroup
+from shardwise.sharding.stand_in import another
 from shardwise.sharding.tensor import Sharding, shard
 
 
@@ -88,4 +89,67 @@ def test_noise_and_dropout_are_no_difference() -> None:
     sharding, told = cut(between)
     assert {"0.up", "0.down"} <= sharding.cut.keys()
     assert not told
+    assert not sharding.unverified
+
+
+class AtRest(nn.Module):
+    """Its layers rest for one call of two, as a critic does in one module with its maker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed = Feed(torch.tanh)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.feed.requires_grad_(False)
+        judged: Tensor = self.feed(input)
+        self.feed.requires_grad_(True)
+        made: Tensor = judged + self.feed(input * 2)
+        return made
+
+
+def test_a_forward_that_has_parameters_rest_does_so_for_its_own_copy_alone() -> None:
+    """The ranks of a trial are threads. With one parameter for all, what differed was chance, and with it what each
+    process made of it."""
+    whole = AtRest()
+    copies = [another(whole), another(whole)]
+    copies[0].requires_grad_(False)
+    assert all(each.requires_grad for module in (whole, copies[1]) for each in module.parameters())
+    assert [each.data_ptr() for each in copies[0].parameters()] == [each.data_ptr() for each in whole.parameters()]
+    sharding = shard(AtRest(), SimulatedGroup(0, 2), example={"input": torch.randn(2, 3, 8)})
+    assert {"feed.up", "feed.down"} == sharding.cut.keys()
+
+
+class Started(Feed):
+    """Takes its numbers from the first batch that it sees, as Glow's ActNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.tanh)
+        self.scale, self.has_started = nn.Parameter(torch.ones(8)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.has_started:
+            with torch.no_grad():
+                self.scale.copy_(1 / x.std((0, 1)))
+            self.has_started = True
+        return super().forward(x * self.scale)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Started(), Started()])
+
+    def forward(self, input: Tensor) -> Tensor:
+        for block in self.blocks:
+            input = block(input)
+        return input
+
+
+def test_a_forward_that_writes_to_parameters_is_tried_with_memory_of_its_own() -> None:
+    """Blocks that are alike are one on the copy, and the second wrote over what the first had kept for its backward:
+    nothing was compared, and a part of the tokens was taken for all."""
+    example = {"input": torch.randn(2, 4, 8)}
+    with pytest.warns(UserWarning, match="sp=true shares out nothing, since with a part of the tokens"):
+        sharding = shard(Blocks(), SimulatedGroup(0, 2), example=example, sequence=True)
+    assert sharding.cut
     assert not sharding.unverified

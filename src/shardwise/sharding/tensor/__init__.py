@@ -1,6 +1,7 @@
 """Tensor parallelism: layers cut over ranks that compute them together."""
 
 from shardwise.sharding.tensor.shard import shard
-from shardwise.sharding.tensor.sharding import Sharding
+from shardwise.sharding.tensor.sharding import Sharding, Shards, find_trackers
+from shardwise.sharding.tensor.torch_encoders import layers_called
 
-__all__ = ["Sharding", "shard"]
+__all__ = ["Sharding", "Shards", "find_trackers", "layers_called", "shard"]

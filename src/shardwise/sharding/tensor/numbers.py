@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from shardwise.sharding.stand_in import tensors_in
 from shardwise.sharding.tensor.sharding import Shards
+from shardwise.sharding.tensor.torch_encoders import layers_called
 from shardwise.sharding.tensor.vocabulary import VocabParallelLogits
 from shardwise.stages.checkpoints import nothing_recomputed
 from shardwise.stages.full_precision import full_precision
 from shardwise.stages.split.python_state import left_as_it_was
-from shardwise.stages.split.script_values import names_in_classes
+from shardwise.stages.split.script_values import asks_for_mode
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout
 from shardwise.units import format_percent
@@ -46,14 +47,18 @@ class Course:
 def precisely(device: torch.device) -> Iterator[None]:
     """Products in full precision, and generators as they were afterwards. For the process, so around all threads."""
     forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with full_precision(), forked, nothing_recomputed():
+    with full_precision(), forked, nothing_recomputed(), layers_called():
         yield
 
 
 def run(
-    module: nn.Module, call: Callable[[nn.Module], Any], looked_at: Sequence[str], loss: Loss | None, batch: Batch
-) -> Course:
-    """One forward and backward of a module, with the same gradient for what it returns in every course."""
+    module: nn.Module, call: Callable[[nn.Module], Any], looked_at: Sequence[str], loss: Loss | None, batch: Batch, *,
+    backward: bool = True,
+) -> Course:  # fmt: skip
+    """One forward and backward of a module, with the same gradient for what it returns in every course.
+
+    Without a backward it is run as evaluations are, where no gradients are wanted.
+    """
     course = Course()
     handles = [
         module.get_submodule(name).register_forward_hook(
@@ -61,7 +66,7 @@ def run(
         )
         for name in looked_at
     ]
-    with torch.enable_grad(), SteadyDropout(), SteadyDraws():
+    with torch.set_grad_enabled(backward), SteadyDropout(), SteadyDraws():
         output = call(module)
         for handle in handles:
             handle.remove()
@@ -81,7 +86,7 @@ def run(
             total = made if total is None else total + made
         named = dict(module.named_parameters())
         wanted = [each for each in named.values() if each.requires_grad]
-        if total is not None and wanted:
+        if total is not None and wanted and backward:
             found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
             course.gradients = {name: next(found) if each.requires_grad else None for name, each in named.items()}
     return course
@@ -134,9 +139,9 @@ def compare(
     return _compare_gradients(whole, ranks, shards, most)
 
 
-def asks_for_mode(module: nn.Module) -> bool:
-    """Whether a forward of the user's own names `training`: it may do something else in evaluation mode."""
-    return names_in_classes(module, "training")
+def may_differ(module: nn.Module) -> bool:
+    """Whether a module may compute something else in evaluations."""
+    return asks_for_mode(module)
 
 
 def are_alike(one: Course, other: Course, dtype: torch.dtype) -> bool:

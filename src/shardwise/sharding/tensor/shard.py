@@ -29,7 +29,7 @@ from shardwise.sharding.tensor.plain_layers import has_hooks, is_layer, why_whol
 from shardwise.sharding.tensor.regions import Found, find_regions
 from shardwise.sharding.tensor.sharding import Sharding, Shards, cost_of, starred
 from shardwise.sharding.tensor.tensor_plan import TensorPlan, read_tensor_plan
-from shardwise.sharding.tensor.trial import Arguments, Trial, differs_in_evaluation, in_evaluation_mode
+from shardwise.sharding.tensor.trial import Arguments, Trial, differs_in_evaluation, settle_in_evaluation
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
@@ -123,8 +123,7 @@ def _settled(
     )  # fmt: skip
     trial.settle(verify=verify)
     if verify and differs_in_evaluation(trial):
-        with in_evaluation_mode(module, twin):
-            trial.settle(verify=True)
+        settle_in_evaluation(trial)
     return trial
 
 

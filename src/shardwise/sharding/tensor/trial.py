@@ -12,7 +12,7 @@ Blocks that differ in their number alone are treated alike. Every process tries 
 """
 
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.simulated import SimulatedGroup, simulate
 from shardwise.sharding.block_watch import BlockWatch
-from shardwise.sharding.stand_in import another, converted, fitting, shortened, stand_in
+from shardwise.sharding.stand_in import another, converted, fitting, shortened, stand_in, versions_of
 from shardwise.sharding.tensor import numbers
 from shardwise.sharding.tensor.channel_groups import ChannelTrace
 from shardwise.sharding.tensor.cut_layers import LayerCutter, cut, is_by_heads
@@ -74,6 +74,10 @@ class Trial:
     num_chunks: int | None = None
     #: Layers that the user has named to be cut.
     named: frozenset[str] = frozenset()
+    #: Whether it is run as in evaluations: without gradients.
+    evaluates: bool = False
+    #: Whether its forward writes to parameters: then no two of them are one on the copy.
+    _writes: bool = False
     #: Why numbers could not be compared, if so.
     unverified: str = ""
     #: Why nothing is shared out along the sequence, though it was asked for.
@@ -107,7 +111,7 @@ class Trial:
 
     def _fault_of_shapes(self) -> tuple[list[str], str] | None:
         """Cut a copy without numbers as each rank would, and run it."""
-        for rank in self._different_ranks():
+        for rank in _different_ranks(self.found, self.num_ranks):
             twin = meta_twin(self.twin)
             try:
                 self._shards = self.cut(twin, SimulatedGroup(rank, self.num_ranks)).shards()
@@ -116,7 +120,9 @@ class Trial:
             watch = BlockWatch(twin)
             try:
                 run_on_meta(twin, self.on_meta, watch)
-                self._passing = {path: done for path, done in watch.passing.items() if not self._is_crossed(path)}
+                self._passing = {
+                    path: done for path, done in watch.passing.items() if not _is_crossed(self.found, path)
+                }
             except Exception as error:
                 if self.sequence and replace(self, sequence=False)._fault_of_shapes() is None:
                     return self._fault_without_sequence(f"with a part of the tokens it raises: {error}")
@@ -131,30 +137,10 @@ class Trial:
                 return kinds, f"{name} cannot do with a part of its channels: {error}"
         return None
 
-    def _is_crossed(self, block: str) -> bool:
-        """Whether a region is only in part in a block: then what lies between its layers lies outside, too."""
-        for region in self.found.regions:
-            inside = [name == block or name.startswith(f"{block}.") for name in (*region.columns, *region.rows)]
-            if block in (*region.columns, *region.rows) or (any(inside) and not all(inside)):
-                return True
-        return False
-
     def _fault_without_sequence(self, why: str) -> tuple[list[str], str] | None:
         """Share out nothing along the sequence: what is computed is the same."""
         self.sequence, self.unshared = False, why
         return self._fault_of_shapes()
-
-    def _different_ranks(self) -> list[int]:
-        """A rank of each kind: those that have as many places of everything are alike."""
-        kinds: dict[Hashable, int] = {}
-        for rank in range(self.num_ranks):
-            sizes = tuple(
-                sum(stop - start for start, stop in runs[rank])
-                for region in self.found.regions
-                for runs in (*region.columns.values(), *region.rows.values())
-            )
-            kinds.setdefault(sizes, rank)
-        return list(kinds.values())
 
     def _kinds_in(self, holder: str) -> list[str]:
         """The kinds of regions that have layers right in a module."""
@@ -193,10 +179,10 @@ class Trial:
             if difference.mark in names:
                 return [kind]
         for kind in reversed(kinds):
-            if self._without([kind])._difference(sequence=False) is None:
+            if _without(self, [kind])._difference(sequence=False) is None:
                 return [kind]
         # Several at once, or none of them.
-        return list(kinds) if self._without(list(kinds))._difference(sequence=False) is None else []
+        return list(kinds) if _without(self, list(kinds))._difference(sequence=False) is None else []
 
     def _kinds(self) -> dict[str, list[str]]:
         """What is cut by kinds: regions by their rows, heads and experts; and the layers that show what each makes."""
@@ -216,7 +202,7 @@ class Trial:
                 found = self._compared(whole, sequence=sequence)
                 if found is None:
                     return None
-                again = numbers.run(another(whole.twin), whole.call, (), whole.loss, whole.batch)
+                again = self._run(another(whole.twin, writes=self._writes), whole, ())
                 if not numbers.are_alike(whole.course, again, whole.dtype):
                     raise _UntriedError("the module computes something else whenever it is called")
         return found
@@ -236,6 +222,8 @@ class Trial:
 
     def _sort(self, name: str) -> Hashable:
         """How a parameter would lie: those that lie differently cannot be one."""
+        if self._writes:
+            return name
         lie = self._shards.get(name)
         return None if lie is None else (lie.dim, lie.runs, lie.is_partial)
 
@@ -249,7 +237,20 @@ class Trial:
         def call(module: nn.Module) -> Any:
             return module(*args, **kwargs)
 
-        course = numbers.run(another(twin), call, self._marks(twin), loss, batch)
+        versions = versions_of(twin)
+        problem: Exception | None = None
+        try:
+            course = numbers.run(
+                another(twin, writes=self._writes), call, self._marks(twin), loss, batch, backward=not self.evaluates
+            )
+        except Exception as error:
+            problem = error
+        # A copy's own tensors count with those whose memory they have.
+        if not self._writes and versions != versions_of(twin):
+            self._writes = True
+            return self._whole_of(example, dtype, device, loss, seed)
+        if problem is not None:
+            raise problem
         return _Whole(course, twin, call, batch, loss, dtype)
 
     def _compared(self, whole: _Whole, *, sequence: bool) -> Difference | None:
@@ -258,9 +259,9 @@ class Trial:
         shards: dict[int, dict[str, Shards]] = {}
 
         def on_rank(group: SimulatedGroup) -> Course:
-            modules[group.rank] = module = another(whole.twin)
+            modules[group.rank] = module = another(whole.twin, writes=self._writes)
             shards[group.rank] = self.cut(module, group, sequence=sequence).shards()
-            return numbers.run(module, whole.call, self._marks(module), whole.loss, whole.batch)
+            return self._run(module, whole, self._marks(module))
 
         try:
             ranks = simulate(self.num_ranks, on_rank)
@@ -269,6 +270,10 @@ class Trial:
             rows = [row for each in holders if each for kind in self._kinds_in(each) for row in self._kinds()[kind]]
             return Difference(mark=rows[0] if rows else "", error=1.0, raised=str(error))
         return numbers.compare(whole.course, ranks, shards[0], whole.dtype, with_marks=not sequence)
+
+    def _run(self, module: nn.Module, whole: _Whole, looked_at: Sequence[str]) -> Course:
+        """A copy run as the whole one was."""
+        return numbers.run(module, whole.call, looked_at, whole.loss, whole.batch, backward=not self.evaluates)
 
     def _marks(self, module: nn.Module) -> list[str]:
         """The layers whose results are looked at, of those that a copy has."""
@@ -293,36 +298,73 @@ class Trial:
         for name, reason in reasons.items():
             if name in self.named:
                 raise ShardwiseError(f"{name} cannot be cut: {reason}", remedy=f'tensor={{"{name}": "whole"}}, or tp=1')
-        self.found = self._without(kinds).found
+        self.found = _without(self, kinds).found
         self.found.whole |= reasons
         self.found.kept |= reasons.keys()
 
-    def _without(self, kinds: list[str]) -> "Trial":
-        """The same with some kinds of layers whole."""
-        found = replace(
-            self.found,
-            regions=[region for region in self.found.regions if region.kind not in kinds],
-            heads=[name for name in self.found.heads if starred(name) not in kinds],
-            experts=[name for name in self.found.experts if starred(name) not in kinds],
-            whole=dict(self.found.whole),
+
+def _without(trial: Trial, kinds: list[str]) -> Trial:
+    """The same with some kinds of layers whole."""
+    found = replace(
+        trial.found,
+        regions=[region for region in trial.found.regions if region.kind not in kinds],
+        heads=[name for name in trial.found.heads if starred(name) not in kinds],
+        experts=[name for name in trial.found.experts if starred(name) not in kinds],
+        whole=dict(trial.found.whole),
+    )
+    return replace(trial, found=found)
+
+
+def _is_crossed(found: Found, block: str) -> bool:
+    """Whether a region is only in part in a block: then what lies between its layers lies outside, too."""
+    for region in found.regions:
+        inside = [name == block or name.startswith(f"{block}.") for name in (*region.columns, *region.rows)]
+        if block in (*region.columns, *region.rows) or (any(inside) and not all(inside)):
+            return True
+    return False
+
+
+def _different_ranks(found: Found, num_ranks: int) -> list[int]:
+    """A rank of each kind: those that have as many places of everything are alike."""
+    kinds: dict[Hashable, int] = {}
+    for rank in range(num_ranks):
+        sizes = tuple(
+            sum(stop - start for start, stop in runs[rank])
+            for region in found.regions
+            for runs in (*region.columns.values(), *region.rows.values())
         )
-        return replace(self, found=found)
+        kinds.setdefault(sizes, rank)
+    return list(kinds.values())
 
 
 def differs_in_evaluation(trial: Trial) -> bool:
-    """Whether the whole module computes something else in evaluation mode, where nothing is dropped in either."""
+    """Whether the whole module computes something else in evaluations, where nothing is dropped in either; or the same
+    without layers that are cut, as shorter ways do that read their weights."""
     is_cut = trial.found.regions or trial.found.heads or trial.found.experts
-    if not is_cut or trial.unverified or not numbers.asks_for_mode(trial.module):
+    if not is_cut or trial.unverified or not numbers.may_differ(trial.module):
         return False
     try:
         with numbers.precisely(trial.device):
             whole = trial.run_whole(1)
-            other = another(whole.twin)
+            one, other = (another(whole.twin, writes=trial._writes) for _ in range(2))
+            there = {name for name, _ in other.named_modules()}
+            layers = [name for name in trial.cut_layers() if name in there]
+            evaluated = replace(trial, evaluates=True)
+            first = evaluated._run(one, whole, layers)
             with in_evaluation_mode(other):
-                again = numbers.run(other, whole.call, (), whole.loss, whole.batch)
+                second = evaluated._run(other, whole, layers)
     except Exception:
         return True
-    return not numbers.are_alike(whole.course, again, whole.dtype)
+    called = [[name for name, _ in each.marks] for each in (first, second)]
+    return called[0] != called[1] or not numbers.are_alike(first, second, whole.dtype)
+
+
+def settle_in_evaluation(trial: Trial) -> None:
+    """Try until what is left computes in evaluations, too, what the whole module does there."""
+    trial.evaluates = True
+    with in_evaluation_mode(trial.module, trial.twin):
+        trial.settle(verify=True)
+    trial.evaluates = False
 
 
 @contextmanager

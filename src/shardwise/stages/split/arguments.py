@@ -1,12 +1,14 @@
 """What of a batch a module's forward is given: the entries that its signature names."""
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.stage import Batch
+from shardwise.torch_private import has_hooks_of_places
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -19,6 +21,7 @@ class Signature:
     def __init__(self, module: nn.Module) -> None:
         parameters = inspect.signature(module.forward).parameters.values()
         self._module = type(module).__name__
+        self._root = module
         self._positional = [each for each in parameters if each.kind is inspect.Parameter.POSITIONAL_ONLY]
         self._named = [each for each in parameters if each.kind in _NAMED]
         #: `forward(*args, **kwargs)`, as in a module around a module: it names nothing, so it gets everything.
@@ -40,7 +43,18 @@ class Signature:
         given = {each.name: batch[each.name] for each in self._named if each.name in batch}
         if any(each.name == "use_cache" for each in self._named):
             given.setdefault("use_cache", False)
-        return tuple(batch[each.name] for each in self._positional if each.name in batch), given
+        places = tuple(batch[each.name] for each in self._positional if each.name in batch)
+        return (*places, *self._in_order(given)), given
+
+    def _in_order(self, given: dict[str, Any]) -> Iterator[Any]:
+        """Arguments that are given by their places, and not by name: as scripts write `model(x)`, if the module has
+        hooks that see nothing else (`def hook(module, args)`)."""
+        if not has_hooks_of_places(self._root):
+            return
+        for each in self._named:
+            if each.kind is inspect.Parameter.KEYWORD_ONLY or each.name not in given:
+                return
+            yield given.pop(each.name)
 
     def check(self, batch: Batch) -> None:
         """Raise if the batch lacks what forward cannot do without."""

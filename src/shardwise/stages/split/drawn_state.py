@@ -34,12 +34,23 @@ class Watched:
         now = self.read()
         return [("", content, now)] if now != content else []
 
+    def places(self, content: Any) -> Iterable[tuple[str, dict[str, Any], str]]:
+        """Names that are other values now, where they are, and under which key; those of a file alone."""
+        del content
+        return ()
+
 
 class PlainValues(Watched):
     """Numbers and words by name: `Block.calls`, or a file's own that a function writes with `global`."""
 
-    def __init__(self, read: Callable[[], Mapping[str, Any]], write: Callable[[str, Any], None]) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Mapping[str, Any]],
+        write: Callable[[str, Any], None],
+        file: dict[str, Any] | None = None,
+    ) -> None:
         self._read, self._write = read, write
+        self._file = file
 
     def read(self) -> dict[str, Any]:
         return {key: value for key, value in self._read().items() if type(value) in PLAIN and not key.startswith("__")}
@@ -52,6 +63,9 @@ class PlainValues(Watched):
         now = self._read()
         return [(key, value, now[key]) for key, value in content.items() if key in now and now[key] is not value]
 
+    def places(self, content: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
+        return [] if self._file is None else [(key, self._file, key) for key, _, _ in self.changes(content)]
+
 
 def values_of_class(kind: type) -> PlainValues:
     return PlainValues(lambda: vars(kind), lambda key, value: setattr(kind, key, value))
@@ -59,7 +73,7 @@ def values_of_class(kind: type) -> PlainValues:
 
 def values_of_file(file: dict[str, Any], names: Iterable[str]) -> PlainValues:
     """Those of a function's globals that it names."""
-    return PlainValues(lambda: {key: file[key] for key in names if key in file}, file.__setitem__)
+    return PlainValues(lambda: {key: file[key] for key in names if key in file}, file.__setitem__, file)
 
 
 class Draws(Watched):

@@ -129,6 +129,9 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         #: What glue has looked at to decide what to do next: everything after it depends on that.
         self._decided_by: Sources = NOTHING
         self._inside: _Inside | None = None
+        #: What was there before the run, if flags are noted; and where they are, by name.
+        self.start: PythonState | None = None
+        self.flags: dict[str, tuple[dict[Any, Any], Any]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -200,6 +203,8 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
 
     def call(self, unit: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit is called: run it, and note what it needed and what it returned."""
+        if self.start is not None:
+            self.flags.update((name, (holder, key)) for name, holder, key in self.start.set_to_plain())
         arguments, tree = pytree.tree_flatten((args, kwargs))
         index, times = len(self.calls), self._times_called.get(unit, 0)
         self._times_called[unit] = times + 1
@@ -260,7 +265,7 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run_on_meta(self, name: str, inner: Inner, given: list[Any], tree: pytree.TreeSpec) -> Any:
         """Run a unit without numbers."""
-        guesses = Guesses()
+        guesses = Guesses(recalls=False)  # What is recalled is not seen here, nor counted.
         try:
             return call_on_meta(inner, given, tree, guesses)
         except Exception as error:
@@ -388,17 +393,20 @@ def watch(
     probe: Callable[[Any], None] | None = None,
     *,
     records: bool = False,
+    notes_flags: bool = False,
 ) -> UnitFlow:
     """Run the module once on the example and return what flowed where. The module is left as it was.
 
     `probe` is called with the module's output; numbers in it mean nothing if the module is on the meta device. With
-    `records` what each call leaves in attributes is kept too.
+    `records` what each call leaves in attributes is kept too; with `notes_flags` where plain values were others than at
+    first while units were called, though they may be put back behind them.
     """
     signature = Signature(module)
     signature.check(example)
     args, kwargs = signature.arguments(example)
     watcher = FlowWatch(module, home_of(example), records=records)
     with undisturbed(module, units, tells_writes=True) as switch:
+        watcher.start = switch.state if notes_flags else None
         with uncompiled(), nothing_recomputed(), watcher, _Looks(watcher), switch.visited_by(watcher):
             output = _run(module, args, kwargs)
         assert switch.noted is not None, "it is known what was there before"
@@ -411,6 +419,7 @@ def watch(
             for name, each in written.items()
         }
         slots = {name: (holder, key) for name, holder, key in switch.noted.state.assigned()} if records else {}
+        slots.update(watcher.flags)
         if probe is not None:
             probe(output)
     sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.flow import UnitCall
+from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.split.meta import call_on_meta, is_on_meta, meta_twin, on_meta
 from shardwise.stages.split.outline import Outline, TensorOutline, leaves_of, outline_of, signature_of
 from shardwise.stages.stage import Batch
@@ -77,11 +78,20 @@ class Forecast:
         return self._twins[unit]
 
     def hooked(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
-        """What a unit's forward hooks make of what stands in for its output: they may collect it, or change it."""
+        """What stands in for a unit's output, shown to its forward hooks: they may collect it.
+
+        What they make of it counts for nothing: it is what the unit has returned, with its hooks, where it was run.
+        """
         module = self._units[unit]
         for hook, with_kwargs in forward_hooks(module):
-            changed = hook(module, args, kwargs, returned) if with_kwargs else hook(module, args, returned)
-            returned = returned if changed is None else changed
+            try:
+                hook(module, args, kwargs, returned) if with_kwargs else hook(module, args, returned)
+            except Exception as error:
+                raise ShardwiseError(
+                    f"a forward hook of {unit} fails on a stage that has not run it, at {line_of_error(error)}:"
+                    f" {error}",
+                    remedy="a hook that needs nothing but what it is given; or what it does in the forward of a unit",
+                ) from error
         return returned
 
 

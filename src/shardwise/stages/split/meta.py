@@ -23,11 +23,12 @@ class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Answers questions about numbers where there are none, so that units which ask them get through.
 
     The answers are such that sizes are upper bounds: every element is counted as nonzero. That is how far experts of a
-    mixture get without data.
+    mixture get without data. Without `recalls` every operation is run, so that whoever watches below sees it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, recalls: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._recalls = recalls
         #: Whether anything was asked.
         self.were_asked = False
 
@@ -36,10 +37,10 @@ class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         del types
         self.were_asked |= depends_on_data(func)
-        return run_or_guess(func, args, kwargs or {})
+        return run_or_guess(func, args, kwargs or {}, recalls=self._recalls)
 
 
-def run_or_guess(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_or_guess(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, recalls: bool = True) -> Any:
     """What an operation returns, or what is answered in its place: `Guesses` for one operation."""
     first = args[0] if args else None
     if isinstance(first, Tensor) and first.is_meta:
@@ -55,7 +56,7 @@ def run_or_guess(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if func in _INDEXED and any(isinstance(each, Tensor) and each.dtype is torch.bool for each in args[1]):
         # A choice by a mask: as if it chose everything.
         args = (first, [one for each in args[1] for one in _places(each)], *args[2:])
-    key = find_key(func, args, kwargs)
+    key = find_key(func, args, kwargs) if recalls else None
     if key is not None:
         return run_or_recall(key, func, args, kwargs)
     if _are_apart(args):

@@ -5,7 +5,8 @@ import inspect
 from collections import OrderedDict
 from functools import cache
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
+from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
@@ -24,13 +25,12 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     _copy_plain(module, memo)
     twin = copy.deepcopy(module, memo)
     for each in twin.modules():
-        # A forward that a user put there holds, as a rule, the one that was there before: the original's.
-        own = vars(each).get("forward")
-        if isinstance(own, FunctionType) and own.__closure__:
-            cells = tuple(CellType(_within(cell.cell_contents, memo)) for cell in own.__closure__)
-            other = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, cells)
-            other.__kwdefaults__, other.__signature__ = own.__kwdefaults__, inspect.signature(own)  # type: ignore[attr-defined]
-            vars(each)["forward"] = other
+        attributes = vars(each)
+        for key, held in attributes.items():
+            if isinstance(held, (FunctionType, ReferenceType)):
+                attributes[key] = _within(held, memo)
+            elif isinstance(held, OrderedDict) and held and key.endswith("_hooks"):
+                held.update({handle: _within(hook, memo) for handle, hook in held.items()})
     return twin
 
 
@@ -88,7 +88,35 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _within(held: Any, memo: dict[int, Any]) -> Any:
-    """What a function refers to, if it is a part of a module that was copied: the part of the copy."""
+    """What refers to a module that was copied, or to its tensors, as `deepcopy` leaves it: of the copy.
+
+    So does, as a rule, a forward that a user put in the place of another, a hook, and a reference to the parent.
+    """
     if isinstance(held, MethodType) and id(held.__self__) in memo:
         return MethodType(held.__func__, memo[id(held.__self__)])
+    if isinstance(held, ReferenceType):
+        return ref(memo[id(held())]) if id(held()) in memo and held() is not None else held
+    if isinstance(held, FunctionType):
+        return _with_cells(held, memo)
     return memo.get(id(held), held) if isinstance(held, (nn.Module, Tensor)) else held
+
+
+def _with_cells(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    """The same function over what its cells have of the copy."""
+    if not function.__closure__ or id(function) in memo:
+        return cast(FunctionType, memo.get(id(function), function))
+    memo[id(function)] = function  # It may hold itself.
+    try:
+        contents = [cell.cell_contents for cell in function.__closure__]
+    except ValueError:
+        return function  # One of them is not set yet.
+    within = [_within(each, memo) for each in contents]
+    if all(one is other for one, other in zip(contents, within, strict=True)):
+        return function
+    cells = tuple(CellType(each) for each in within)
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    vars(made).update(vars(function))
+    made.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    memo[id(function)] = made
+    return made

@@ -203,6 +203,12 @@ class PythonState:
                     if each is not content.get(key, _EMPTY) or (id(each) in self._versions and self._is_written(each))
                 )
 
+    def set_to_plain(self) -> Iterator[tuple[str, dict[Any, Any], Any]]:
+        """The same of numbers, words and None alone, with those of files: flags that are set for a while."""
+        yield from (each for each in self.assigned() if type(each[1][each[2]]) in PLAIN)
+        for _, holder, content in self._noted():
+            yield from holder.places(content) if isinstance(holder, Watched) else ()
+
     def have_drawn(self) -> bool:
         """Whether Python's or NumPy's generators have been drawn from."""
         return _told_of(self._drawn) != _told_of(python_draws())

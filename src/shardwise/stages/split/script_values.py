@@ -185,6 +185,11 @@ def names_in_classes(module: nn.Module, name: str) -> bool:
     return any(name in _named_by_forward(kind) for kind in {type(each) for each in module.modules()})
 
 
+def asks_for_mode(module: nn.Module) -> bool:
+    """Whether a forward of the user's own asks how it is run: it may do something else in evaluations."""
+    return any(names_in_classes(module, name) for name in ("training", "is_grad_enabled", "is_inference_mode_enabled"))
+
+
 def _named_by_forward(kind: type) -> set[str]:
     own = [base for base in kind.__mro__ if is_theirs(base)]
     found: set[str] = set()

@@ -58,6 +58,10 @@ def split(
     if flow.traces:
         recorded = watch(module, called, example, records=True)
         flow = replace(flow, left=recorded.left, slots=recorded.slots)
+    if second is not None and second.reruns:
+        # What is set around a call, and put back, has to be there when the call is run again.
+        flags = watch(module, called, example, notes_flags=True).slots
+        flow = replace(flow, slots={**flags, **flow.slots})
     if second is not None and not has_meta(module):
         StageCheck(module, called, flow, parts, example, second).check()
     here = range(num_stages) if only is None else sorted(only)

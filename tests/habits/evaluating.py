@@ -1,0 +1,99 @@
+"""Forwards that go another way in evaluations, where nobody wants gradients: torch's own, and those of a script."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.habits.harness import Block, Parallelize, Result, batch, program, small_net, start
+
+
+def evaluated(engine: Any) -> Result:
+    """A step, its held out rows, outputs, and a step after that."""
+    found = {"first": engine.train_step(batch(0)), "held out": engine.evaluate(batch(7))}
+    return found | {"outputs": engine.predict(batch(8)), "last": engine.train_step(batch(9))}
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.encoder(self.embed(x)))
+        return scores
+
+
+class Padded(Encoder):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.arange(x.shape[1]) > x[:, :1] % 3
+        scores: Tensor = self.head(self.encoder(self.embed(x), src_key_padding_mask=hidden))
+        return scores
+
+
+@program(only="tp")
+def torch_encoder_evaluated(parallelize: Parallelize) -> Result:
+    """`nn.TransformerEncoderLayer` reads weights in evaluation mode, and calls no layer."""
+    return evaluated(start(parallelize, Encoder().double()))
+
+
+@program({"tp": "gives zeros", "pp": "gives zeros", "cp": "nn.MultiheadAttention"})
+def torch_encoder_with_padding_evaluated(parallelize: Parallelize) -> Result:
+    """Hidden tokens are zeros then, and layers hand on nested tensors."""
+    return evaluated(start(parallelize, Padded().double()))
+
+
+class ShortWay(Block):
+    """The same by a product of its own, where `is_short` says so."""
+
+    def is_short(self) -> bool:
+        return not self.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_short():
+            return super().forward(x)
+        hidden = functional.linear(self.norm(x), self.up.weight, self.up.bias)
+        return x + functional.linear(torch.tanh(hidden), self.down.weight, self.down.bias)
+
+
+class ShortWithoutGradients(ShortWay):
+    def is_short(self) -> bool:
+        return not torch.is_grad_enabled()
+
+
+@program(only="tp")
+def a_shorter_way_in_evaluation_mode(parallelize: Parallelize) -> Result:
+    """`if not self.training: return fused(x, self.up.weight, ...)`."""
+    return evaluated(start(parallelize, small_net(block=ShortWay)))
+
+
+@program(only="tp")
+def a_shorter_way_without_gradients(parallelize: Parallelize) -> Result:
+    """The same by `torch.is_grad_enabled()`."""
+    return evaluated(start(parallelize, small_net(block=ShortWithoutGradients)))
+
+
+class Reads(Block):
+    """In evaluation mode it reads another's weight; in a list, which hides that from torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[Block] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        return hidden if self.training else hidden * (1 + self.others[0].up.weight.mean())
+
+
+@program(dict.fromkeys(("zero=3", "offload.parameters", "pp"), "in evaluation mode layers.0 reads layers.1.up.weight"))
+def a_weight_read_in_evaluation_mode(parallelize: Parallelize) -> Result:
+    """It is there for whoever reads it in training."""
+    model = small_net(block=Reads)
+    layers: list[Any] = list(model.layers)
+    one, other = layers
+    one.others, other.others = [other], [one]
+    return evaluated(start(parallelize, model))

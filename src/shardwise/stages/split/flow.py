@@ -406,10 +406,10 @@ def watch(
     args, kwargs = signature.arguments(example)
     watcher = FlowWatch(module, home_of(example), records=records)
     with undisturbed(module, units, tells_writes=True) as switch:
-        watcher.start = switch.state if notes_flags else None
+        assert switch.noted is not None, "it is known what was there before"
+        watcher.start = switch.noted.state if notes_flags else None
         with uncompiled(), nothing_recomputed(), watcher, _Looks(watcher), switch.visited_by(watcher):
             output = _run(module, args, kwargs)
-        assert switch.noted is not None, "it is known what was there before"
         traces = bool(switch.noted.state.changed())
         written = switch.noted.guard.written
         through_data = [name for name, each in written.items() if each.how == "data"]

@@ -52,11 +52,11 @@ def test_a_70b_model_is_served_as_people_serve_it() -> None:
 def at(*, tp: int, pp: int, sequences: int) -> Served:
     """Llama 70B on eight H100."""
     pool = Cluster.parse("8xh100").pools[0]
-    model, software = get_model("llama3-70b"), usual_software(pool.device)
-    ranks, stages, experts, at_once = (np.array([size]) for size in (tp, pp, 1, sequences))
+    tps, pps, eps, counts = (np.array([size]) for size in (tp, pp, 1, sequences))
     return serve(
-        model, pool, tp=ranks, pp=stages, ep=experts, sequences=at_once, prompt=1024, output=256, software=software
-    )
+        get_model("llama3-70b"), pool, tp=tps, pp=pps, ep=eps, sequences=counts, prompt=1024, output=256,
+        software=usual_software(pool.device),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-8b"])

@@ -130,7 +130,7 @@ def test_fit_accounts_for_a_plan_or_says_what_is_wrong_with_it(
 ) -> None:
     dp, tp, pp = axes
     text = f"dp={dp},tp={tp},pp={pp},schedule={schedule},microbatches={microbatches},precision=bf16{more}"
-    question = make_question("gpt2", cluster=f"{dp * tp * pp}xa100", batch=batch, sequence=1024)
+    question = make_question("gpt2", cluster=f"1x{dp * tp * pp}xa100", batch=batch, sequence=1024)
     found = answer_or_sentence(lambda: account(question, Plan.parse(text)))
     if found is None:
         return

@@ -99,13 +99,13 @@ def forward(
     new = x if residual is None else torch.empty_like(x)
     columns = min(COLUMNS, triton.next_power_of_2(k))
     rows = max(TILE // columns // (1 if activation is None else 2), 1)
-    manner = overlapping(x.device)
+    overlap = overlapping(x.device)
     # Older processors have less shared memory for what is on its way.
-    stages = STAGES if manner["OVERLAPS"] and x.element_size() == 2 else 2
+    stages = STAGES if overlap["OVERLAPS"] and x.element_size() == 2 else 2
     _row_linear[(triton.cdiv(n, rows),)](
         x, weight, bias, residual, norm, out, new, n, k, eps,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm is not None,
         ACTIVATION=activation or "", ROWS=rows, COLUMNS=columns, STAGES=stages,
-        AHEAD=AHEAD if x.is_cuda else 0, num_warps=WARPS, **manner,
+        AHEAD=AHEAD if x.is_cuda else 0, num_warps=WARPS, **overlap,
     )  # fmt: skip
     return out, new

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
@@ -12,13 +11,13 @@ from shardwise.cluster.file import to_toml
 from shardwise.cluster.kernel import KINDS
 from shardwise.cluster.probe import Probe
 from shardwise.cluster.probed import cluster_of
-from shardwise.probing import collectives, devices, kernels, links
 from shardwise.probing.collectives import groupings_of
 from shardwise.probing.links import rounds_of
 from shardwise.probing.measure import SUBJECTS, probe_rank
 from shardwise.probing.page import make_probe_page
 from shardwise.probing.steady import goes_on, is_stable, settled
 from shardwise.ranks.spawn import Ranks
+from tests.probing.quick import quickly
 
 
 def test_rounds_have_every_pair_once_and_no_host_twice() -> None:
@@ -57,15 +56,7 @@ def test_it_stops_when_the_lowest_three_agree_and_late_ones_do_not_count() -> No
 
 def quick_probe() -> Probe | None:
     """All of a probe, with less time for each number."""
-    with (
-        patch.object(collectives, "SIZES", (4096, 32768, 262144)),
-        patch.object(collectives, "LIMIT_SECONDS", 0.02),
-        patch.object(devices, "LIMIT_SECONDS", 0.05),
-        patch.object(kernels, "LIMIT_SECONDS", 0.02),
-        patch.object(kernels, "_ROWS", 1),
-        patch.object(links, "_SIZE_SECONDS", 0.05),
-        patch.object(links, "_LARGEST", 2**22),
-    ):
+    with quickly():
         return probe_rank(SUBJECTS)
 
 

@@ -245,7 +245,7 @@ def decode(
             counters = torch.zeros(num_sequences * num_kv_heads, dtype=torch.int32, device=query.device)
     sharing, is_step = num_heads // num_kv_heads, turn is not None
     dim = max(16, triton.next_power_of_2(head_dim))
-    manner = overlapping(query.device)
+    overlap = overlapping(query.device)
     _decode[(num_kv_heads, parts, num_sequences)](
         query, keys, values, tables, lengths, out, sums, logs, counters,
         *((turn.q_norm, turn.k_norm, turn.cosine, turn.sine) if is_step else 4 * (None,)),
@@ -256,9 +256,9 @@ def decode(
         HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, KEYS=DECODE_KEYS, HAS_WINDOW=window is not None,
         PRECISION=precision_of(query.dtype), IS_STEP=is_step, HAS_NORM=is_step and turn.q_norm is not None,
         HAS_ANGLES=is_step and turn.cosine is not None, INTERLEAVED=is_step and turn.interleaved,
-        AHEAD=_lines(keys) if is_step and manner["OVERLAPS"] else 0,
-        HAS_NEXT=ahead is not None and ahead.numel() >= 128 and manner["OVERLAPS"],
-        num_warps=DECODE_WARPS, num_stages=_stages(DECODE_KEYS * dim * query.dtype.itemsize), **manner,
+        AHEAD=_lines(keys) if is_step and overlap["OVERLAPS"] else 0,
+        HAS_NEXT=ahead is not None and ahead.numel() >= 128 and overlap["OVERLAPS"],
+        num_warps=DECODE_WARPS, num_stages=_stages(DECODE_KEYS * dim * query.dtype.itemsize), **overlap,
     )  # fmt: skip
     return out
 

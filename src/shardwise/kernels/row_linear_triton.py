@@ -139,15 +139,15 @@ def forward(
     is_narrow = isinstance(weight, NarrowWeight)
     columns = min(COLUMNS, max(triton.next_power_of_2(k), PAIR))
     rows = max(TILE // columns // (1 if activation is None else 2), 1)
-    manner = overlapping(x.device)
+    overlap = overlapping(x.device)
     # Older processors have less shared memory for what is on its way.
-    stages = STAGES if manner["OVERLAPS"] and x.element_size() == 2 else 2
+    stages = STAGES if overlap["OVERLAPS"] and x.element_size() == 2 else 2
     codes = weight.codes if is_narrow else weight
     _row_linear[(triton.cdiv(n, rows),)](
         x, codes, scales_of(weight) if is_narrow else None, bias, residual, norm, out, new, n, k, codes.shape[1], eps,
         CODES=weight.kind if is_narrow else "", FAST=is_narrow and is_fast(weight),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm is not None,
         ACTIVATION=activation or "", ROWS=rows, COLUMNS=columns, STAGES=NARROW_STAGES if is_narrow else stages,
-        AHEAD=AHEAD if x.is_cuda else 0, num_warps=WARPS, **manner,
+        AHEAD=AHEAD if x.is_cuda else 0, num_warps=WARPS, **overlap,
     )  # fmt: skip
     return out, new

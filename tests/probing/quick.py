@@ -1,0 +1,27 @@
+"""A probe with less time for each number: for tests of what becomes of them."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from shardwise.probing import collectives, devices, kernels, links
+
+_LESS: list[tuple[Any, str, Any]] = [
+    (collectives, "SIZES", (4096, 32768, 262144)),
+    (collectives, "LIMIT_SECONDS", 0.02),
+    (devices, "LIMIT_SECONDS", 0.05),
+    (kernels, "LIMIT_SECONDS", 0.02),
+    (kernels, "_ROWS", 1),
+    (links, "_SIZE_SECONDS", 0.05),
+    (links, "_LARGEST", 2**22),
+]
+
+
+@contextmanager
+def quickly() -> Iterator[None]:
+    """Where probes of this process are quick."""
+    with ExitStack() as stack:
+        for module, name, value in _LESS:
+            stack.enter_context(patch.object(module, name, value))
+        yield

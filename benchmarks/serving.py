@@ -102,10 +102,10 @@ def transformers_batching(name: str, requests: Sequence[BenchRequest], weights_s
     torch.manual_seed(weights_seed)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    manner = transformers.GenerationConfig(
+    generation = transformers.GenerationConfig(
         max_new_tokens=1024, do_sample=True, temperature=0.6, eos_token_id=-1, pad_token_id=0
     )
-    manager = model.eval().init_continuous_batching(generation_config=manner)
+    manager = model.eval().init_continuous_batching(generation_config=generation)
     manager.start()
     try:
         begun = time.perf_counter()

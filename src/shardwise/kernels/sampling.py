@@ -1,4 +1,4 @@
-"""The next token of many rows of logits, each drawn in its own manner and from its own seed.
+"""The next token of many rows of logits, each drawn with its own parameters and from its own seed.
 
 A row's draw is that of the largest `logit / temperature + noise`, the noise of each word being Gumbel's (Gumbel 1954;
 Maddison et al. 2014, section 2): words come out as often as the softmax says. Noise is a hash of the row's key, the

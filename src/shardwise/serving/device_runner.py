@@ -19,7 +19,7 @@ from shardwise.nets.transformer import Transformer
 from shardwise.serving.decode_graphs import DecodeGraphs
 from shardwise.serving.fused_layers import Attend, FusedLayers, can_be_fused
 from shardwise.serving.kv_cache import HeadsCache, Inputs, KVCache, Spans, spans_of
-from shardwise.serving.packing import Tables, Whole, has_cuts, manner_of, pack_singles, token_at
+from shardwise.serving.packing import Tables, Whole, has_cuts, pack_singles, packed_sampling_of, token_at
 from shardwise.serving.runner import LocalRunner, Runner, wanted_of
 from shardwise.serving.sequence import Piece
 
@@ -82,7 +82,7 @@ class DeviceRunner:
             self._graphs.run(self._to_device(self._pack(pieces)), len(pieces), has_cuts=has_cuts(last))
         elif last:
             logits = self._mixed(pieces)
-            told = np.array([(*manner_of(each), len(each.tokens)) for each in last], np.int32)
+            told = np.array([(*packed_sampling_of(each), len(each.tokens)) for each in last], np.int32)
             keys, floats = self._to_device(told), self._to_device(told[:, [2, 4, 5]]).view(torch.float32)
             tokens, _ = sample(
                 logits, floats[:, 0], keys[:, 3], floats[:, 1], floats[:, 2], keys[:, :2], keys[:, 6],

@@ -175,22 +175,22 @@ class LLMEngine:
         sequence.tokens[place] = token
         sequence.num_known = place + 1
         self._name_blocks(sequence)
-        manner = sequence.request.sampling
-        if manner.guide is not None:
-            manner.guide.advance(token)
+        sampling = sequence.request.sampling
+        if sampling.guide is not None:
+            sampling.guide.advance(token)
         self._num_generated += 1
         if is_first:
             self._num_prompt_tokens += sequence.num_prompt
         finish: Finish | None = None
         if token in ends_of(sequence, self.eos_token_ids):
             finish = "stop"
-        elif manner.guide is not None and manner.guide.is_complete:
+        elif sampling.guide is not None and sampling.guide.is_complete:
             finish = "complete"
-        elif sequence.num_known - sequence.num_prompt >= manner.max_tokens:
+        elif sequence.num_known - sequence.num_prompt >= sampling.max_tokens:
             finish = "length"
         if finish is not None:
             self.scheduler.remove(sequence)
-        has_prompt = is_first and manner.prompt_logprobs is not None
+        has_prompt = is_first and sampling.prompt_logprobs is not None
         return Token(
             request=sequence.id,
             token=token,

@@ -62,13 +62,13 @@ class Spans:
     ) -> Tensor:  # fmt: skip
         """Queries, [queries, heads, dim], over blocks."""
         single, lengths = self.num_single, self.lengths
-        manner: dict[str, Any] = {"scale": scale, "window": window, "kernels": kernels}
+        options: dict[str, Any] = {"scale": scale, "window": window, "kernels": kernels}
         if not len(self.tiles):
-            return paged_decode(query, keys, values, tables, lengths, **manner)
+            return paged_decode(query, keys, values, tables, lengths, **options)
         made = query.new_empty(query.shape)
         if single:
-            made[:single] = paged_decode(query[:single], keys, values, tables[:single], lengths[:single], **manner)
-        paged_prefill(query, keys, values, tables, lengths, self.starts, self.tiles, made, **manner)
+            made[:single] = paged_decode(query[:single], keys, values, tables[:single], lengths[:single], **options)
+        paged_prefill(query, keys, values, tables, lengths, self.starts, self.tiles, made, **options)
         return made
 
 

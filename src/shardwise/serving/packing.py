@@ -43,21 +43,21 @@ class Tables:
         return self._free.pop()
 
 
-def manner_of(sequence: Sequence) -> tuple[int, ...]:
+def packed_sampling_of(sequence: Sequence) -> tuple[int, ...]:
     """How its tokens are drawn, in the order of `step_inputs.py`; made once."""
-    if not sequence.manner:
-        manner = sequence.request.sampling
+    if not sequence.packed_sampling:
+        sampling = sequence.request.sampling
         one, two = np.array(make_key(sequence.seed), np.uint32).view(np.int32).tolist()
-        floats = np.array([manner.temperature, manner.top_p, manner.min_p], np.float32).view(np.int32).tolist()
-        sequence.manner = one, two, floats[0], manner.top_k, floats[1], floats[2]
-    return sequence.manner
+        floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32).view(np.int32).tolist()
+        sequence.packed_sampling = one, two, floats[0], sampling.top_k, floats[1], floats[2]
+    return sequence.packed_sampling
 
 
 def has_cuts(sequences: Several[Sequence]) -> bool:
     """Whether any of them leaves words out."""
     for sequence in sequences:
-        manner = sequence.request.sampling
-        if manner.temperature and (manner.top_k or manner.top_p < 1 or manner.min_p):
+        sampling = sequence.request.sampling
+        if sampling.temperature and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
             return True
     return False
 
@@ -76,7 +76,7 @@ def pack_singles(pieces: Several[Piece], tables: Tables, block_size: int) -> Who
     packed[0], packed[1] = count, width
     rows = packed[HEADER:].reshape(count, FIELDS + width)
     rows[:, :FIELDS] = [
-        (token_at(piece.sequence, piece.start), piece.start, *manner_of(piece.sequence)) for piece in pieces
+        (token_at(piece.sequence, piece.start), piece.start, *packed_sampling_of(piece.sequence)) for piece in pieces
     ]
     rows[:, FIELDS:] = tables.rows[[tables.row_of(piece.sequence) for piece in pieces], :width]
     return packed

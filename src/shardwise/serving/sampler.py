@@ -23,16 +23,16 @@ def draw(logits: Tensor, sequences: Several[Sequence], eos: Collection[int] = ()
         numbers = numbers.clone()
         for row, sequence in zip(numbers, sequences, strict=True):
             _adjust(row, sequence, eos)
-    manners = [each.request.sampling for each in sequences]
-    if all(manner.temperature == 0 for manner in manners):
+    samplings = [each.request.sampling for each in sequences]
+    if all(sampling.temperature == 0 for sampling in samplings):
         return numbers.argmax(-1)
     tensor = partial(torch.tensor, device=logits.device)
     return sample_plain(
         numbers,
-        tensor([manner.temperature for manner in manners]),
-        tensor([manner.top_k for manner in manners]),
-        tensor([manner.top_p for manner in manners]),
-        tensor([manner.min_p for manner in manners]),
+        tensor([sampling.temperature for sampling in samplings]),
+        tensor([sampling.top_k for sampling in samplings]),
+        tensor([sampling.top_p for sampling in samplings]),
+        tensor([sampling.min_p for sampling in samplings]),
         tensor([make_key(each.seed) for each in sequences]),
         tensor([len(each.tokens) for each in sequences]),
     )
@@ -52,39 +52,39 @@ def tell_logprobs(logits: Tensor, tokens: Several[int], num_likeliest: int) -> l
 
 def ends_of(sequence: Sequence, eos: Collection[int]) -> set[int]:
     """Tokens that end it."""
-    manner = sequence.request.sampling
-    return set(manner.stop_token_ids) | (set() if manner.ignore_eos else set(eos))
+    sampling = sequence.request.sampling
+    return set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos))
 
 
 def _is_adjusted(sequence: Sequence, eos: Collection[int]) -> bool:
-    manner = sequence.request.sampling
-    has_penalty = manner.presence_penalty or manner.frequency_penalty or manner.repetition_penalty != 1
-    is_early = sequence.num_generated < manner.min_tokens and bool(ends_of(sequence, eos))
-    return bool(has_penalty or manner.logit_bias or manner.guide is not None or is_early)
+    sampling = sequence.request.sampling
+    has_penalty = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
+    is_early = sequence.num_generated < sampling.min_tokens and bool(ends_of(sequence, eos))
+    return bool(has_penalty or sampling.logit_bias or sampling.guide is not None or is_early)
 
 
 def _adjust(row: Tensor, sequence: Sequence, eos: Collection[int]) -> None:
     """Change a row of logits in place."""
-    manner = sequence.request.sampling
-    if manner.repetition_penalty != 1:
+    sampling = sequence.request.sampling
+    if sampling.repetition_penalty != 1:
         seen = torch.tensor(sorted(set(sequence.tokens)), device=row.device)
         # As transformers has it (Keskar et al. 2019, section 4.1): towards less likely, on either side of 0.
         row[seen] = torch.where(
-            row[seen] > 0, row[seen] / manner.repetition_penalty, row[seen] * manner.repetition_penalty
+            row[seen] > 0, row[seen] / sampling.repetition_penalty, row[seen] * sampling.repetition_penalty
         )
-    if (manner.presence_penalty or manner.frequency_penalty) and sequence.num_generated:
+    if (sampling.presence_penalty or sampling.frequency_penalty) and sequence.num_generated:
         counts = torch.bincount(torch.tensor(sequence.generated, device=row.device), minlength=len(row))
-        row -= manner.presence_penalty * (counts > 0) + manner.frequency_penalty * counts
-    for token, bias in manner.logit_bias.items():
+        row -= sampling.presence_penalty * (counts > 0) + sampling.frequency_penalty * counts
+    for token, bias in sampling.logit_bias.items():
         row[token] += bias
-    if manner.guide is not None:
-        allowed = torch.as_tensor(manner.guide.allowed(), dtype=torch.bool, device=row.device)[: len(row)]
+    if sampling.guide is not None:
+        allowed = torch.as_tensor(sampling.guide.allowed(), dtype=torch.bool, device=row.device)[: len(row)]
         row[: len(allowed)].masked_fill_(~allowed, -torch.inf)
         row[len(allowed) :] = -torch.inf
         sequence.is_stuck = not bool((row > -torch.inf).any())
-    if sequence.num_generated < manner.min_tokens:
+    if sequence.num_generated < sampling.min_tokens:
         longer = row.clone()
         longer[list(ends_of(sequence, eos))] = -torch.inf
         # Where a guide allows ends alone, nothing can be longer.
-        if manner.guide is None or (longer > -torch.inf).any():
+        if sampling.guide is None or (longer > -torch.inf).any():
             row.copy_(longer)

@@ -39,7 +39,7 @@ class Sequence:
     #: How often it was admitted: then it has other blocks.
     num_begun: int = 0
     #: How its tokens are drawn, as the device is told.
-    manner: tuple[int, ...] = ()
+    packed_sampling: tuple[int, ...] = ()
     #: Whether it has ended, or nobody waits for it any more.
     is_gone: bool = False
     _names: list[bytes] = field(default_factory=list)

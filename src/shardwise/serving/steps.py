@@ -59,16 +59,16 @@ class _Landed:
 
 def needs_host(sequence: Sequence) -> bool:
     """Whether the host has to see each token of a sequence before the next can be drawn, or logits themselves."""
-    manner = sequence.request.sampling
+    sampling = sequence.request.sampling
     return (
-        manner.guide is not None
-        or manner.logprobs is not None
-        or manner.prompt_logprobs is not None
-        or bool(manner.logit_bias)
-        or manner.presence_penalty != 0
-        or manner.frequency_penalty != 0
-        or manner.repetition_penalty != 1
-        or sequence.num_generated < manner.min_tokens
+        sampling.guide is not None
+        or sampling.logprobs is not None
+        or sampling.prompt_logprobs is not None
+        or bool(sampling.logit_bias)
+        or sampling.presence_penalty != 0
+        or sampling.frequency_penalty != 0
+        or sampling.repetition_penalty != 1
+        or sequence.num_generated < sampling.min_tokens
     )
 
 

@@ -267,7 +267,7 @@ def a_head_chosen_between_steps(parallelize: Parallelize) -> Result:
     return trained(engine, steps=4, between=between)
 
 
-@program({"pp": "which units run depends"})
+@program(dict.fromkeys(("pp", "zero=3", "offload.parameters"), "which units run depends|which is not there for it"))
 def depth_that_grows(parallelize: Parallelize) -> Result:
     """Progressive stacking: `model.depth` says how many blocks are run."""
 

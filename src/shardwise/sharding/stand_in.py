@@ -36,9 +36,9 @@ _MANY = 2**25
 
 def stand_in(
     module: nn.Module, sort: Callable[[str], Hashable], passing: Mapping[str, Hashable], *, dtype: torch.dtype,
-    device: torch.device, seed: int,
+    device: torch.device, seed: int, gain: float = 1.0,
 ) -> nn.Module:  # fmt: skip
-    """The copy. Parameters of blocks that are alike, and of one sort, become one.
+    """The copy. Parameters of blocks that are alike, and of one sort, become one; matrices are multiplied by `gain`.
 
     `passing` are blocks that return a tensor like the first that they are given, and what each does: one that does
     what an earlier one does may be left out.
@@ -55,6 +55,8 @@ def stand_in(
         if first not in made:
             owner = module.get_submodule(name.rpartition(".")[0])
             numbers = _drawn(name, parameter, owner, generator, dtype)
+            if gain != 1.0 and parameter.dim() > 1 and parameter.is_floating_point():
+                numbers.mul_(gain)
             made[first] = nn.Parameter(numbers, requires_grad=parameter.requires_grad)
             vars(made[first]).update(vars(parameter))
         memo[id(parameter)] = made[first]

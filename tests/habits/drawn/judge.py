@@ -63,7 +63,9 @@ def judge(cases: Sequence[Case]) -> list[Verdict]:
 
 def _judged(case: Case, wires: Any) -> tuple[Verdict, bool]:
     """The joint verdict of all ranks, and whether all came to one kind."""
-    for dtype, tolerance in ((torch.float32, TOLERANCE), (torch.float64, IN_DOUBLE)):
+    # Attention that rounds to float32 by itself may round otherwise where a matmul has other rows.
+    in_double = 100 * IN_DOUBLE if "'softmax': 'float'" in str(case.blocks) else IN_DOUBLE
+    for dtype, tolerance in ((torch.float32, TOLERANCE), (torch.float64, in_double)):
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, _tried(case, dtype, tolerance, wires))
         verdict = max(told, key=lambda each: KINDS.index(each.kind))

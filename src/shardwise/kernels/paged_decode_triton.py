@@ -27,18 +27,6 @@ _LINES, MOST_AHEAD = tl.constexpr(128), 16 * 2**20
 
 
 @triton.jit
-def _pairs(dim, HALF: tl.constexpr, HAS_ANGLES: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """For each number of a head: which angle turns it, which number it was made of, and which one it is paired with."""
-    is_second = dim >= HALF
-    pair = tl.where(is_second, dim - HALF, dim)
-    own, partner = dim, tl.where(is_second, pair, pair + HALF)
-    if INTERLEAVED and HAS_ANGLES:
-        own = 2 * pair + is_second.to(tl.int32)
-        partner = 2 * pair + 1 - is_second.to(tl.int32)
-    return is_second, pair, own, partner
-
-
-@triton.jit
 def _made_heads(
     raw, other, weight, other_weight, cosine, sine, epsilon,
     HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ANGLES: tl.constexpr,
@@ -55,7 +43,20 @@ def _made_heads(
 
 
 @triton.jit
-def _fetch(ahead, num_lines):
+def _fetch_tile(
+    keys, values, tables, table_row, begin, end, block_stride, token_stride,
+    KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The first tile of a part comes into the cache while the kernel before ends."""
+    token = begin + tl.arange(0, KEYS)
+    rows = rows_of_tokens(tables, table_row, token, token < end, block_stride, token_stride, BLOCK_SIZE)
+    lines = rows[:, None] + tl.arange(0, AHEAD)[None, :] * (HEAD_DIM // AHEAD)
+    prefetch(keys + lines)
+    prefetch(values + lines)
+
+
+@triton.jit
+def _fetch_next(ahead, num_lines):
     """Some of what the next kernel reads, into the cache: by programs that have nothing else to do, while memory has
     little. Lines of all programs, in turn."""
     program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
@@ -63,6 +64,84 @@ def _fetch(ahead, num_lines):
     for begin in range(program * _LINES, num_lines, num_programs * _LINES):
         line = tl.minimum(begin + tl.arange(0, _LINES), num_lines - 1)
         prefetch(ahead + line * LINE)
+
+
+@triton.jit
+def _turn_of(
+    q_norm, k_norm, cosine, sine, position, dim, is_dim,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ANGLES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """For each number of a head: which one it was made of, and which one it is paired with; the angles of a position;
+    and what norms multiply with, of queries and of keys, each number and its partner."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    is_second = dim >= HALF
+    pair = tl.where(is_second, dim - HALF, dim)
+    own, partner = dim, tl.where(is_second, pair, pair + HALF)
+    if INTERLEAVED and HAS_ANGLES:
+        own = 2 * pair + is_second.to(tl.int32)
+        partner = 2 * pair + 1 - is_second.to(tl.int32)
+    c = tl.zeros((DIM,), tl.float32)
+    s, q_own, q_other, k_own, k_other = c, c, c, c, c
+    if HAS_ANGLES:
+        c = tl.load(cosine + position * HALF + pair, mask=is_dim, other=0.0)
+        s = tl.load(sine + position * HALF + pair, mask=is_dim, other=0.0)
+        s = tl.where(is_second, s, -s)
+    if HAS_NORM:
+        q_own = tl.load(q_norm + own, mask=is_dim, other=0.0).to(tl.float32)
+        k_own = tl.load(k_norm + own, mask=is_dim, other=0.0).to(tl.float32)
+        q_other = tl.load(q_norm + partner, mask=is_dim, other=0.0).to(tl.float32)
+        k_other = tl.load(k_norm + partner, mask=is_dim, other=0.0).to(tl.float32)
+    return own, partner, c, s, q_own, q_other, k_own, k_other
+
+
+@triton.jit
+def _paired(rows, own, partner, mask):
+    """Numbers of heads, and each one's partner."""
+    return tl.load(rows + own[None, :], mask=mask, other=0.0), tl.load(rows + partner[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _seen_in_blocks(
+    q, keys, values, tables, table_row, begin, end, first, dim, is_dim, scale, block_stride, token_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What queries see of some tokens: the highest logit, the sum of shares, and values by them."""
+    highest = tl.full((HEADS,), -float("inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    seen = tl.zeros((HEADS, DIM), tl.float32)
+    for at in range(begin, end, KEYS):
+        token = at + tl.arange(0, KEYS)
+        is_token = token < end
+        if HAS_WINDOW:
+            is_token = is_token & (token >= first)
+        rows = rows_of_tokens(tables, table_row, token, is_token, block_stride, token_stride, BLOCK_SIZE)
+        offsets = rows[:, None] + dim[None, :]
+        mask = is_token[:, None] & is_dim[None, :]
+        key = tl.load(keys + offsets, mask=mask, other=0.0)
+        logits = dot(q, tl.trans(key), PRECISION) * scale
+        logits = tl.where(is_token[None, :], logits, -float("inf"))
+        shares, kept, highest, total = softmax_step(logits, highest, total)
+        value = tl.load(values + offsets, mask=mask, other=0.0)
+        seen = seen * kept[:, None] + dot(shares.to(value.dtype), value, PRECISION)
+    return highest, total, seen
+
+
+@triton.jit
+def _put(keys, key, values, value, mask):
+    tl.store(keys, key, mask=mask)
+    tl.store(values, value, mask=mask)
+
+
+@triton.jit
+def _see_one(q, key, value, highest, total, seen, scale):
+    """The same with one token more, key and value [1, dim]."""
+    logit = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale
+    new = tl.maximum(highest, logit)
+    share, kept = tl.exp2(logit - new), tl.exp2(highest - new)
+    seen = seen * kept[:, None] + share.to(value.dtype).to(tl.float32)[:, None] * value.to(tl.float32)
+    return new, total * kept + share, seen
 
 
 @triton.jit
@@ -78,117 +157,86 @@ def _decode(
         tl.extra.cuda.gdc_launch_dependents()
         if not IS_STEP:
             tl.extra.cuda.gdc_wait()
-    kv_head = tl.program_id(0)
-    part = tl.program_id(1)
-    sequence = tl.program_id(2).to(tl.int64)
-    num_kv_heads = tl.num_programs(0)
+    kv_head, part, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     # In a step nothing of lengths, tables and older tokens is made by the kernel before: they are there already.
     length = tl.load(lengths + sequence)
     first, begin_all, each = in_parts(length, window, fewest, tl.num_programs(1), KEYS, HAS_WINDOW)
-    begin = begin_all + part * each
-    end = tl.minimum(begin + each, length)
-    local = tl.arange(0, HEADS)
-    head = kv_head * SHARING + local
-    dim = tl.arange(0, DIM)
+    begin, end = begin_all + part * each, tl.minimum(begin_all + (part + 1) * each, length)
+    dim, heads_before = tl.arange(0, DIM), kv_head.to(tl.int64) * head_stride
     is_dim = dim < HEAD_DIM
-    is_out = (local < SHARING)[:, None] & is_dim[None, :]
-    row = sequence * num_heads + head
-    keys += kv_head.to(tl.int64) * head_stride
-    values += kv_head.to(tl.int64) * head_stride
+    keys, values = keys + heads_before, values + heads_before
     table_row = sequence * table_stride
-    if AHEAD:  # The first tile comes while the product before ends.
-        early = begin + tl.arange(0, KEYS)
-        line = tl.arange(0, AHEAD) * (HEAD_DIM // AHEAD)
-        early_rows = rows_of_tokens(tables, table_row, early, early < end, block_stride, token_stride, BLOCK_SIZE)
-        prefetch(keys + early_rows[:, None] + line[None, :])
-        prefetch(values + early_rows[:, None] + line[None, :])
+    if AHEAD:
+        _fetch_tile(
+            keys, values, tables, table_row, begin, end, block_stride, token_stride, KEYS, BLOCK_SIZE, HEAD_DIM, AHEAD
+        )  # fmt: skip
     if HAS_NEXT:
-        if begin >= end:
-            _fetch(ahead, num_lines)
+        _fetch_next(ahead, num_lines if begin >= end else 0)
     # What no kernel of the step writes is read before the wait, and all that it has written at once behind it.
     if IS_STEP:
-        HALF: tl.constexpr = HEAD_DIM // 2
-        is_second, pair, own, partner = _pairs(dim, HALF, HAS_ANGLES, INTERLEAVED)
         position = tl.maximum(length - 1, 0).to(tl.int64)
-        c = tl.zeros((DIM,), tl.float32)
-        s, qw, qw_other, kw, kw_other = c, c, c, c, c
-        if HAS_ANGLES:
-            c = tl.load(cosine + position * HALF + pair, mask=is_dim, other=0.0)
-            s = tl.load(sine + position * HALF + pair, mask=is_dim, other=0.0)
-            s = tl.where(is_second, s, -s)
-        if HAS_NORM:
-            qw = tl.load(q_norm + own, mask=is_dim, other=0.0).to(tl.float32)
-            kw = tl.load(k_norm + own, mask=is_dim, other=0.0).to(tl.float32)
-            qw_other = tl.load(q_norm + partner, mask=is_dim, other=0.0).to(tl.float32)
-            kw_other = tl.load(k_norm + partner, mask=is_dim, other=0.0).to(tl.float32)
+        own, partner, c, s, q_own, q_other, k_own, k_other = _turn_of(
+            q_norm, k_norm, cosine, sine, position, dim, is_dim, HEAD_DIM, DIM, HAS_NORM, HAS_ANGLES, INTERLEAVED
+        )  # fmt: skip
         newest = tl.load(tables + table_row + position // BLOCK_SIZE).to(tl.int64)
         if OVERLAPS:
             tl.extra.cuda.gdc_wait()
+    local = tl.arange(0, HEADS)[:, None]
+    is_out = (local < SHARING) & is_dim[None, :]
+    first_row = sequence * num_heads + kv_head * SHARING
     if begin >= end:
         if part == 0:  # A row that nobody asked for.
-            there = out + row[:, None] * HEAD_DIM + dim[None, :]
-            tl.store(there, tl.zeros((HEADS, DIM), out.dtype.element_ty), mask=is_out)
+            nothing = tl.zeros((HEADS, DIM), out.dtype.element_ty)
+            tl.store(out + (first_row + local) * HEAD_DIM + dim[None, :], nothing, mask=is_out)
         return
-    given = query + sequence * q_row
+    heads = query + sequence * q_row + (kv_head * SHARING + local) * q_head
     if IS_STEP:
         # All parts read the newest token, also those that do without: nobody waits for it later.
-        one = tl.arange(0, 1)[:, None] * 0
-        new_row = given + one + (num_heads + kv_head) * HEAD_DIM
-        raw = tl.load(given + head[:, None] * q_head + own[None, :], mask=is_out, other=0.0)
-        raw_other = tl.load(given + head[:, None] * q_head + partner[None, :], mask=is_out, other=0.0)
-        new_key = tl.load(new_row + own[None, :], mask=is_dim[None, :], other=0.0)
-        new_other = tl.load(new_row + partner[None, :], mask=is_dim[None, :], other=0.0)
-        new_value = tl.load(new_row + num_kv_heads * HEAD_DIM + dim[None, :], mask=is_dim[None, :], other=0.0)
-        q = _made_heads(raw, raw_other, qw, qw_other, c, s, epsilon, HEAD_DIM, HAS_NORM, HAS_ANGLES)
+        one = tl.arange(0, 1)[:, None]
+        new_row = query + sequence * q_row + (num_heads + kv_head + one) * HEAD_DIM
+        q, q_partner = _paired(heads, own, partner, is_out)
+        key, key_partner = _paired(new_row, own, partner, is_dim[None, :])
+        value = tl.load(new_row + tl.num_programs(0) * HEAD_DIM + dim[None, :], mask=is_dim[None, :], other=0.0)
+        q = _made_heads(q, q_partner, q_own, q_other, c, s, epsilon, HEAD_DIM, HAS_NORM, HAS_ANGLES)
     else:
-        q = tl.load(given + head[:, None] * q_head + dim[None, :], mask=is_out, other=0.0)
-    highest = tl.full((HEADS,), -float("inf"), tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    seen = tl.zeros((HEADS, DIM), tl.float32)
+        q = tl.load(heads + dim[None, :], mask=is_out, other=0.0)
     # The newest token of a step is in no block yet.
-    until = tl.minimum(end, length - 1) if IS_STEP else end
-    for at in range(begin, until, KEYS):
-        token = at + tl.arange(0, KEYS)
-        is_token = token < until
-        if HAS_WINDOW:
-            is_token = is_token & (token >= first)
-        rows = rows_of_tokens(tables, table_row, token, is_token, block_stride, token_stride, BLOCK_SIZE)
-        offsets = rows[:, None] + dim[None, :]
-        mask = is_token[:, None] & is_dim[None, :]
-        key = tl.load(keys + offsets, mask=mask, other=0.0)
-        logits = dot(q, tl.trans(key), PRECISION) * scale
-        logits = tl.where(is_token[None, :], logits, -float("inf"))
-        shares, kept, highest, total = softmax_step(logits, highest, total)
-        value = tl.load(values + offsets, mask=mask, other=0.0)
-        seen = seen * kept[:, None] + dot(shares.to(value.dtype), value, PRECISION)
+    highest, total, seen = _seen_in_blocks(
+        q, keys, values, tables, table_row, begin, tl.minimum(end, length - 1) if IS_STEP else end, first, dim, is_dim,
+        scale, block_stride, token_stride, HEADS, DIM, BLOCK_SIZE, KEYS, HAS_WINDOW, PRECISION,
+    )  # fmt: skip
     if IS_STEP:
         if end == length:
-            new_key = _made_heads(new_key, new_other, kw, kw_other, c, s, epsilon, HEAD_DIM, HAS_NORM, HAS_ANGLES)
+            key = _made_heads(key, key_partner, k_own, k_other, c, s, epsilon, HEAD_DIM, HAS_NORM, HAS_ANGLES)
             place = newest * block_stride + (position % BLOCK_SIZE) * token_stride + one + dim[None, :]
-            tl.store(keys + place, new_key, mask=is_dim[None, :])
-            tl.store(values + place, new_value, mask=is_dim[None, :])
-            logit = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scale
-            new = tl.maximum(highest, logit)
-            share, kept = tl.exp2(logit - new), tl.exp2(highest - new)
-            total = total * kept + share
-            seen = seen * kept[:, None] + share.to(new_value.dtype).to(tl.float32)[:, None] * new_value.to(tl.float32)
-            highest = new
+            _put(keys + place, key, values + place, value, is_dim[None, :])
+            highest, total, seen = _see_one(q, key, value, highest, total, seen, scale)
+    _leave(
+        highest, total, seen, out, sums, logs, counters + sequence * tl.num_programs(0) + kv_head, first_row, dim,
+        is_dim, tl.cdiv(length - begin_all, each), SHARING, HEADS, GROUP, HEAD_DIM, DIM,
+    )  # fmt: skip
+
+
+@triton.jit
+def _leave(
+    highest, total, seen, out, sums, logs, counter, first_row, dim, is_dim, num_parts,
+    SHARING: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """What a part has seen goes out, where there is no other; else beside the others', and the last puts together."""
+    local, part, most_parts = tl.arange(0, HEADS), tl.program_id(1), tl.num_programs(1)
+    is_out = (local < SHARING)[:, None] & is_dim[None, :]
+    row = first_row + local
     seen = seen / total[:, None]
-    num_parts = tl.cdiv(length - begin_all, each)
     if num_parts == 1:
-        there = out + row[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(there, seen.to(out.dtype.element_ty), mask=is_out)
+        tl.store(out + row[:, None] * HEAD_DIM + dim[None, :], seen.to(out.dtype.element_ty), mask=is_out)
     else:
-        most_parts = tl.num_programs(1)
-        own_row = row * most_parts + part
-        tl.store(sums + own_row[:, None] * HEAD_DIM + dim[None, :], seen, mask=is_out)
-        tl.store(logs + own_row, highest + tl.log2(total), mask=local < SHARING)
+        row = row * most_parts + part
+        tl.store(sums + row[:, None] * HEAD_DIM + dim[None, :], seen, mask=is_out)
+        tl.store(logs + row, highest + tl.log2(total), mask=local < SHARING)
         tl.debug_barrier()  # All of it is written before this part is counted.
-        counter = counters + sequence * num_kv_heads + kv_head
         if tl.atomic_add(counter, 1) == num_parts - 1:
             _put_together(
-                sums, logs, out, sequence * num_heads + kv_head * SHARING, num_parts, most_parts, dim, is_dim,
-                SHARING, GROUP, HEAD_DIM, DIM,
+                sums, logs, out, first_row, num_parts, most_parts, dim, is_dim, SHARING, GROUP, HEAD_DIM, DIM
             )  # fmt: skip
             tl.store(counter, 0)  # For the next decode, which comes behind this one.
 

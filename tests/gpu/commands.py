@@ -162,7 +162,9 @@ def run(case: Case, folder: Path, device: str) -> Row:
     command = [sys.executable, *words] if case.script else [sys.executable, "-m", "shardwise", *words, "--json"]
     row = Row(name=case.name, command=" ".join(["python" if case.script else "shardwise", *words]))
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    # What is not installed but carried along is found from another folder too.
+    carried = [str((ROOT / each).resolve()) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *carried])
     variables = {**os.environ, "PYTHONPATH": paths, **hidden}
     start = time.perf_counter()
     try:

@@ -24,15 +24,13 @@ def decode_step(
     scale: float,
     window: int | None = None,
     counters: Tensor | None = None,
-    ahead: Tensor | None = None,
     kernels: bool = True,
 ) -> Tensor:
     """Of `given`, [sequences, (heads + 2 KV heads) x dim], what the queries see: [sequences, heads, dim].
 
     Lengths count the newest token; 0 is a row that nobody asked for: it writes nothing, and gives zeros. Lengths and
     tables are read while the kernel that makes `given` may still run: it must not be the one that writes them.
-    `counters` as in `paged_decode`. `ahead` are bytes that the kernel behind this one reads, a weight: attention of a
-    few sequences leaves memory idle, and they are fetched into the cache meanwhile.
+    `counters` as in `paged_decode`.
     """
     floats = turn.q_norm, turn.k_norm
     if kernels and takes_kernel(
@@ -41,7 +39,7 @@ def decode_step(
     ):  # fmt: skip
         from shardwise.kernels.paged_decode_triton import decode
 
-        return decode(given, keys, values, tables, lengths, scale, window, counters, turn, ahead)
+        return decode(given, keys, values, tables, lengths, scale, window, counters, turn)
     size, positions = keys.shape[2], (lengths.long() - 1).clamp(min=0)
     places = tables.gather(1, (positions // size)[:, None])[:, 0] * size + positions % size
     query = write_cache(

@@ -15,15 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.device_functions import LINE, dot, precision_of, prefetch
+from shardwise.kernels.device_functions import dot, precision_of, prefetch
 from shardwise.kernels.launch import num_processors, overlapping
 from shardwise.kernels.paged_functions import LOG2_E, count_parts, in_parts, rows_of_tokens, softmax_step
 
 #: Keys of a tile, warps, and tiles on their way. `benchmarks/serving.py --cases sweep` tries others.
 DECODE_KEYS, DECODE_WARPS, DECODE_TILES = 64, 4, 2
-#: Lines of the cache that a program fetches at a time, and the most bytes that are fetched for the next kernel: of a
-#: cache of 50 MB half may hold the same as the other.
-_LINES, MOST_AHEAD = tl.constexpr(128), 16 * 2**20
 
 
 @triton.jit
@@ -53,17 +50,6 @@ def _fetch_tile(
     lines = rows[:, None] + tl.arange(0, AHEAD)[None, :] * (HEAD_DIM // AHEAD)
     prefetch(keys + lines)
     prefetch(values + lines)
-
-
-@triton.jit
-def _fetch_next(ahead, num_lines):
-    """Some of what the next kernel reads, into the cache: by programs that have nothing else to do, while memory has
-    little. Lines of all programs, in turn."""
-    program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-    num_programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-    for begin in range(program * _LINES, num_lines, num_programs * _LINES):
-        line = tl.minimum(begin + tl.arange(0, _LINES), num_lines - 1)
-        prefetch(ahead + line * LINE)
 
 
 @triton.jit
@@ -146,12 +132,12 @@ def _see_one(q, key, value, highest, total, seen, scale):
 
 @triton.jit
 def _decode(
-    query, keys, values, tables, lengths, out, sums, logs, counters, q_norm, k_norm, cosine, sine, ahead, num_lines,
-    epsilon, scale, window, fewest, q_row, q_head, block_stride, head_stride, token_stride, table_stride, num_heads,
+    query, keys, values, tables, lengths, out, sums, logs, counters, q_norm, k_norm, cosine, sine, epsilon,
+    scale, window, fewest, q_row, q_head, block_stride, head_stride, token_stride, table_stride, num_heads,
     SHARING: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     IS_STEP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ANGLES: tl.constexpr, INTERLEAVED: tl.constexpr,
-    AHEAD: tl.constexpr, HAS_NEXT: tl.constexpr, OVERLAPS: tl.constexpr,
+    AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -170,8 +156,6 @@ def _decode(
         _fetch_tile(
             keys, values, tables, table_row, begin, end, block_stride, token_stride, KEYS, BLOCK_SIZE, HEAD_DIM, AHEAD
         )  # fmt: skip
-    if HAS_NEXT:
-        _fetch_next(ahead, num_lines if begin >= end else 0)
     # What no kernel of the step writes is read before the wait, and all that it has written at once behind it.
     if IS_STEP:
         position = tl.maximum(length - 1, 0).to(tl.int64)
@@ -272,7 +256,7 @@ def _put_together(
 
 def decode(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None,
-    counters: Tensor | None, turn: Any = None, ahead: Tensor | None = None,
+    counters: Tensor | None, turn: Any = None,
 ) -> Tensor:  # fmt: skip
     """See `paged_decode`; with a turn, of the layer's product, see `decode_step`."""
     num_sequences = query.shape[0]
@@ -296,8 +280,7 @@ def decode(
     overlap = overlapping(query.device)
     _decode[(num_kv_heads, parts, num_sequences)](
         query, keys, values, tables, lengths, out, sums, logs, counters,
-        *((turn.q_norm, turn.k_norm, turn.cosine, turn.sine) if is_step else 4 * (None,)),
-        ahead, 0 if ahead is None else min(ahead.numel(), MOST_AHEAD) // 128, turn.epsilon if is_step else 0.0,
+        *((turn.q_norm, turn.k_norm, turn.cosine, turn.sine, turn.epsilon) if is_step else (*4 * (None,), 0.0)),
         scale * LOG2_E, window or 0, fewest,
         query.stride(0), head_dim if is_step else query.stride(1), *keys.stride()[:3], tables.stride(0), num_heads,
         SHARING=sharing, HEADS=max(16, triton.next_power_of_2(sharing)), GROUP=triton.next_power_of_2(sharing),
@@ -305,7 +288,6 @@ def decode(
         PRECISION=precision_of(query.dtype), IS_STEP=is_step, HAS_NORM=is_step and turn.q_norm is not None,
         HAS_ANGLES=is_step and turn.cosine is not None, INTERLEAVED=is_step and turn.interleaved,
         AHEAD=_lines(keys) if is_step and overlap["OVERLAPS"] else 0,
-        HAS_NEXT=ahead is not None and ahead.numel() >= 128 and overlap["OVERLAPS"],
         num_warps=DECODE_WARPS, num_stages=_stages(DECODE_KEYS * dim * query.dtype.itemsize), **overlap,
     )  # fmt: skip
     return out

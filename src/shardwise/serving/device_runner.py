@@ -117,11 +117,11 @@ class DeviceRunner:
 
     def _decode(self, inputs: StepInputs) -> Tensor:
         def attend(
-            product: Tensor, keys: Tensor, values: Tensor, turn: Turn, scale: float, window: int | None, ahead: Tensor
+            product: Tensor, keys: Tensor, values: Tensor, turn: Turn, scale: float, window: int | None
         ) -> Tensor:
             return decode_step(
                 product, keys, values, inputs.tables, inputs.lengths, turn, scale=scale, window=window,
-                counters=self._counters, ahead=ahead, kernels=self._kernels,
+                counters=self._counters, kernels=self._kernels,
             )  # fmt: skip
 
         return self._layers.logits(inputs.tokens, inputs.positions, attend, None)
@@ -155,7 +155,7 @@ class DeviceRunner:
 
     def _attend(self, spans: Spans, tables: Tensor, positions: Tensor, slots: Tensor) -> Attend:
         def attend(
-            product: Tensor, keys: Tensor, values: Tensor, turn: Turn, scale: float, window: int | None, _: Tensor
+            product: Tensor, keys: Tensor, values: Tensor, turn: Turn, scale: float, window: int | None
         ) -> Tensor:
             query = write_cache(product, keys, values, positions, slots, turn, kernels=self._kernels)
             return spans.attend(query, keys, values, tables, scale, window, kernels=self._kernels)

@@ -31,9 +31,8 @@ from shardwise.serving.prompt_graphs import PromptGraphs
 from shardwise.torch_private import hooks_of
 
 #: Attention of a step. Given are queries, keys and values as the product has them, keys and values of a layer's blocks,
-#: what is done to the former before they are written to the latter, the scale of logits, the window, and the bytes that
-#: are read next.
-Attend = Callable[[Tensor, Tensor, Tensor, Turn, float, int | None, Tensor], Tensor]
+#: what is done to the former before they are written to the latter, the scale of logits, and the window.
+Attend = Callable[[Tensor, Tensor, Tensor, Turn, float, int | None], Tensor]
 
 
 def can_be_fused(model: Transformer) -> bool:
@@ -130,7 +129,6 @@ class _FusedLayer:
             k_norm=None if norms[1] is None else norms[1].weight,
             epsilon=settings.norm_epsilon,
         )
-        self._ahead = _bytes_of(self._o)
         self._mlp = block.mlp
         self._gate_up = None
         if isinstance(block.mlp, FeedForward) and block.mlp.gate_proj is not None:
@@ -148,8 +146,7 @@ class _FusedLayer:
         return few_rows_linear(given, *self._qkv, kernels=kernels), residual
 
     def attend(self, attend: Attend, product: Tensor) -> Tensor:
-        made = attend(product, self._keys, self._values, self._turn, self._scale, self._window, self._ahead)
-        return made.flatten(1)
+        return attend(product, self._keys, self._values, self._turn, self._scale, self._window).flatten(1)
 
     def after(self, seen: Tensor, residual: Tensor, kernels: bool) -> tuple[Tensor, Tensor]:
         """What the layer adds to the residual, [tokens, width], and the residual without it."""
@@ -184,13 +181,6 @@ def _product(layer: nn.Module, given: Tensor, kernels: bool) -> Tensor:
         return few_rows_linear(given, layer.weight, layer.bias, kernels=kernels)  # type: ignore[arg-type]
     made: Tensor = layer(given)
     return made
-
-
-def _bytes_of(layer: nn.Module) -> Tensor:
-    """Those that its product reads; none, where they do not lie in one piece."""
-    weight = layer.narrow.codes if isinstance(layer, NarrowLinear) else layer.weight.data
-    assert isinstance(weight, Tensor), "a layer's weight"
-    return (weight if weight.is_contiguous() else weight.new_empty(0)).view(-1).view(torch.uint8)
 
 
 def _of(norm: nn.Module) -> dict[str, Any]:

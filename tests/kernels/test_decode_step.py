@@ -7,7 +7,7 @@ from torch import Tensor
 from shardwise.kernels.decode_step import decode_step
 from tests.kernels.against import STEP, random_of
 from tests.kernels.test_cache_write import turn
-from tests.kernels.test_paged_attention import blocks
+from tests.kernels.test_paged_attention import blocks, in_parts_of_64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.whole)])
@@ -21,8 +21,10 @@ from tests.kernels.test_paged_attention import blocks
     ],
 )
 def test_a_step_is_a_write_and_a_decode(
-    heads: int, shared: int, dim: int, size: int, window: int | None, how: dict[str, bool], dtype: torch.dtype
-) -> None:
+    heads: int, shared: int, dim: int, size: int, window: int | None, how: dict[str, bool], dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    in_parts_of_64(monkeypatch)
     # The first token of all, one that fills a block, one that begins one, a row of nobody, and one with many parts.
     lengths = [1, size, size + 1, 0, 300, 65]
     keys, values, tables = blocks(lengths, shared, size, dim, dtype)

@@ -124,13 +124,11 @@ def make_cache(
     return LatentCache(data, numbers, sizes.kv_rank)
 
 
-class HeadsCache:
-    """Keys and values by heads."""
+class _Steps:
+    """A cache while a step runs over it: the step's inputs, and whose queries are whose, where that is asked for."""
 
-    def __init__(self, data: Tensor, numbers: Tensor) -> None:
-        self.data, self._numbers = data, numbers
-        self._block_size = numbers.shape[4]
-        self._has_kernels = data.is_cuda or is_interpreted()
+    def __init__(self, data: Tensor, *, has_spans: bool) -> None:
+        self.data, self._has_spans = data, has_spans
         self._inputs: Inputs | None = None
         self._spans: Spans | None = None
 
@@ -142,7 +140,15 @@ class HeadsCache:
     @inputs.setter
     def inputs(self, inputs: Inputs) -> None:
         self._inputs = inputs
-        self._spans = spans_of(inputs.lengths, inputs.starts, self.data.device) if self._has_kernels else None
+        self._spans = spans_of(inputs.lengths, inputs.starts, self.data.device) if self._has_spans else None
+
+
+class HeadsCache(_Steps):
+    """Keys and values by heads."""
+
+    def __init__(self, data: Tensor, numbers: Tensor) -> None:
+        super().__init__(data, has_spans=data.is_cuda or is_interpreted())
+        self._numbers, self._block_size = numbers, numbers.shape[4]
 
     def attach(self, layer: int, block: Block) -> None:
         block.attention.layer = layer
@@ -174,7 +180,7 @@ class HeadsCache:
         return seen.transpose(0, 1)[None]
 
 
-class LatentCache:
+class LatentCache(_Steps):
     """One short vector and one rotated key a token.
 
     A sequence's only token attends to them as they are. Of the tokens of a prompt there are many for each that is held,
@@ -182,19 +188,8 @@ class LatentCache:
     """
 
     def __init__(self, data: Tensor, numbers: Tensor, rank: int) -> None:
-        self.data, self._numbers, self._rank = data, numbers, rank
-        self._block_size = numbers.shape[2]
-        self._inputs: Inputs | None = None
-        self._spans: Spans | None = None
-
-    @property
-    def inputs(self) -> Inputs:
-        assert self._inputs is not None, "a step has inputs"
-        return self._inputs
-
-    @inputs.setter
-    def inputs(self, inputs: Inputs) -> None:
-        self._inputs, self._spans = inputs, spans_of(inputs.lengths, inputs.starts, self.data.device)
+        super().__init__(data, has_spans=True)
+        self._numbers, self._rank, self._block_size = numbers, rank, numbers.shape[2]
 
     def attach(self, layer: int, block: Block) -> None:
         attention = block.attention

@@ -108,7 +108,11 @@ def asked_for_chat(body: Mapping[str, Any], served: Served, *, client: str) -> A
     _check_unicode(messages, "messages")
     _check_unicode(tools, "tools")
     if served.template is None:
-        raise ApiError(501, "chats need jinja2, which is not installed where the model is served; completions do not")
+        raise ApiError(
+            501,
+            "chats need jinja2, which is not installed where the model is served; completions do not. "
+            "There: pip install 'shardwise[serve]'",
+        )
     try:
         prompt = served.template.apply(messages, tools)
     except ShardwiseError as error:

@@ -91,7 +91,11 @@ class NoMetrics:
     def refused(self, status: int) -> None: ...
 
     def text(self) -> bytes:
-        raise ApiError(501, "metrics need prometheus_client, which is not installed where the model is served")
+        raise ApiError(
+            501,
+            "metrics need prometheus_client, which is not installed where the model is served. "
+            "There: pip install 'shardwise[serve]'",
+        )
 
 
 def make_metrics(model: str) -> ServerMetrics | NoMetrics:

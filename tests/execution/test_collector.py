@@ -65,6 +65,19 @@ def test_what_ran_is_told_by_the_hosts_clock_in_order() -> None:
     ]
 
 
+def test_nothing_runs_before_it_was_launched_whatever_the_devices_clock_says() -> None:
+    early = [
+        each if each.stream is None else each._replace(start=each.start - 70_000, end=each.end - 70_000)
+        for each in SEEN
+    ]
+    found = activities_of(early, rank=1, zero=ZERO, handed_over=HANDED_OVER, launches=LAUNCHES)
+    # The first kernel seems to begin 30 us before its launch, so all are told 30 us later: 40 us before they were.
+    assert [each.name for each in found] == [each.name for each in collected()]
+    for one, other in zip(found, collected(), strict=True):
+        assert (one.start, one.end) == pytest.approx((other.start - 40e-6, other.end - 40e-6))
+        assert one.launched == other.launched
+
+
 def test_an_activity_belongs_to_the_instruction_that_it_was_launched_in_not_to_the_one_it_runs_in() -> None:
     found = {each.name: each for each in collected()}
     assert [found[name].instruction for name in ("gemm", "gemm_back", ALL_REDUCE, "adam")] == ["0F0", "0B0", "0B0", ""]

@@ -6,7 +6,7 @@ launched it. By when that call was, an activity belongs to an instruction, and a
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -97,6 +97,7 @@ def activities_of(
             calls[each.correlation] = min(each.start, calls.get(each.correlation, each.start))
     order = sorted((start, end, str(instruction)) for instruction, start, end in handed_over)
     starts = [start for start, _, _ in order]
+    late = _clock_error(seen, calls)
     found = []
     for each in seen:
         if each.stream is None:
@@ -107,10 +108,21 @@ def activities_of(
         if launched is not None:
             place = bisect_right(starts, launched) - 1
             instruction = order[place][2] if place >= 0 and launched <= order[place][1] else ""
-        times = (each.start - zero) / 1e9, (each.end - zero) / 1e9
+        times = (each.start + late - zero) / 1e9, (each.end + late - zero) / 1e9
         found.append(Activity(rank, each.stream, kind_of(each.name), each.name, *times, launched, instruction))
     found.sort(key=lambda each: (each.start, each.end))
     return _with_purposes(found, launches)
+
+
+def _clock_error(seen: Iterable[DeviceEvent], calls: Mapping[int, int]) -> int:
+    """By how many nanoseconds the device's clock is told too early, at least: nothing runs before it was launched.
+
+    Without this a batch that is copied first of all may seem to have been copied before its step began.
+    """
+    early = (
+        calls[each.correlation] - each.start for each in seen if each.stream is not None and each.correlation in calls
+    )
+    return max(0, *early, 0)
 
 
 def _with_purposes(activities: Sequence[Activity], launches: Sequence[Launch]) -> list[Activity]:

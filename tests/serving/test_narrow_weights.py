@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.kernels.narrow import PAIR, make_narrow
+from shardwise.kernels.narrow import RUN, make_narrow
 from shardwise.ranks.spawn import Ranks
 from shardwise.serving import assemble
 from shardwise.serving.device_runner import DeviceRunner
@@ -29,11 +29,11 @@ def test_a_weight_comes_back_within_half_a_step(kind: str, shape: tuple[int, ...
     apart = (narrow.wide() - weight).abs()
     if kind == "fp8":  # Three bits behind the leading one: half a step is a sixteenth; or of the smallest numbers.
         assert (apart <= weight.abs() / 16 + weight.abs().amax(-1, keepdim=True) / 448 / 512).all()
-        assert narrow.codes.element_size() == 1
+        assert narrow.codes.nbytes == -(-shape[-1] // RUN) * RUN * weight[..., 0].numel()
     else:
         step = (weight.amax() - weight.amin()) / 15
         assert apart.max() <= step / 2 + 1e-4
-        assert narrow.codes.numel() == -(-shape[-1] // PAIR) * PAIR // 2 * weight[..., 0].numel()
+        assert narrow.codes.nbytes == -(-shape[-1] // RUN) * RUN // 2 * weight[..., 0].numel()
     assert torch.equal(make_narrow(torch.zeros(shape), kind).wide(), torch.zeros(shape))
 
 
@@ -47,7 +47,9 @@ def test_they_are_counted_and_serve(family: str, tmp_path: Path) -> None:
     counts = {each.summary.num_parameters for each in found.values()}
     assert len(counts) == 1
     plain, eight, four = (each.summary.weight_bytes for each in found.values())
-    assert max(four, eight) < plain
+    assert four < plain
+    # Runs of 128 inputs: experts of 32 have three quarters of theirs for nothing.
+    assert eight < plain or family == "qwen3-moe"
     assert found["int4"].summary.precision == "float32, weights in int4"
     given = prompts(3)
     for engine in found.values():

@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from shardwise.kernels.choose import takes_kernel
 from shardwise.kernels.gated import Activation, gated
 from shardwise.kernels.launch import overlapping
-from shardwise.kernels.narrow import PAIR, NarrowWeight
+from shardwise.kernels.narrow import RUN, NarrowWeight
 from shardwise.kernels.widen import widen
 
 #: Tried up to so many rows; more are a library's.
@@ -67,5 +67,10 @@ def _are_few(x: Tensor, weight: Tensor) -> bool:
 
 def _are_few_narrow(x: Tensor, weight: NarrowWeight) -> bool:
     is_half = x.dtype in (torch.bfloat16, torch.float16)
-    divides = x.shape[1] % (COLUMNS if weight.kind == "fp8" else PAIR) == 0
-    return is_half and divides and x.is_contiguous() and weight.has_kernels() and 0 < len(x) <= MOST_ROWS_NARROW
+    return (
+        is_half
+        and x.shape[1] % RUN == 0
+        and x.is_contiguous()
+        and weight.has_kernels()
+        and 0 < len(x) <= MOST_ROWS_NARROW
+    )

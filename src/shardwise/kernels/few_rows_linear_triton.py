@@ -15,8 +15,17 @@ from torch import Tensor
 
 from shardwise.kernels.device_functions import activate, dot, precision_of, prefetch_rows
 from shardwise.kernels.launch import overlapping
-from shardwise.kernels.narrow import GROUP, PAIR, NarrowWeight
-from shardwise.kernels.widen_triton import from_eight_bits, from_four_bits, half_of, is_fast, scales_of
+from shardwise.kernels.narrow import RUN, NarrowWeight
+from shardwise.kernels.widen_triton import (
+    EIGHTS,
+    FOURS,
+    OFFSET,
+    from_eight_bits,
+    from_four_bits,
+    half_of,
+    is_fast,
+    scales_of,
+)
 
 
 class Tile(NamedTuple):
@@ -33,13 +42,13 @@ class Tile(NamedTuple):
 #: tries others.
 NARROW, WIDE, GATED, AHEAD = Tile(64, 128, 6, 4), Tile(32, 256, 6, 2), Tile(64, 64, 5, 4), 1024
 #: Of weights in fewer bits: what is read of x is as much as what is read of them, so programs have many rows. In 4 bits
-#: the columns are those that share bytes.
-EIGHT_BITS, FOUR_BITS = Tile(64, 128, 6, 4), Tile(64, PAIR, 6, 4)
+#: the columns are those that share words.
+EIGHT_BITS, FOUR_BITS = Tile(64, 128, 6, 4), Tile(64, RUN, 6, 4)
 #: From so many columns on rows are wide: then programs of fewer of them have enough on its way, and there are more.
 MANY_COLUMNS = 4096
 #: The fewest columns of a tile of x, as tensor cores ask, and the most.
 FEWEST, MOST = 16, 64
-_GROUP, _PAIR = tl.constexpr(GROUP), tl.constexpr(PAIR)
+_RUN = tl.constexpr(RUN)
 
 
 @triton.jit
@@ -49,15 +58,30 @@ def _given(x, item, m, at, k):
 
 
 @triton.jit
-def _times_four_bits(rows, steps, begin, one, two, PRECISION: tl.constexpr, FAST: tl.constexpr):
-    """A tile of the weight times what is given to the low and to the high bits of its bytes. Sums are scaled, not
-    weights: there are fewer of them."""
-    byte = tl.load(rows + begin // 2 + tl.arange(0, _GROUP)[None, :], eviction_policy="evict_first")
-    step = tl.load(steps + begin // _PAIR)
-    made = dot(from_four_bits(byte, False, FAST).to(one.dtype), one, PRECISION) * half_of(step, 0)
-    made += dot(from_four_bits(byte, True, FAST).to(two.dtype), two, PRECISION) * half_of(step, 2)
-    made += tl.sum(one.to(tl.float32), 0)[None, :] * half_of(step, 1)
-    return made + tl.sum(two.to(tl.float32), 0)[None, :] * half_of(step, 3)
+def _times_eight_bits(total, words, x, item, m, begin, k, PRECISION: tl.constexpr, FAST: tl.constexpr):
+    """Add a tile of the weight times what is given to it, one place of its words after the other."""
+    word = tl.arange(0, words.shape[1])
+    for place in tl.static_range(4):
+        given = _given(x, item, m, begin + word // EIGHTS * _RUN + place * EIGHTS + word % EIGHTS, k)
+        total += dot(from_eight_bits(words, place, FAST).to(given.dtype), given, PRECISION)
+    return total
+
+
+@triton.jit
+def _times_four_bits(total, words, steps, x, item, m, begin, k, PRECISION: tl.constexpr, FAST: tl.constexpr):
+    """The same of 4 bits. Sums are scaled, not weights: there are fewer of them. What is given is summed as a product
+    with ones, whose sums lie where the others do."""
+    ones = tl.full(words.shape, 1.0, x.dtype.element_ty)
+    for group in tl.static_range(2):
+        made = tl.zeros(total.shape, tl.float32)
+        whole = tl.zeros(total.shape, tl.float32)
+        for place in tl.static_range(4):
+            given = _given(x, item, m, tl.arange(0, FOURS) + begin + (group * 4 + place) * FOURS, k)
+            made += dot(from_four_bits(words, group * 4 + place, FAST).to(given.dtype), given, PRECISION)
+            whole += dot(ones, given, PRECISION)
+        scale = half_of(steps, 2 * group)
+        total += made * scale + whole * (half_of(steps, 2 * group + 1) - OFFSET * scale)
+    return total
 
 
 @triton.jit
@@ -85,22 +109,30 @@ def _few_rows_linear(
     total = tl.zeros((ROWS, M), tl.float32)
     other = tl.zeros((ROWS, M), tl.float32)
     for begin in tl.range(0, k, COLUMNS, num_stages=STAGES):
-        if CODES == "int4":
-            at = begin + tl.arange(0, _GROUP)
-            one = _given(x, item, m, at, k)
-            two = _given(x, item, m, at + _GROUP, k)
-            num_pairs = stride // _GROUP
-            total += _times_four_bits(here, scales + there * num_pairs, begin, one, two, PRECISION, FAST)
+        if CODES == "fp8":
+            column = begin // 4 + tl.arange(0, COLUMNS // 4)[None, :]
+            words = tl.load(here + column, eviction_policy="evict_first")
+            total = _times_eight_bits(total, words, x, item, m, begin, k, PRECISION, FAST)
             if ACTIVATION != "":
-                other += _times_four_bits(under, scales + (there + n) * num_pairs, begin, one, two, PRECISION, FAST)
+                words = tl.load(under + column, eviction_policy="evict_first")
+                other = _times_eight_bits(other, words, x, item, m, begin, k, PRECISION, FAST)
+        elif CODES == "int4":
+            column = begin // 8 + tl.arange(0, FOURS)[None, :]
+            run = begin // _RUN
+            words = tl.load(here + column, eviction_policy="evict_first")
+            steps = tl.load(scales + there * (stride // FOURS) + run)
+            total = _times_four_bits(total, words, steps, x, item, m, begin, k, PRECISION, FAST)
+            if ACTIVATION != "":
+                words = tl.load(under + column, eviction_policy="evict_first")
+                steps = tl.load(scales + (there + n) * (stride // FOURS) + run)
+                other = _times_four_bits(other, words, steps, x, item, m, begin, k, PRECISION, FAST)
         else:
             at = begin + tl.arange(0, COLUMNS)
             tile = tl.load(here + at[None, :], eviction_policy="evict_first")
             given = _given(x, item, m, at, k)
-            total += dot(from_eight_bits(tile, FAST).to(given.dtype), given, PRECISION)
+            total += dot(tile, given, PRECISION)
             if ACTIVATION != "":
-                beneath = tl.load(under + at[None, :], eviction_policy="evict_first")
-                other += dot(from_eight_bits(beneath, FAST).to(given.dtype), given, PRECISION)
+                other += dot(tl.load(under + at[None, :], eviction_policy="evict_first"), given, PRECISION)
     is_row = row < n
     if CODES == "fp8":
         total *= tl.load(scales + row, mask=is_row, other=0.0)[:, None]

@@ -1,11 +1,13 @@
 """The program of `row_linear.py`: some rows of the weight a program.
 
-`CODES` is the kind of a weight in fewer bits (`narrow.py`), or nothing. In fp8 a row's scale is put on its sum; in 4
-bits a tile is [rows, pairs of groups, bytes], and scales and lowest values are put on the sums of groups.
+`CODES` is the kind of a weight in fewer bits (`narrow.py`), or nothing. Its tiles are [rows,
+runs, words]. In fp8 a row's scale is put on its sum; in 4 bits scales and lowest values are put on the sums of groups.
 """
 
 # mypy: ignore-errors
 # ruff: noqa: N803, SIM102
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,32 +16,62 @@ from torch import Tensor
 
 from shardwise.kernels.device_functions import activate, prefetch_rows
 from shardwise.kernels.launch import overlapping
-from shardwise.kernels.narrow import GROUP, PAIR, NarrowWeight
-from shardwise.kernels.widen_triton import from_eight_bits, from_four_bits, half_of, is_fast, scales_of
+from shardwise.kernels.narrow import RUN, NarrowWeight
+from shardwise.kernels.widen_triton import (
+    EIGHTS,
+    FOURS,
+    HALF_SHIFT,
+    OFFSET,
+    eight_bits_shifted,
+    four_bits_shifted,
+    half_of,
+    scales_of,
+)
 
-#: Numbers of the weight that a program has at a time, the most columns of them, tiles that are on their way, warps, and
-#: how many bytes of a row are fetched into the cache while the kernel before ends. `benchmarks/serving.py --cases rows`
-#: tries others.
-TILE, COLUMNS, STAGES, WARPS, AHEAD = 16384, 1024, 3, 8, 2048
-#: Tiles of narrow weights that are on their way: they are smaller.
-NARROW_STAGES = 5
-_GROUP, _PAIR = tl.constexpr(GROUP), tl.constexpr(PAIR)
+
+class Tile(NamedTuple):
+    """Numbers of the weight that a program has at a time, the most columns of them, tiles that are on their way, and
+    warps."""
+
+    numbers: int
+    columns: int
+    stages: int
+    warps: int
+
+
+#: Of weights as they are, in fp8, and in 4 bits; and how many bytes of a row are fetched into the cache while the
+#: kernel before ends. `benchmarks/serving.py --cases rows` tries others.
+WIDE, EIGHT_BITS, FOUR_BITS, AHEAD = Tile(16384, 1024, 3, 8), Tile(16384, 1024, 5, 8), Tile(16384, 1024, 5, 8), 2048
+_RUN = tl.constexpr(RUN)
 
 
 @triton.jit
-def _four_bit_sums(rows, steps, begin, k, is_row, one, two, FAST: tl.constexpr):
-    """Rows of a tile times what is given to the low and to the high bits of its bytes."""
-    pair = begin // _PAIR + tl.arange(0, one.shape[0])[None, :, None]
-    mask = is_row[:, None, None] & (pair * _PAIR < k)
-    inside = tl.arange(0, _GROUP)[None, None, :]
-    byte = tl.load(rows[:, :, None] + pair * _GROUP + inside, mask=mask, other=0, eviction_policy="evict_first")
-    pair = begin // _PAIR + tl.arange(0, one.shape[0])[None, :]
-    step = tl.load(steps + pair, mask=is_row[:, None] & (pair * _PAIR < k), other=0)
-    low = tl.sum(from_four_bits(byte, False, FAST).to(tl.float32) * one[None], 2)
-    high = tl.sum(from_four_bits(byte, True, FAST).to(tl.float32) * two[None], 2)
-    # Sums are scaled, not weights: there are fewer of them.
-    made = low * half_of(step, 0) + tl.sum(one, 1)[None, :] * half_of(step, 1)
-    return tl.sum(made + high * half_of(step, 2) + tl.sum(two, 1)[None, :] * half_of(step, 3), 1)
+def _words(rows, begin, k, is_row, RUNS: tl.constexpr, WORDS: tl.constexpr):
+    """Words of some runs of rows."""
+    run = begin // _RUN + tl.arange(0, RUNS)[None, :, None]
+    there = rows[:, :, None] + run * WORDS + tl.arange(0, WORDS)[None, None, :]
+    return tl.load(there, mask=is_row[:, None, None] & (run * _RUN < k), other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _steps(steps, begin, k, is_row, RUNS: tl.constexpr):
+    """Scales and lowest values of some runs of rows."""
+    run = begin // _RUN + tl.arange(0, RUNS)[None, :]
+    return tl.load(steps + run, mask=is_row[:, None] & (run * _RUN < k), other=0)
+
+
+@triton.jit
+def _columns(begin, PLACE: tl.constexpr, RUNS: tl.constexpr, WORDS: tl.constexpr):
+    """The inputs that are at a place of words."""
+    return begin + PLACE * WORDS + tl.arange(0, RUNS)[:, None] * _RUN + tl.arange(0, WORDS)[None, :]
+
+
+@triton.jit
+def _scaled(made, whole, steps, GROUP: tl.constexpr):
+    """Sums of a group times its scale, and what was given to it times its lowest value."""
+    scale = half_of(steps, 2 * GROUP)
+    low = half_of(steps, 2 * GROUP + 1) - OFFSET * scale
+    return made * scale[:, :, None] + whole[None] * low[:, :, None]
 
 
 @triton.jit
@@ -62,7 +94,7 @@ def _normed_piece(
 @triton.jit
 def _row_linear(
     x, weight, scales, bias, residual, norm, out, new, n, k, stride, eps,
-    CODES: tl.constexpr, FAST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
+    CODES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -91,31 +123,60 @@ def _row_linear(
                 if tl.program_id(0) == 0:
                     tl.store(new + at, value.to(new.dtype.element_ty), mask=at < k)
         rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / k + eps)
-    total = tl.zeros((ROWS,), tl.float32)
-    other = tl.zeros((ROWS,), tl.float32)
+    num_runs: tl.constexpr = COLUMNS // _RUN
+    if CODES == "":
+        total = tl.zeros((ROWS,), tl.float32)
+        other = tl.zeros((ROWS,), tl.float32)
+    else:  # What belongs to a row is summed at the end.
+        total = tl.zeros((ROWS, num_runs, EIGHTS if CODES == "fp8" else FOURS), tl.float32)
+        other = tl.zeros((ROWS, num_runs, EIGHTS if CODES == "fp8" else FOURS), tl.float32)
     for begin in tl.range(0, k, COLUMNS, num_stages=STAGES):
-        if CODES == "int4":
-            at = begin + tl.arange(0, COLUMNS // _PAIR)[:, None] * _PAIR + tl.arange(0, _GROUP)[None, :]
-            one = _normed_piece(x, residual, norm, at, at < k, rstd, HAS_RESIDUAL, HAS_NORM)
-            at += _GROUP
-            two = _normed_piece(x, residual, norm, at, at < k, rstd, HAS_RESIDUAL, HAS_NORM)
-            num_pairs = stride // _GROUP
-            total += _four_bit_sums(here, scales + there * num_pairs, begin, k, is_row, one, two, FAST)
+        if CODES == "fp8":
+            words = _words(here, begin, k, is_row, num_runs, EIGHTS)
             if ACTIVATION != "":
-                other += _four_bit_sums(under, scales + (there + n) * num_pairs, begin, k, is_row, one, two, FAST)
+                beneath = _words(under, begin, k, is_row, num_runs, EIGHTS)
+            for place in tl.static_range(4):
+                at = _columns(begin, place, num_runs, EIGHTS)
+                value = _normed_piece(x, residual, norm, at, at < k, rstd, HAS_RESIDUAL, HAS_NORM) * HALF_SHIFT
+                total += eight_bits_shifted(words, place) * value[None]
+                if ACTIVATION != "":
+                    other += eight_bits_shifted(beneath, place) * value[None]
+        elif CODES == "int4":
+            words = _words(here, begin, k, is_row, num_runs, FOURS)
+            steps = _steps(scales + there * (stride // FOURS), begin, k, is_row, num_runs)
+            if ACTIVATION != "":
+                beneath = _words(under, begin, k, is_row, num_runs, FOURS)
+                others = _steps(scales + (there + n) * (stride // FOURS), begin, k, is_row, num_runs)
+            for group in tl.static_range(2):
+                made = tl.zeros((ROWS, num_runs, FOURS), tl.float32)
+                under_made = tl.zeros((ROWS, num_runs, FOURS), tl.float32)
+                whole = tl.zeros((num_runs, FOURS), tl.float32)
+                for place in tl.static_range(4 * group, 4 * group + 4):
+                    at = _columns(begin, place, num_runs, FOURS)
+                    value = _normed_piece(x, residual, norm, at, at < k, rstd, HAS_RESIDUAL, HAS_NORM)
+                    whole += value
+                    made += four_bits_shifted(words, place) * value[None]
+                    if ACTIVATION != "":
+                        under_made += four_bits_shifted(beneath, place) * value[None]
+                total += _scaled(made, whole, steps, group)
+                if ACTIVATION != "":
+                    other += _scaled(under_made, whole, others, group)
         else:
             at = begin + column
             mask = is_row[:, None] & (at < k)[None, :]
             tile = tl.load(here + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
             value = _normed_piece(x, residual, norm, at, at < k, rstd, HAS_RESIDUAL, HAS_NORM)
-            total += tl.sum(from_eight_bits(tile, FAST).to(tl.float32) * value[None, :], 1)
+            total += tl.sum(tile.to(tl.float32) * value[None, :], 1)
             if ACTIVATION != "":
                 beneath = tl.load(under + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-                other += tl.sum(from_eight_bits(beneath, FAST).to(tl.float32) * value[None, :], 1)
+                other += tl.sum(beneath.to(tl.float32) * value[None, :], 1)
+    if CODES != "":
+        total = tl.sum(tl.sum(total, 2), 1)
+        other = tl.sum(tl.sum(other, 2), 1)
     if CODES == "fp8":
-        total *= tl.load(scales + row, mask=is_row, other=0.0)
+        total *= tl.load(scales + row, mask=is_row, other=0.0) * HALF_SHIFT
         if ACTIVATION != "":
-            other *= tl.load(scales + n + row, mask=is_row, other=0.0)
+            other *= tl.load(scales + n + row, mask=is_row, other=0.0) * HALF_SHIFT
     if HAS_BIAS:
         total += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)
     made = total.to(out.dtype.element_ty)
@@ -136,18 +197,17 @@ def forward(
     n = num_rows if activation is None else num_rows // 2
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     new = x if residual is None else torch.empty_like(x)
-    is_narrow = isinstance(weight, NarrowWeight)
-    columns = min(COLUMNS, max(triton.next_power_of_2(k), PAIR))
-    rows = max(TILE // columns // (1 if activation is None else 2), 1)
-    overlap = overlapping(x.device)
-    # Older processors have less shared memory for what is on its way.
-    stages = STAGES if overlap["OVERLAPS"] and x.element_size() == 2 else 2
+    is_narrow, overlap = isinstance(weight, NarrowWeight), overlapping(x.device)
     codes = weight.codes if is_narrow else weight
+    tile = WIDE if not is_narrow else EIGHT_BITS if weight.kind == "fp8" else FOUR_BITS
+    columns = min(tile.columns, max(triton.next_power_of_2(k), RUN))
+    rows = max(tile.numbers // columns // (1 if activation is None else 2), 1)
+    # Older processors have less shared memory for what is on its way.
+    stages = tile.stages if overlap["OVERLAPS"] and x.element_size() == 2 else 2
     _row_linear[(triton.cdiv(n, rows),)](
         x, codes, scales_of(weight) if is_narrow else None, bias, residual, norm, out, new, n, k, codes.shape[1], eps,
-        CODES=weight.kind if is_narrow else "", FAST=is_narrow and is_fast(weight),
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm is not None,
-        ACTIVATION=activation or "", ROWS=rows, COLUMNS=columns, STAGES=NARROW_STAGES if is_narrow else stages,
-        AHEAD=AHEAD if x.is_cuda else 0, num_warps=WARPS, **overlap,
+        CODES=weight.kind if is_narrow else "", HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        HAS_NORM=norm is not None, ACTIVATION=activation or "", ROWS=rows, COLUMNS=columns, STAGES=stages,
+        AHEAD=AHEAD if x.is_cuda else 0, num_warps=tile.warps, **overlap,
     )  # fmt: skip
     return out, new

@@ -1,10 +1,13 @@
-"""The program of `widen.py`, and how programs of products read codes.
+"""The program of `widen.py`, and how programs of products read words of codes (`narrow.py`).
 
 A GPU's own conversions (of e4m3 to bfloat16, of whole numbers) are slower than its memory. So products in bfloat16 put
-the bits of a code where those of the number lie, four codes at a time (`FAST`):
+the bits of a code where those of the number lie, those of two words at a time (`FAST`):
 
     e4m3      s eeee mmm      ->  s 0000eeee mmm0000, times 2^120: the distance between the exponents
-    4 bits    nnnn            ->  0 10000110 000nnnn, which is 128 + n, minus 128
+    4 bits    nnnn            ->  0 10000110 000nnnn, which is 128 + n
+
+A program of one row multiplies in float32, where the same is done by shifting a word. What is left of the exponents'
+distance, and what is too much by 128, is put right in the sums.
 """
 
 # mypy: ignore-errors
@@ -15,60 +18,81 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.narrow import GROUP, PAIR, NarrowWeight
+from shardwise.kernels.narrow import RUN, NarrowWeight
 
 #: Rows and columns that a program makes wide.
 ROWS, COLUMNS, WARPS = 16, 512, 4
-_GROUP, _PAIR = tl.constexpr(GROUP), tl.constexpr(PAIR)
+_RUN = tl.constexpr(RUN)
+#: Words of a run: in fp8, in 4 bits.
+EIGHTS, FOURS = tl.constexpr(RUN // 4), tl.constexpr(RUN // 8)
+#: What 4 bits are more than they say, as `from_four_bits` and `four_bits_shifted` have them.
+OFFSET = tl.constexpr(128.0)
+#: Half of the distance between the exponents of e4m3 and of float32, as a factor: one half is put on what is given, so
+#: that neither is too large.
+HALF_SHIFT = tl.constexpr(2.0**60)
+
+
+def _from_byte(place: int) -> str:
+    """Of two words, a byte of each as bfloat16. What is selected beneath it is cut off."""
+    return f"""{{
+        .reg .b32 a, s;
+        prmt.b32 a, $1, $2, 0x{4 + place}0{place}0;
+        and.b32 s, a, 0x80008000;
+        shr.u32 a, a, 4;
+        lop3.b32 a, a, 0x07f007f0, s, 0xea;
+        mov.b32 s, 0x7b807b80;
+        mul.bf16x2 $0, a, s;
+        }}"""
+
+
+def _from_four_bits(place: int) -> str:
+    """The same of 4 bits. Low ones of a byte lie where they should."""
+    shift = "shr.u32 a, a, 4;" if place % 2 else ""
+    return f"""{{
+        .reg .b32 a;
+        prmt.b32 a, $1, $2, 0x0{4 + place // 2}0{place // 2};
+        {shift}
+        lop3.b32 $0, a, 0x000f000f, 0x43004300, 0xea;
+        }}"""
+
+
+_BYTES = tl.constexpr(tuple(map(_from_byte, range(4))))
+_FOUR_BITS = tl.constexpr(tuple(map(_from_four_bits, range(8))))
 
 
 @triton.jit
-def from_eight_bits(codes, FAST: tl.constexpr):
-    """e4m3 as bfloat16, which holds every one of them; or as it is. What is no number is left to the scale."""
+def from_eight_bits(words, PLACE: tl.constexpr, FAST: tl.constexpr):
+    """A byte of words: as bfloat16, which holds every e4m3, or as it is. What is no number is left to the scale."""
     if FAST:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, s, t;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            and.b32 s, a, 0x80008000;
-            shr.u32 a, a, 4;
-            lop3.b32 a, a, 0x07f007f0, s, 0xea;
-            and.b32 t, b, 0x80008000;
-            shr.u32 b, b, 4;
-            lop3.b32 b, b, 0x07f007f0, t, 0xea;
-            mov.b32 s, 0x7b807b80;
-            mul.bf16x2 $0, a, s;
-            mul.bf16x2 $1, b, s;
-            }""",
-            "=r,=r,r", [codes.to(tl.int8, bitcast=True)], dtype=tl.bfloat16, is_pure=True, pack=4,
+            _BYTES[PLACE], "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
         )  # fmt: skip
     else:
-        return codes
+        return (words >> (8 * PLACE)).to(tl.int8).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
-def from_four_bits(codes, HIGH: tl.constexpr, FAST: tl.constexpr):
-    """Low or high bits of bytes as numbers from 0 to 15: bfloat16, or float32."""
+def from_four_bits(words, PLACE: tl.constexpr, FAST: tl.constexpr):
+    """4 bits of words, 128 too large: as bfloat16, or as float32."""
     if FAST:
-        # Shifted by 4 bits or by none, four bytes at once.
-        places = tl.full(codes.shape, 4 if HIGH else 0, tl.int8)
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c;
-            and.b32 b, $3, 0xff;
-            shr.u32 c, $2, b;
-            and.b32 c, c, 0x0f0f0f0f;
-            prmt.b32 a, c, 0x43434343, 0x4140;
-            prmt.b32 b, c, 0x43434343, 0x4342;
-            mov.b32 c, 0x43004300;
-            sub.bf16x2 $0, a, c;
-            sub.bf16x2 $1, b, c;
-            }""",
-            "=r,=r,r,r", [codes, places], dtype=tl.bfloat16, is_pure=True, pack=4,
+            _FOUR_BITS[PLACE], "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
         )  # fmt: skip
     else:
-        return ((codes >> 4) if HIGH else (codes & 15)).to(tl.float32)
+        return four_bits_shifted(words, PLACE)
+
+
+@triton.jit
+def eight_bits_shifted(words, PLACE: tl.constexpr):
+    """A byte of words as float32, too small by `HALF_SHIFT` twice. Shifted down, its sign is drawn out, and cut off."""
+    return (((words << (24 - 8 * PLACE)) >> 4) & -0x78100000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def four_bits_shifted(words, PLACE: tl.constexpr):
+    """4 bits of words as float32, too large by `OFFSET`."""
+    there = words << (16 - 4 * PLACE) if PLACE < 4 else words >> (4 * PLACE - 16)
+    return ((there & 0x000F0000) | 0x43000000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -86,25 +110,24 @@ def _widen(
     begin = tl.program_id(1) * COLUMNS
     is_row = (row < num_rows)[:, None]
     there = row.to(tl.int64)[:, None]
-    if CODES == "fp8":
-        at = begin + tl.arange(0, COLUMNS)[None, :]
-        mask = is_row & (at < k)
-        made = from_eight_bits(tl.load(codes + there * stride + at, mask=mask, other=0.0), FAST).to(tl.float32)
-        made = made * tl.load(scales + there, mask=is_row, other=0.0)
-        tl.store(out + there * k + at, made.to(out.dtype.element_ty), mask=mask)
-    else:
-        inside = tl.arange(0, _GROUP)[None, :]
-        for first in tl.static_range(0, COLUMNS, _PAIR):
-            # Beyond the last pair the last is read again, and not written.
-            pair = tl.minimum((begin + first) // _PAIR, stride // _GROUP - 1)
-            byte = tl.load(codes + there * stride + pair * _GROUP + inside, mask=is_row, other=0)
-            steps = tl.load(scales + there * (stride // _GROUP) + pair, mask=is_row, other=0)
-            at = begin + first + inside
-            here = out + there * k + at
-            low = from_four_bits(byte, False, FAST).to(tl.float32) * half_of(steps, 0) + half_of(steps, 1)
-            high = from_four_bits(byte, True, FAST).to(tl.float32) * half_of(steps, 2) + half_of(steps, 3)
-            tl.store(here, low.to(out.dtype.element_ty), mask=is_row & (at < k))
-            tl.store(here + _GROUP, high.to(out.dtype.element_ty), mask=is_row & (at + _GROUP < k))
+    for first in tl.static_range(0, COLUMNS, _RUN):
+        # Beyond the last run the last is read again, and not written.
+        run = tl.minimum((begin + first) // _RUN, stride // (EIGHTS if CODES == "fp8" else FOURS) - 1)
+        if CODES == "fp8":
+            word = tl.load(codes + there * stride + run * EIGHTS + tl.arange(0, EIGHTS)[None, :], mask=is_row, other=0)
+            scale = tl.load(scales + there, mask=is_row, other=0.0)
+            for place in tl.static_range(4):
+                at = begin + first + place * EIGHTS + tl.arange(0, EIGHTS)[None, :]
+                made = from_eight_bits(word, place, FAST).to(tl.float32) * scale
+                tl.store(out + there * k + at, made.to(out.dtype.element_ty), mask=is_row & (at < k))
+        else:
+            word = tl.load(codes + there * stride + run * FOURS + tl.arange(0, FOURS)[None, :], mask=is_row, other=0)
+            steps = tl.load(scales + there * (stride // FOURS) + run, mask=is_row, other=0)
+            for place in tl.static_range(8):
+                at = begin + first + place * FOURS + tl.arange(0, FOURS)[None, :]
+                made = (from_four_bits(word, place, FAST).to(tl.float32) - OFFSET) * half_of(steps, place // 4 * 2)
+                made += half_of(steps, place // 4 * 2 + 1)
+                tl.store(out + there * k + at, made.to(out.dtype.element_ty), mask=is_row & (at < k))
 
 
 def is_fast(weight: NarrowWeight) -> bool:
@@ -112,7 +135,7 @@ def is_fast(weight: NarrowWeight) -> bool:
 
 
 def scales_of(weight: NarrowWeight) -> Tensor:
-    """As programs read them: in 4 bits those of a pair of groups are one number of 64 bits."""
+    """As programs read them: in 4 bits those of a run's two groups are one number of 64 bits."""
     return weight.scales if weight.kind == "fp8" else weight.scales.flatten().view(torch.int64)
 
 

@@ -124,7 +124,7 @@ class BlockCopies:
     def _run(self, stream: Any, target: Tensor, source: Tensor) -> "_Copy":
         with self._cuda.stream(stream):
             self._copy(target, source)
-            event = self._cuda.Event()
+            event = self._cuda.Event(blocking=True)  # A thread that waits for it sleeps.
             event.record()
         self._num_begun += 1
         return _Copy(self._num_begun, event)

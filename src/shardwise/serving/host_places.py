@@ -14,7 +14,7 @@ class HostPlaces:
     """`count` places of one size. Any thread may take one, give one back, and wait for one."""
 
     def __init__(self, count: int, block_bytes: int, *, pinned: bool = False) -> None:
-        data = torch.empty(count, block_bytes, dtype=torch.uint8, pin_memory=pinned and count > 0)
+        data = torch.empty(count, block_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned and count > 0)
         #: One tensor a place: to make one takes as long as to begin its copy.
         self.views = data.unbind()
         #: The event behind which the bytes of a place are what they should be, and nobody reads them any more.

@@ -29,6 +29,7 @@ from shardwise.serving.engine import LLMEngine
 from shardwise.serving.limits import Limits
 from shardwise.serving.request import Request, Sampling
 from shardwise.serving.sources import read_source
+from shardwise.serving.tier_store import TierStore
 from shardwise.serving.tiers import Tiers
 
 QUICK = Settings(
@@ -134,16 +135,19 @@ def decode(bench: Bench) -> dict[str, float]:
     engine = bench.engine(
         count * (each + tokens + 48), host_bytes=6 * count * (each + tokens) // 16 * bench.block_bytes
     )
-    tiers, pool = tiers_of(engine), engine.scheduler.pool
+    tiers = tiers_of(engine)
+    pool = engine.scheduler.pool
     rates: dict[str, list[float]] = {"moved": [], "dropped": []}
     for number in range(14):
         name = ("moved", "dropped")[number % 2]
-        pool.on_evict = tiers.evict if name == "moved" else None
+        engine.tiers, pool.on_evict = (tiers, tiers.evict) if name == "moved" else (None, None)
+        tiers.store.settle()
         before = tiers.stored_bytes
         _, seconds, _ = bench.ask(engine, [bench.prompt(each) for _ in range(count)], tokens)
         if number >= 4:  # The cache is full, and all is compiled and captured.
             rates[name].append(count * tokens / seconds)
             assert (tiers.stored_bytes > before) == (name == "moved")
+    engine.tiers = tiers
     engine.close()
     moved, dropped = (median(rates[name]) for name in ("moved", "dropped"))
     return {"moved": moved, "dropped": dropped, "slower": 1 - moved / dropped}
@@ -165,9 +169,15 @@ def prompt(bench: Bench) -> dict[str, float]:
             _, _, tokens = bench.ask(engine, asked[:1], 8)
             times = [bench.ask(engine, [each], 8)[0] for each in asked[1:]]
             found["computed"] = min(first, *times)
+            store = tiers_of(engine).store
+            assert isinstance(store, TierStore), "of one device"
+            if store.files is not None:  # What is written by now is there to be read.
+                store.files.settle()
+                found["files, blocks"], found["files, not kept"] = len(store.files), store.files.num_skipped
             before = tiers_of(engine).loaded_bytes
             again, _, same = bench.ask(engine, asked[:1], 8)
             found[tier], found[f"{tier}, bytes"] = again, tiers_of(engine).loaded_bytes - before
+            found[f"{tier}, sooner"] = found["computed"] / again
             found[f"{tier}, same tokens"] = float(same == tokens)
             engine.close()
     return found

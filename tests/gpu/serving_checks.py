@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +23,7 @@ from shardwise.kernels.few_rows_linear import few_rows_linear
 from shardwise.kernels.gated import Activation
 from shardwise.kernels.latent_attention import latent_decode
 from shardwise.kernels.narrow import KINDS, make_narrow
-from shardwise.kernels.paged_attention import make_tiles, paged_attention_plain, paged_decode, paged_prefill
+from shardwise.kernels.paged_attention import make_tiles, paged_attention_plain, paged_decode, paged_prefill, tile_of
 from shardwise.kernels.row_linear import row_linear
 from shardwise.kernels.sampling import make_key, sample
 from shardwise.kernels.widen import widen
@@ -53,23 +55,25 @@ def check_attention(heads: int, shared: int, dim: int, window: int | None, dtype
     limit = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     assert (made.float() - wanted).abs().max() < limit
 
-    starts = [0, 1, 17, 317, 317, 1317, 1650]
-    query = torch.randn(starts[-1], heads, dim).to(dtype)
-    out = torch.zeros_like(query)
-    tiles = torch.tensor(make_tiles(starts), dtype=torch.int32)
-    paged_prefill(query, keys, values, tables, told, torch.tensor(starts, dtype=torch.int32), tiles, out, **given)
-    for row in (0, 1, 2, 4, 5):
-        here = slice(starts[row], starts[row + 1])
-        plain = paged_attention_plain(
-            query[here].float(),
-            exact_keys,
-            exact_values,
-            tables[row, None],
-            [lengths[row]],
-            [0, here.stop - here.start],
-            **given,
-        )
-        assert (out[here].float() - plain).abs().max() < limit, row
+    # Long pieces, and short ones, whose contexts are read in parts.
+    for starts in ([0, 1, 17, 317, 317, 1317, 1650], [0, 1, 9, 25, 25, 41, 44]):
+        query = torch.randn(starts[-1], heads, dim).to(dtype)
+        out, tile = torch.zeros_like(query), tile_of(starts)
+        tiles = torch.tensor(make_tiles(starts, 0, tile), dtype=torch.int32)
+        begins = torch.tensor(starts, dtype=torch.int32)
+        paged_prefill(query, keys, values, tables, told, begins, tiles, out, **given, tile=tile)
+        for row in (0, 1, 2, 4, 5):
+            here = slice(starts[row], starts[row + 1])
+            plain = paged_attention_plain(
+                query[here].float(),
+                exact_keys,
+                exact_values,
+                tables[row, None],
+                [lengths[row]],
+                [0, here.stop - here.start],
+                **given,
+            )
+            assert (out[here].float() - plain).abs().max() < limit, (row, tile)
 
 
 def check_latent(heads: int, rank: int, dtype: torch.dtype) -> None:
@@ -252,7 +256,7 @@ def small(**others: Any) -> Transformer:
 
 def engine_by(model: Transformer, runner: Any, **limits: Any) -> LLMEngine:
     with patch.object(assemble, "make_runner", runner):
-        given = Limits(kv_bytes=2**28, max_length=2048, **limits)
+        given = Limits(**{"kv_bytes": 2**28, "max_length": 2048, **limits})
         return assemble.assemble(model, given, assemble.Identity(), seed=0)
 
 
@@ -289,6 +293,26 @@ def check_tokens() -> None:
     assert told(DeviceRunner, **pieces) == wanted
 
 
+def check_tiers(num_host: int, num_files: int) -> None:
+    """Prompts that come again and do not fit: their blocks come back from the host or from files."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model, size = small(), 3 * 2 * 4 * 16 * 64 * 4
+    given = [torch.randint(0, 1000, (300,)).tolist() for _ in range(12)]
+    with TemporaryDirectory() as folder:
+        tiers: dict[str, Any] = {"host_bytes": num_host * size}
+        if num_files:
+            tiers |= {"file_bytes": num_files * (size + 16), "kv_folder": Path(folder)}
+        roomy = engine_by(model, DeviceRunner)
+        tight = engine_by(model, DeviceRunner, kv_bytes=130 * size, measured=False, **tiers)
+        for turn in range(3):
+            requests = [ask(prompt, f"{turn}-{number}", 8) for number, prompt in enumerate(given)]
+            assert tokens_of(run(tight, requests)) == tokens_of(run(roomy, requests)), turn
+            if turn == 1:
+                assert tight.load().kv_offload_load_bytes > 20 * size
+        assert tight.load().num_used_blocks == 0
+        tight.close()
+
+
 def check_logprobs() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     model = small()
@@ -310,6 +334,9 @@ def check_logprobs() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     "tokens": check_tokens,
     "logprobs": check_logprobs,
+    "tiers host": partial(check_tiers, 400, 0),
+    "tiers files": partial(check_tiers, 0, 400),
+    "tiers host, files": partial(check_tiers, 60, 400),
     **{
         f"attention {heads} {shared} {dim} {window} {dtype}": partial(
             check_attention, heads, shared, dim, window, dtype

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.kernels.paged_attention import make_tiles, paged_attention_plain, paged_decode, paged_prefill
+from shardwise.kernels.paged_attention import make_tiles, paged_attention_plain, paged_decode, paged_prefill, tile_of
 from tests.kernels.against import STEP, random_of
 
 every_type = pytest.mark.parametrize(
@@ -87,3 +87,27 @@ def test_pieces_of_prompts_see_what_is_cached_and_themselves(
         paged_prefill(query, keys, values, tables, told, begins, tiles, made, scale=0.3, window=window, kernels=kernels)
         assert not made[: starts[1]].any()
         assert_close(made[starts[1] :], wanted[starts[1] :], dtype)
+
+
+@pytest.mark.parametrize(
+    ("counts", "window", "dtype"),
+    [([1, 5, 16], None, torch.float32), ([1, 5, 16], 40, torch.bfloat16), ([1, 150, 3], None, torch.float32)],
+)
+def test_a_short_piece_behind_a_long_beginning_is_read_in_parts(
+    counts: list[int], window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton_file = pytest.importorskip("shardwise.kernels.paged_attention_triton")
+    monkeypatch.setattr(triton_file, "count_prefill_parts", lambda *_: 5)
+    monkeypatch.setattr(triton_file, "FEWEST_TOKENS", 64)
+    lengths = [count + cached for count, cached in zip(counts, [3, 70, 400], strict=True)]
+    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    keys, values, tables = blocks(lengths, 2, 16, 16, dtype)
+    query = random_of(starts[-1], 4, 16, dtype=dtype, gradient=False)
+    wanted = paged_attention_plain(query, keys, values, tables, lengths, starts, scale=0.3, window=window)
+    tile, made = tile_of(starts, 1), torch.zeros_like(query)
+    assert tile == (16 if max(counts) == 16 else 128)
+    told, begins, tiles = (
+        torch.tensor(each, dtype=torch.int32) for each in (lengths, starts, make_tiles(starts, 1, tile))
+    )
+    paged_prefill(query, keys, values, tables, told, begins, tiles, made, scale=0.3, window=window, tile=tile)
+    assert_close(made[starts[1] :], wanted[starts[1] :], dtype)

@@ -75,9 +75,9 @@ def test_a_slow_tier(tmp_path: Path) -> None:
     assert engine.tiers is not None
     plain = engine.tiers.store.bring
 
-    def slowly(wanted: Any) -> int:
+    def slowly(wanted: Any, within: Any = None) -> int:
         time.sleep(0.05)
-        return plain(wanted)
+        return plain(wanted, within)
 
     engine.tiers.store.bring = slowly  # type: ignore[method-assign]
     first = many(4, 18, 2)[0]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from shardwise.serving.kv_cache import Inputs
 from shardwise.serving.limits import Limits
 from shardwise.serving.replicas import Replicas
 from shardwise.serving.sharded import load_sharded
+from shardwise.serving.tier_speeds import Speeds
 from shardwise.serving.tier_store import HostTier, TierStore
 from shardwise.serving.tiers import Tiers
 from tests.nets.families import save_theirs
@@ -177,7 +179,8 @@ def three_blocks(load: float, compute: float) -> tuple[Tiers, list[bytes]]:
         block = pool.allocate()
         pool.fill(block, name)
         pool.release([block])
-    tiers.speeds.seconds.update(host=load, compute=compute)
+    tiers.speeds.seconds["host"] = load
+    tiers.note_computed(4096, 1024 * compute)
     return tiers, names
 
 
@@ -202,15 +205,53 @@ def test_a_slow_disk_is_found_out_after_a_few_blocks(tmp_path: Path) -> None:
     files.settle()
     plain = files.find
 
-    def slow(name: bytes) -> Tensor | None:
+    def slow(name: bytes, until: float | None = None) -> int | None:
         time.sleep(0.002)
-        return plain(name)
+        return plain(name, until)
 
     files.find = slow  # type: ignore[method-assign]
-    tiers.speeds.seconds["compute"] = 0.001
+    tiers.note_computed(4096, 1.024)
     assert len(tiers.reload(names)) == 8
     assert tiers.reload(names[8:]) == []
     tiers.close()
+
+
+def test_a_block_that_does_not_come_is_computed(tmp_path: Path) -> None:
+    """Nobody waits for a disk that hangs; what comes later is there for whoever asks then."""
+    size, count = 16, 4
+    data, pool = torch.zeros(count, size, dtype=torch.uint8), BlockPool(count, 4)
+    files = FileTier(tmp_path, 100 * (size + 16), size)
+    tiers = Tiers(TierStore(data, HostTier(0, size), files), pool)
+    names = [number.to_bytes(16, "big") for number in range(count)]
+    for name in names:
+        files.put(name, torch.ones(size, dtype=torch.uint8))
+    files.settle()
+    plain, comes = files._read, Event()
+
+    def late(name: bytes, place: int) -> bool:
+        return comes.wait(60) and plain(name, place)
+
+    files._read = late  # type: ignore[method-assign]
+    tiers.note_computed(4096, 1.024)
+    assert tiers.reload(names) == []
+    comes.set()
+    tiers.speeds = Speeds(4)
+    assert len(tiers.reload(names)) == 4
+    tiers.close()
+
+
+def test_what_a_long_prompt_costs_is_not_told_by_short_ones() -> None:
+    speeds = Speeds(16)
+    assert speeds.compute(500) is None
+    speeds.predicted = 1e-5
+    assert speeds.compute(500) == pytest.approx(16e-5)
+    for _ in range(9):
+        speeds.note_step(20, 6e-3)  # As long as one of 1,024 might take: too little rather than too much.
+    assert speeds.compute(500) == pytest.approx(16 * 6e-3 / 1024)
+    for seconds in (3.0, 0.227, 0.24):  # The first was compiled.
+        speeds.note_step(8192, seconds)
+    assert speeds.compute(500) == pytest.approx(16 * 0.227 / 8192)
+    assert speeds.compute(1) == pytest.approx(16 * 6e-3 / 20)
 
 
 def test_blocks_of_who_waits_are_read_ahead(tmp_path: Path) -> None:
@@ -223,7 +264,7 @@ def test_blocks_of_who_waits_are_read_ahead(tmp_path: Path) -> None:
         files.put(name, torch.full((size,), number, dtype=torch.uint8))
     files.settle()
     tiers.prefetch(names)
-    wait([*files._reading.values()])
+    wait([each for each, _ in files._reading.values()])
     for each in tmp_path.iterdir():  # What was read ahead is not read again.
         each.unlink()
     blocks = tiers.reload(names)

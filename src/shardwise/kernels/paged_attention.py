@@ -11,6 +11,7 @@ The queries of a sequence are the last of its tokens. A window is how many token
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from shardwise.kernels.choose import takes_kernel
 
-#: Queries of one tile of a prefill.
-TILE = 128
+#: Queries of one tile of a prefill, and where no sequence has more than this.
+TILE, SHORT_TILE = 128, 16
 
 
 def paged_decode(
@@ -65,16 +66,17 @@ def paged_prefill(
     *,
     scale: float,
     window: int | None = None,
+    tile: int = TILE,
     kernels: bool = True,
 ) -> None:
     """Queries, [queries, heads, dim], of the sequences that `tiles` names; what they see goes to `out`, in one piece.
 
-    `tiles` are pairs: a sequence, and the first of `TILE` of its queries (`make_tiles`).
+    `tiles` are pairs: a sequence, and the first of `tile` of its queries (`make_tiles`).
     """
     if kernels and takes_kernel("paged_prefill", query, keys, values, lacks=lambda: lacks_blocks(keys, values)):
         from shardwise.kernels.paged_attention_triton import prefill
 
-        prefill(query, keys, values, tables, lengths, starts, tiles, out, scale, window, TILE)
+        prefill(query, keys, values, tables, lengths, starts, tiles, out, scale, window, tile)
         return
     begins, told = starts.tolist(), lengths.tolist()
     for sequence in dict.fromkeys(tiles[:, 0].tolist()):
@@ -85,14 +87,20 @@ def paged_prefill(
         )  # fmt: skip
 
 
-def make_tiles(starts: Sequence[int], first: int = 0) -> list[tuple[int, int]]:
+def tile_of(starts: Sequence[int], first: int = 0) -> int:
+    """The size of tiles that suits the sequences from `first` on."""
+    longest = max((end - begin for begin, end in pairwise(starts[first:])), default=0)
+    return SHORT_TILE if longest <= SHORT_TILE else TILE
+
+
+def make_tiles(starts: Sequence[int], first: int = 0, tile: int = TILE) -> list[tuple[int, int]]:
     """The tiles of all sequences from `first` on. Long ones come first: what is left at the end is short."""
     found = [
         (sequence, begin)
         for sequence in range(first, len(starts) - 1)
-        for begin in range(0, starts[sequence + 1] - starts[sequence], TILE)
+        for begin in range(0, starts[sequence + 1] - starts[sequence], tile)
     ]
-    return sorted(found, key=lambda tile: -tile[1])
+    return sorted(found, key=lambda each: -each[1])
 
 
 def lacks_blocks(keys: Tensor, values: Tensor) -> str | None:

@@ -1,6 +1,7 @@
 """The program of `paged_prefill`: a tile of queries of one head, which reads the blocks of all that they see.
 
-Keys and values come straight from the blocks: the rows of a tile lie wherever the table says.
+Keys and values come straight from the blocks: the rows of a tile lie wherever the table says. Where tiles are few, as
+of a short piece behind a long beginning, each is read in parts by several programs, and the last puts them together.
 """
 
 # mypy: ignore-errors
@@ -12,10 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.device_functions import dot, precision_of
-from shardwise.kernels.paged_functions import LOG2_E, rows_of_tokens, softmax_step
+from shardwise.kernels.launch import num_processors
+from shardwise.kernels.paged_functions import LOG2_E, leave, rows_of_tokens, softmax_step
 
-#: Keys of a tile, and tiles on their way.
-PREFILL_KEYS, PREFILL_STAGES = 64, 3
+#: Keys of a tile, and stages: for one tile on its way, and for two where queries are few (`paged_decode_triton.py`).
+PREFILL_KEYS, PREFILL_STAGES, SHORT_STAGES = 64, 3, 5
+#: Programs that a processor should have, the fewest tokens of a part, and the most parts.
+PREFILL_PROGRAMS, FEWEST_TOKENS, MOST_PARTS = 2, 256, 16
 
 
 @triton.jit
@@ -48,10 +52,11 @@ def _prefill_tiles(
 
 @triton.jit
 def _prefill(
-    query, keys, values, tables, lengths, starts, tiles, out, scale, window,
+    query, keys, values, tables, lengths, starts, tiles, out, sums, logs, counters, scale, window,
     q_row, q_head, block_stride, head_stride, token_stride, table_stride, num_heads,
     SHARING: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, FEWEST: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     sequence = tl.load(tiles + tl.program_id(1) * 2)
@@ -79,18 +84,34 @@ def _prefill(
     if HAS_WINDOW:
         begin = tl.maximum(before + first_row - window + 1, 0) // KEYS * KEYS
         clear = begin
+    end = tl.minimum(before + first_row + QUERIES, length)
+    num_parts, part = 1, tl.program_id(2)
+    if IS_SPLIT:
+        each = tl.cdiv(tl.maximum(tl.cdiv(end - begin, tl.num_programs(2)), FEWEST), KEYS) * KEYS
+        num_parts = tl.cdiv(end - begin, each)
+        if part >= num_parts:
+            return
+        begin += part * each
+        end = tl.minimum(begin + each, end)
+        clear = tl.minimum(tl.maximum(clear, begin), end)
     highest, total, seen = _prefill_tiles(
         q, keys, values, tables, table_row, position, begin, clear, length, highest, total, seen, scale, window,
         block_stride, token_stride, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, HAS_WINDOW, False, PRECISION,
     )  # fmt: skip
-    end = tl.minimum(before + first_row + QUERIES, length)
     highest, total, seen = _prefill_tiles(
         q, keys, values, tables, table_row, position, clear, end, length, highest, total, seen, scale, window,
         block_stride, token_stride, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, HAS_WINDOW, True, PRECISION,
     )  # fmt: skip
-    seen = seen / tl.where(total == 0.0, 1.0, total)[:, None]
-    there = out + (here * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(there, seen.to(out.dtype.element_ty), mask=mask)
+    if IS_SPLIT:
+        leave(
+            highest, total, seen, out, sums, logs, counters + tl.program_id(1) * num_heads + head,
+            (start + first_row).to(tl.int64) * num_heads + head, num_heads, num_queries - first_row,
+            part, tl.num_programs(2), num_parts, dim, dim < HEAD_DIM, QUERIES, QUERIES, HEAD_DIM, DIM,
+        )  # fmt: skip
+    else:
+        seen = seen / tl.where(total == 0.0, 1.0, total)[:, None]
+        there = out + (here * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(there, seen.to(out.dtype.element_ty), mask=mask)
 
 
 def prefill(
@@ -101,11 +122,24 @@ def prefill(
     num_heads, head_dim = query.shape[1:]
     dim = max(16, triton.next_power_of_2(head_dim))
     is_wide = dim > 128 or query.dtype == torch.float32
-    _prefill[(num_heads, tiles.shape[0])](
-        query, keys, values, tables, lengths, starts, tiles, out, scale * LOG2_E, window or 0,
+    parts = count_prefill_parts(num_heads * len(tiles), tables.shape[1] * keys.shape[2], num_processors(query.device))
+    sums = logs = counters = out
+    if parts > 1:
+        rows = query.shape[0] * num_heads * parts
+        sums, logs = (query.new_empty(size, dtype=torch.float32) for size in (rows * head_dim, rows))
+        counters = query.new_zeros(num_heads * len(tiles), dtype=torch.int32)
+    _prefill[(num_heads, len(tiles), parts)](
+        query, keys, values, tables, lengths, starts, tiles, out, sums, logs, counters, scale * LOG2_E, window or 0,
         query.stride(0), query.stride(1), *keys.stride()[:3], tables.stride(0), num_heads,
         SHARING=num_heads // keys.shape[1], HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=keys.shape[2],
-        QUERIES=num_queries, KEYS=PREFILL_KEYS if not is_wide else 32, HAS_WINDOW=window is not None,
-        PRECISION=precision_of(query.dtype),
-        num_warps=8, num_stages=PREFILL_STAGES,
+        QUERIES=num_queries, KEYS=PREFILL_KEYS if not is_wide else 32, FEWEST=FEWEST_TOKENS,
+        HAS_WINDOW=window is not None, IS_SPLIT=parts > 1, PRECISION=precision_of(query.dtype),
+        **({"num_warps": 8, "num_stages": PREFILL_STAGES} if num_queries > 64 else
+           {"num_warps": 4, "num_stages": SHORT_STAGES}),
     )  # fmt: skip
+
+
+def count_prefill_parts(programs: int, longest: int, processors: int) -> int:
+    """In how many parts contexts are read at most, where there would be so many programs."""
+    wanted = triton.next_power_of_2(triton.cdiv(PREFILL_PROGRAMS * processors, max(programs, 1)))
+    return max(min(wanted, MOST_PARTS, longest // FEWEST_TOKENS), 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.kernels.device_functions import dot, precision_of, prefetch
 from shardwise.kernels.launch import num_processors, overlapping
-from shardwise.kernels.paged_functions import LOG2_E, count_parts, in_parts, rows_of_tokens, softmax_step
+from shardwise.kernels.paged_functions import LOG2_E, count_parts, in_parts, leave, rows_of_tokens, softmax_step
 
 #: Keys of a tile, warps, and tiles on their way. `benchmarks/serving.py --cases sweep` tries others.
 DECODE_KEYS, DECODE_WARPS, DECODE_TILES = 64, 4, 2
@@ -195,63 +195,11 @@ def _decode(
             place = newest * block_stride + (position % BLOCK_SIZE) * token_stride + one + dim[None, :]
             _put(keys + place, key, values + place, value, is_dim[None, :])
             highest, total, seen = _see_one(q, key, value, highest, total, seen, scale)
-    _leave(
-        highest, total, seen, out, sums, logs, counters + sequence * tl.num_programs(0) + kv_head, first_row, dim,
-        is_dim, tl.cdiv(length - begin_all, each), SHARING, HEADS, GROUP, HEAD_DIM, DIM,
+    leave(
+        highest, total, seen, out, sums, logs, counters + sequence * tl.num_programs(0) + kv_head,
+        first_row, 1, SHARING, part, tl.num_programs(1), tl.cdiv(length - begin_all, each), dim, is_dim,
+        HEADS, GROUP, HEAD_DIM, DIM,
     )  # fmt: skip
-
-
-@triton.jit
-def _leave(
-    highest, total, seen, out, sums, logs, counter, first_row, dim, is_dim, num_parts,
-    SHARING: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """What a part has seen goes out, where there is no other; else beside the others', and the last puts together."""
-    local, part, most_parts = tl.arange(0, HEADS), tl.program_id(1), tl.num_programs(1)
-    is_out = (local < SHARING)[:, None] & is_dim[None, :]
-    row = first_row + local
-    seen = seen / total[:, None]
-    if num_parts == 1:
-        tl.store(out + row[:, None] * HEAD_DIM + dim[None, :], seen.to(out.dtype.element_ty), mask=is_out)
-    else:
-        row = row * most_parts + part
-        tl.store(sums + row[:, None] * HEAD_DIM + dim[None, :], seen, mask=is_out)
-        tl.store(logs + row, highest + tl.log2(total), mask=local < SHARING)
-        tl.debug_barrier()  # All of it is written before this part is counted.
-        if tl.atomic_add(counter, 1) == num_parts - 1:
-            _put_together(
-                sums, logs, out, first_row, num_parts, most_parts, dim, is_dim, SHARING, GROUP, HEAD_DIM, DIM
-            )  # fmt: skip
-            tl.store(counter, 0)  # For the next decode, which comes behind this one.
-
-
-@triton.jit
-def _put_together(
-    sums, logs, out, first_row, num_parts, most_parts, dim, is_dim,
-    SHARING: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """What the parts of one KV head's queries have seen. Others wrote it just now: it is read past the near cache."""
-    # As many at a time as registers have room for.
-    PARTS: tl.constexpr = 8 if GROUP <= 4 else (2 if GROUP <= 16 else 1)
-    local = tl.arange(0, GROUP)
-    row = first_row + local
-    highest = tl.full((GROUP,), -float("inf"), tl.float32)
-    total = tl.zeros((GROUP,), tl.float32)
-    made = tl.zeros((GROUP, DIM), tl.float32)
-    for begin in range(0, num_parts, PARTS):
-        part = begin + tl.arange(0, PARTS)
-        is_part = (local < SHARING)[:, None] & (part < num_parts)[None, :]
-        here = row[:, None] * most_parts + part[None, :]
-        log = tl.load(logs + here, mask=is_part, other=-float("inf"), cache_modifier=".cg")
-        seen = tl.load(
-            sums + here[:, :, None] * HEAD_DIM + dim[None, None, :],
-            mask=is_part[:, :, None] & is_dim[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        share, kept, highest, total = softmax_step(log, highest, total)
-        made = made * kept[:, None] + tl.sum(seen * share[:, :, None], 1)
-    made = made / tl.where(total == 0.0, 1.0, total)[:, None]
-    there = out + row[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(there, made.to(out.dtype.element_ty), mask=(local < SHARING)[:, None] & is_dim[None, :])
 
 
 def decode(

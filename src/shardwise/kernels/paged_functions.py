@@ -1,7 +1,8 @@
-"""What programs of attention over blocks share: where rows lie, the online softmax, and parts of a context."""
+"""What programs of attention over blocks share: where rows lie, the online softmax, and parts of a context, which the
+last of them puts together."""
 
 # mypy: ignore-errors
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 import triton
 import triton.language as tl
@@ -42,6 +43,66 @@ def in_parts(length, window, fewest, num_parts, KEYS: tl.constexpr, HAS_WINDOW: 
     begin = first // KEYS * KEYS
     each = tl.maximum(tl.cdiv(length - begin, num_parts), fewest)
     return first, begin, tl.cdiv(each, KEYS) * KEYS
+
+
+@triton.jit
+def leave(
+    highest, total, seen, out, sums, logs, counter, first_row, row_step, num_rows, part, most_parts, num_parts,
+    dim, is_dim, ROWS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """What a part has seen goes out, where there is no other; else beside the others', and the last puts together.
+
+    Rows of `out` are `num_rows` from the first on, a step from one to the next; GROUP is the next power of two.
+    """
+    local = tl.arange(0, ROWS)
+    is_row = local < num_rows
+    is_out = is_row[:, None] & is_dim[None, :]
+    row = first_row + local.to(tl.int64) * row_step
+    # A query whose window begins behind a part sees nothing of it.
+    seen = seen / tl.where(total == 0.0, 1.0, total)[:, None]
+    if num_parts == 1:
+        tl.store(out + row[:, None] * HEAD_DIM + dim[None, :], seen.to(out.dtype.element_ty), mask=is_out)
+    else:
+        row = row * most_parts + part
+        tl.store(sums + row[:, None] * HEAD_DIM + dim[None, :], seen, mask=is_out)
+        log = tl.where(total == 0.0, -float("inf"), highest + tl.log2(tl.where(total == 0.0, 1.0, total)))
+        tl.store(logs + row, log, mask=is_row)
+        tl.debug_barrier()  # All of it is written before this part is counted.
+        if tl.atomic_add(counter, 1) == num_parts - 1:
+            _put_together(
+                sums, logs, out, first_row, row_step, num_rows, num_parts, most_parts, dim, is_dim, GROUP, HEAD_DIM, DIM
+            )  # fmt: skip
+            tl.store(counter, 0)  # For the next launch, which comes behind this one.
+
+
+@triton.jit
+def _put_together(
+    sums, logs, out, first_row, row_step, num_rows, num_parts, most_parts, dim, is_dim,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """What the parts have seen. Others wrote it just now: it is read past the near cache."""
+    # As many at a time as registers have room for.
+    PARTS: tl.constexpr = 8 if GROUP <= 4 else (2 if GROUP <= 16 else 1)
+    local = tl.arange(0, GROUP)
+    row = first_row + local.to(tl.int64) * row_step
+    is_row = local < num_rows
+    highest = tl.full((GROUP,), -float("inf"), tl.float32)
+    total = tl.zeros((GROUP,), tl.float32)
+    made = tl.zeros((GROUP, DIM), tl.float32)
+    for begin in range(0, num_parts, PARTS):
+        part = begin + tl.arange(0, PARTS)
+        is_part = is_row[:, None] & (part < num_parts)[None, :]
+        here = row[:, None] * most_parts + part[None, :]
+        log = tl.load(logs + here, mask=is_part, other=-float("inf"), cache_modifier=".cg")
+        seen = tl.load(
+            sums + here[:, :, None] * HEAD_DIM + dim[None, None, :],
+            mask=is_part[:, :, None] & is_dim[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        share, kept, highest, total = softmax_step(log, highest, total)
+        made = made * kept[:, None] + tl.sum(seen * share[:, :, None], 1)
+    made = made / tl.where(total == 0.0, 1.0, total)[:, None]
+    there = out + row[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(there, made.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])
 
 
 def count_parts(

@@ -106,6 +106,8 @@ def make_engine(
             width=dtype.itemsize,
         ),
     )
+    if tiers is not None and summary.forecast is not None:
+        tiers.speeds.predicted = summary.forecast.first_token_seconds / summary.forecast.prompt
     return LLMEngine(
         runner,
         scheduler,
@@ -124,7 +126,10 @@ def make_tiers(limits: Limits, data: torch.Tensor, pool: BlockPool) -> Tiers | N
     """What lies beneath a cache, if anything was asked for."""
     if not limits.has_tiers:
         return None
-    return Tiers(make_store(data, limits.tiers()), pool, measured=limits.measured)
+    store = make_store(data, limits.tiers())
+    # A host that is hardly larger than the cache is not filled with what the cache still has.
+    num_ahead = min(pool.num_blocks // 2, store.host.num_blocks // 4 or pool.num_blocks)
+    return Tiers(store, pool, measured=limits.measured, num_ahead=num_ahead)
 
 
 def ends(found: int | Iterable[int] | None) -> frozenset[int]:

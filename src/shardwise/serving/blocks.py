@@ -15,7 +15,7 @@ A block whose name another block has already stays filling, though it is full: n
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from hashlib import blake2b
 
@@ -43,11 +43,13 @@ def next_name(before: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    """All blocks of one cache. `on_evict(block, name)` is called while the block's bytes are still there."""
+    """All blocks of one cache. `on_evict(block, name)` is called while the block's bytes are still there, `on_drop()`
+    before blocks are free of which it was not called."""
 
     def __init__(self, num_blocks: int, block_size: int, on_evict: Callable[[int, bytes], None] | None = None) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.on_evict = on_evict
+        self.on_drop: Callable[[], None] | None = None
         self._users: list[int]
         self._names: list[bytes | None]
         self._by_name: dict[bytes, int]
@@ -58,6 +60,7 @@ class BlockPool:
 
     def clear(self) -> None:
         """All blocks are free, whatever they were: their bytes are gone."""
+        self._drop()
         self._users = [0] * self.num_blocks
         self._names = [None] * self.num_blocks
         self._by_name = {}
@@ -68,6 +71,11 @@ class BlockPool:
     def num_available(self) -> int:
         """How many can be allocated now."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def num_free(self) -> int:
+        """How many of these hold nothing."""
+        return len(self._free)
 
     @property
     def num_used(self) -> int:
@@ -115,6 +123,13 @@ class BlockPool:
         self._users[block] = 1
         return block
 
+    def next_to_go(self) -> Iterator[tuple[int, bytes]]:
+        """Cached blocks with their names, in the order in which they will be allocated."""
+        for block in self._cached:
+            name = self._names[block]
+            assert name is not None, f"cached block {block} has no name"
+            yield block, name
+
     def fill(self, block: int, name: bytes) -> None:
         """A block is full, and can be found from now on."""
         assert self.state(block) is State.FILLING, f"block {block} is {self.state(block).value}, not being filled"
@@ -135,6 +150,7 @@ class BlockPool:
 
     def forget(self) -> None:
         """No cached block is found any more: the weights have changed, or somebody measures."""
+        self._drop()
         for block in self._cached:
             name = self._names[block]
             assert name is not None, f"cached block {block} has no name"
@@ -142,3 +158,7 @@ class BlockPool:
             self._names[block] = None
         self._free.extend(self._cached)
         self._cached.clear()
+
+    def _drop(self) -> None:
+        if self.on_drop is not None:
+            self.on_drop()

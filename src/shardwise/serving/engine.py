@@ -134,6 +134,8 @@ class LLMEngine:
 
     def _begin(self, pieces: Several[Piece], *, waits: bool) -> Step:
         """Begin a step, and go on as if it were over: tokens that it draws are not known yet."""
+        if self.tiers is not None:
+            self.tiers.fence()
         step = begin(self.runner, pieces, self.scheduler.pool.block_size, self.eos_token_ids, waits=waits)
         for piece in pieces:
             piece.sequence.num_computed = piece.start + piece.count
@@ -141,6 +143,8 @@ class LLMEngine:
         for row, sequence in enumerate(step.last):
             sequence.tokens.append(UNKNOWN)
             sequence.row = row
+        if self.tiers is not None:
+            self.tiers.write_ahead(sum(piece.count for piece in pieces))
         return step
 
     def _collect(self) -> list[Token]:

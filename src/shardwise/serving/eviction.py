@@ -54,6 +54,10 @@ class Arc:
         else:
             self._again.move_to_end(name)
 
+    def renew(self, name: bytes) -> None:
+        """A name comes that is there: it goes as late as a new one, and nobody has asked for it."""
+        (self._once if name in self._once else self._again).move_to_end(name)
+
     def evict(self) -> bytes:
         """Take out who goes first."""
         from_once = bool(self._once) and (len(self._once) > self._target or not self._again)

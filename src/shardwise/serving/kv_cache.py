@@ -22,6 +22,7 @@ from shardwise.kernels.paged_attention import (
     paged_attention_plain,
     paged_decode,
     paged_prefill,
+    tile_of,
 )
 from shardwise.kernels.widen import widen
 from shardwise.nets.block import Block
@@ -54,6 +55,7 @@ class Spans:
     lengths: Tensor
     starts: Tensor
     tiles: Tensor
+    tile: int
     num_single: int
 
     def attend(
@@ -68,13 +70,14 @@ class Spans:
         made = query.new_empty(query.shape)
         if single:
             made[:single] = paged_decode(query[:single], keys, values, tables[:single], lengths[:single], **options)
-        paged_prefill(query, keys, values, tables, lengths, self.starts, self.tiles, made, **options)
+        paged_prefill(query, keys, values, tables, lengths, self.starts, self.tiles, made, tile=self.tile, **options)
         return made
 
 
 def spans_of(lengths: list[int], starts: list[int], device: torch.device) -> Spans:
     num_single = next((row for row in range(len(lengths)) if starts[row + 1] - starts[row] > 1), len(lengths))
-    tiles = make_tiles(starts, num_single)
+    tile = tile_of(starts, num_single)
+    tiles = make_tiles(starts, num_single, tile)
     numbers = torch.tensor(
         [*lengths, *starts, *(each for tile in tiles for each in tile)], dtype=torch.int32, device="cpu"
     )
@@ -82,8 +85,9 @@ def spans_of(lengths: list[int], starts: list[int], device: torch.device) -> Spa
         numbers = numbers.pin_memory().to(device, non_blocking=True)
     first, second = len(lengths), 2 * len(lengths) + 1
     return Spans(
-        lengths=numbers[:first], starts=numbers[first:second], tiles=numbers[second:].view(-1, 2), num_single=num_single
-    )
+        lengths=numbers[:first], starts=numbers[first:second], tiles=numbers[second:].view(-1, 2), tile=tile,
+        num_single=num_single,
+    )  # fmt: skip
 
 
 class KVCache(Protocol):

@@ -218,11 +218,14 @@ def _ask_tiers(what: str, given: tuple[Any, ...], evicted: Several[tuple[int, by
 def _evict(evicted: Several[tuple[int, bytes]]) -> None:
     for block, name in evicted:
         _HELD["tiers"].put(block, name)
+        _HELD["tiers"].let_go(block)
 
 
 @torch.inference_mode()
 def _step(batches: Several[Inputs], evicted: Several[tuple[int, bytes]] = ()) -> Any:
     _evict(evicted)
+    if _HELD["tiers"] is not None:
+        _HELD["tiers"].fence()
     part, shard, device = _HELD["part"], _HELD["shard"], _HELD["device"]
     size, made, seconds = shard.tp * shard.ep, [], 0.0
     waited = shard_waits.seconds

@@ -31,6 +31,11 @@ class RankedTiers:
         self._block_seconds: float = max(runner.ask_tiers("least_seconds", 1))
 
     @property
+    def copies_beside(self) -> bool:
+        """What leaves is told with the next step: nothing is gained by telling it sooner."""
+        return False
+
+    @property
     def host_usage(self) -> float:
         return min(self._num_put / max(self._num_host_blocks, 1), 1.0)
 
@@ -54,9 +59,18 @@ class RankedTiers:
         self._num_put += is_new
         return is_new
 
-    def bring(self, wanted: Sequence[tuple[bytes, int]]) -> int:
-        found: list[int] = self._runner.ask_tiers("bring", list(wanted))
+    def let_go(self, block: int) -> None:
+        """Ranks let a block go when they are told that it is evicted."""
+
+    def bring(self, wanted: Sequence[tuple[bytes, int]], within: tuple[float, float] | None = None) -> int:
+        found: list[int] = self._runner.ask_tiers("bring", list(wanted), within)
         return min(found)
+
+    def fence(self) -> None:
+        """Ranks do before each step."""
+
+    def settle(self) -> None:
+        """Nothing leaves but what ranks let go."""
 
     def least_seconds(self, num_blocks: int) -> float:
         return num_blocks * self._block_seconds
@@ -65,6 +79,9 @@ class RankedTiers:
         known = [name for name in names if name in self._known]
         if known:
             self._runner.ask_tiers("prefetch", known)
+
+    def stop_prefetch(self, names: Sequence[bytes]) -> None:
+        self._runner.ask_tiers("stop_prefetch", list(names))
 
     def flush(self) -> None:
         if self._runner.ranks.process_ids:  # After a failure there is nothing to be kept.

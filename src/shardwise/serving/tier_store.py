@@ -4,19 +4,27 @@
       ^                |                             |
       +-----bring------+-----------------------------+
 
-On a GPU copies to the host go on a stream of their own. The host does not wait for them; the next step on the device
-does, as it may write into the block that is being copied.
+Copies between a GPU and the host run beside its steps (`block_copies.py`), and files are written and read by threads
+(`file_tier.py`). A block on its way to a file stays in its place on the host until it is written: a thread waits for
+its copy, and gives the place back. Nobody else waits. If there is no place left, the block is not kept.
 """
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 
-import torch
 from torch import Tensor
 
+from shardwise.serving.block_copies import BlockCopies
 from shardwise.serving.eviction import Arc
 from shardwise.serving.file_tier import FileTier
+from shardwise.serving.host_places import HostPlaces
+
+#: Places for blocks on their way to files: so many, or those of so many bytes.
+_MOST_LEAVING, _MOST_LEAVING_BYTES = 256, 512 * 2**20
+_FLUSHED_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,72 +37,71 @@ class TierBytes:
 
 
 class HostTier:
-    """Blocks in host memory, pinned where a GPU copies from it; who leaves is chosen by ARC."""
+    """Blocks in host memory, pinned where a GPU copies from it; who leaves is chosen by ARC.
 
-    def __init__(self, num_bytes: int, block_bytes: int, *, pinned: bool = False) -> None:
+    Beside its own it has places for as many as may be on their way to files.
+    """
+
+    def __init__(self, num_bytes: int, block_bytes: int, *, pinned: bool = False, num_leaving: int = 4) -> None:
         self.num_blocks = num_bytes // block_bytes
-        self._data = torch.empty(self.num_blocks, block_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self._free = list(range(self.num_blocks))
-        self._places: dict[bytes, int] = {}
+        self.places = HostPlaces(self.num_blocks + num_leaving, block_bytes, pinned=pinned)
+        self._place_of: dict[bytes, int] = {}
         self._names = Arc(self.num_blocks)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._place_of)
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._places
+        return name in self._place_of
 
     def names(self) -> list[bytes]:
         return list(self._names)
 
-    def make_room(self) -> tuple[bytes, Tensor] | None:
-        """Room for one more; whoever had to leave for it, whose bytes are there until the next `put`."""
-        if self._free or not self.num_blocks:
+    def make_room(self) -> tuple[bytes, int] | None:
+        """Room for one more; whoever had to leave for it, with the place, which the caller gives back."""
+        if len(self._place_of) < self.num_blocks:
             return None
         name = self._names.evict()
-        self._free.append(self._places.pop(name))
-        return name, self._data[self._free[-1]]
+        return name, self._place_of.pop(name)
 
-    def put(self, name: bytes) -> Tensor:
+    def put(self, name: bytes) -> int:
         """A place for a block, whose bytes the caller copies there."""
-        place = self._places[name] = self._free.pop()
+        place = self.places.take()
+        assert place is not None, "who makes room sees to it that there is a place"
+        self._place_of[name] = place
         self._names.add(name)
-        return self._data[place]
+        return place
 
-    def find(self, name: bytes) -> Tensor | None:
-        """Its bytes, until the next `put`."""
-        if name not in self._places:
-            return None
-        self._names.touch(name)
-        return self._data[self._places[name]]
+    def find(self, name: bytes) -> int | None:
+        """Where its bytes are, or are on their way to."""
+        place = self._place_of.get(name)
+        if place is not None:
+            self._names.touch(name)
+        return place
 
-    def look(self, name: bytes) -> Tensor:
-        """Its bytes, without counting as asked for."""
-        return self._data[self._places[name]]
+    def renew(self, name: bytes) -> None:
+        """The cache has let it go, too: it stays as long as one that comes now."""
+        self._names.renew(name)
 
-    def time_copies(self, data: Tensor) -> float:
-        """Seconds of one block on its way to a GPU's cache, which nobody uses yet."""
-        count = min(32, self.num_blocks, len(data))
-        begun, over = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        for _ in range(2):  # The first is slower.
-            begun.record()
-            for block in range(count):
-                data[block].copy_(self._data[block], non_blocking=True)
-            over.record()
-        over.synchronize()
-        return float(begun.elapsed_time(over)) / 1e3 / max(count, 1)
+    def look(self, name: bytes) -> int:
+        """The same, without counting as asked for."""
+        return self._place_of[name]
 
 
 class TierStore:
     """Host and files beneath the cache `data`, [blocks, bytes]. One thread calls all of it."""
 
-    def __init__(self, data: Tensor, host: HostTier, files: FileTier | None = None) -> None:
+    def __init__(
+        self, data: Tensor, host: HostTier, files: FileTier | None = None, *, copies: BlockCopies | None = None
+    ) -> None:
         self._data, self.host, self.files = data, host, files
-        self._stream: torch.cuda.Stream | None = None
-        self._block_seconds = 0.0
-        if data.is_cuda:
-            self._stream = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call]
-            self._block_seconds = host.time_copies(data)
+        self._copies = copies or BlockCopies(data)
+        self._block_seconds = self._copies.block_seconds(host.places if files is None else files.places)
+
+    @property
+    def copies_beside(self) -> bool:
+        """Whether blocks can leave while steps run."""
+        return self._copies.are_beside
 
     @property
     def block_bytes(self) -> int:
@@ -123,70 +130,117 @@ class TierStore:
         return next(places, len(names))
 
     def put(self, block: int, name: bytes) -> bool:
-        """A block leaves the cache. Return whether bytes were moved: what lies beneath already has not to be."""
+        """Keep the bytes of a block, unless they lie beneath already. Return whether they were moved."""
         if name in self.host:
-            self.host.find(name)  # It was asked for: it stays longer.
+            self.host.renew(name)
             return False
         if not self.host.num_blocks:
-            if self.files is not None and name not in self.files:
-                self.files.put(name, self._data[block].cpu())
-            return self.files is not None
+            return self._put_in_a_file(block, name)
         leaving = self.host.make_room()
-        if leaving is not None and self.files is not None:
-            self._wait_for_copies()
-            self.files.put(*leaving)
-        place = self.host.put(name)
-        if self._stream is None:
-            place.copy_(self._data[block])
-            return True
-        computing = torch.cuda.current_stream(self._data.device)
-        self._stream.wait_stream(computing)
-        with torch.cuda.stream(self._stream):
-            place.copy_(self._data[block], non_blocking=True)
-        computing.wait_stream(self._stream)
+        if leaving is not None:
+            self._let_go(*leaving)
+        self._copies.out(block, self.host.places, self.host.put(name))
         return True
 
-    def bring(self, wanted: Sequence[tuple[bytes, int]]) -> int:
-        """Copy blocks by name into these blocks of the cache, in order. Return how many, up to the first miss."""
+    def let_go(self, block: int) -> None:
+        """A block of the cache is another's from now on."""
+        self._copies.let_go(block)
+
+    def bring(self, wanted: Sequence[tuple[bytes, int]], within: tuple[float, float] | None = None) -> int:
+        """Copy blocks by name into these blocks of the cache, in order. Return how many, up to the first miss.
+
+        From files the first is waited for so many seconds, each other one so many more.
+        """
+        begun = perf_counter()
+        for name, _ in wanted:
+            self._read_ahead(name)
         for number, (name, block) in enumerate(wanted):
-            found = self.host.find(name)
-            if found is None and self.files is not None:
-                found = self.files.find(name)
-            if found is None:
+            place, places = self.host.find(name), self.host.places
+            if place is not None:
+                self._copies.bring(places, place, block)
+                continue
+            if self.files is None:
                 return number
-            # From pinned memory, behind whatever was copied there, and before the step that reads it.
-            self._data[block].copy_(found, non_blocking=True)
+            until = None if within is None else begun + within[0] + number * within[1]
+            place, places = self.files.find(name, until), self.files.places
+            if place is None:
+                return number
+            self._copies.bring(places, place, block)
+            places.give_back(place)
         return len(wanted)
+
+    def fence(self) -> None:
+        """The next step comes behind all copies that it has to do with."""
+        self._copies.fence()
 
     def least_seconds(self, num_blocks: int) -> float:
         """What the link takes for as many: on a GPU copies are begun, and nobody waits for them."""
         return num_blocks * self._block_seconds
 
     def prefetch(self, names: Sequence[bytes]) -> None:
-        """Somebody in the queue will ask for these: what is in files is read ahead."""
+        """Somebody will ask for these: what is in files is read ahead."""
+        for name in names:
+            self._read_ahead(name)
+
+    def stop_prefetch(self, names: Sequence[bytes]) -> None:
+        """Nobody will, for now."""
         if self.files is not None:
-            for name in names:
-                if name not in self.host:
-                    self.files.prefetch(name)
+            self.files.stop_reading(names)
 
     def flush(self) -> None:
         """Write to the files what only the host has, so that the next start finds it."""
         if self.files is not None:
-            self._wait_for_copies()
-            for name in self.host.names():
-                self.files.put(name, self.host.look(name))
-                self.files.settle()
+            places = self.host.places
+            for number, name in enumerate(self.host.names()):
+                place = self.host.look(name)
+                self.files.put(name, places.views[place], before=partial(places.wait, place))
+                if number % _FLUSHED_AT_ONCE == 0:
+                    self.files.settle()
+
+    def settle(self) -> None:
+        """Wait for all copies: blocks are about to be written that nobody has let go."""
+        self._copies.settle()
 
     def close(self) -> None:
+        self.settle()
         if self.files is not None:
             self.files.close()
 
-    def _wait_for_copies(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+    def _read_ahead(self, name: bytes) -> None:
+        if self.files is not None and name not in self.host:
+            self.files.prefetch(name)
+
+    def _put_in_a_file(self, block: int, name: bytes) -> bool:
+        if self.files is None or not self.files.wants(name):
+            return False
+        places = self.host.places
+        place = places.take()
+        if place is None:
+            self.files.num_skipped += 1
+            return False
+        self._copies.out(block, places, place)
+        if not self._write(name, place):  # It was turned off just now.
+            places.give_back(place)
+        return True
+
+    def _let_go(self, name: bytes, place: int) -> None:
+        """A block leaves the host, for a file if whoever comes has a place meanwhile."""
+        places = self.host.places
+        if self.files is None or not places.num_free or not self._write(name, place):
+            places.give_back(place)
+
+    def _write(self, name: bytes, place: int) -> bool:
+        assert self.files is not None, "whoever writes has looked"
+        places = self.host.places
+        return self.files.put(
+            name, places.views[place], before=partial(places.wait, place), after=partial(places.give_back, place)
+        )
 
 
 def make_store(data: Tensor, given: TierBytes) -> TierStore:
     size = int(data.shape[1])
-    host = HostTier(given.host_bytes, size, pinned=data.is_cuda)
-    return TierStore(data, host, None if given.folder is None else FileTier(given.folder, given.file_bytes, size))
+    if given.folder is None:
+        return TierStore(data, HostTier(given.host_bytes, size, pinned=data.is_cuda, num_leaving=0))
+    num_leaving = min(_MOST_LEAVING, max(_MOST_LEAVING_BYTES // size, 2))
+    host = HostTier(given.host_bytes, size, pinned=data.is_cuda, num_leaving=num_leaving)
+    return TierStore(data, host, FileTier(given.folder, given.file_bytes, size, pinned=data.is_cuda))

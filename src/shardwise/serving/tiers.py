@@ -11,16 +11,23 @@ engine, so a block is never read while it is written.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from itertools import islice
 from time import perf_counter
 from typing import Any, Protocol
 
 from shardwise.serving.blocks import BlockPool
+from shardwise.serving.tier_speeds import Speeds
 
 #: Of so many refusals one is tried all the same: what was slow once may be fast by now.
 _TRY_AGAIN = 64
-#: Blocks that are brought at once, from the host, and from files.
-_MANY, _SOME = 1 << 30, 8
+#: Blocks that are brought at once: while one lot is on its way to the device, room is made for the next. From files
+#: few, and it is asked again whether it is worth it; but so many are read ahead.
+_AT_ONCE = {"host": 64, "files": 8}
+_READ_AHEAD = 64
+#: How much later than by computing all of it a prompt may come whose blocks did not come in time from files.
+_LATER = 0.03
+#: Blocks that are copied out ahead while a step runs: so many, and as many as the step fills.
+_AHEAD_IN_A_STEP = 8
 
 
 class Store(Protocol):
@@ -37,85 +44,128 @@ class Store(Protocol):
     def count_known(self, names: Sequence[bytes]) -> int:
         """How many of the first of these may lie here. It changes nothing, and any thread may ask."""
 
-    def put(self, block: int, name: bytes) -> bool: ...
+    @property
+    def copies_beside(self) -> bool:
+        """Whether blocks can leave while steps run."""
 
-    def bring(self, wanted: Sequence[tuple[bytes, int]]) -> int: ...
+    def put(self, block: int, name: bytes) -> bool:
+        """Keep the bytes of a block; whether they had to be moved."""
+
+    def let_go(self, block: int) -> None:
+        """A block is another's from now on."""
+
+    def bring(self, wanted: Sequence[tuple[bytes, int]], within: tuple[float, float] | None = None) -> int:
+        """How many of these have come, the first within so many seconds, each other one within so many more."""
+
+    def fence(self) -> None:
+        """A step comes, which may read what was brought, and write to what was let go."""
+
+    def settle(self) -> None:
+        """Wait for all copies."""
 
     def least_seconds(self, num_blocks: int) -> float:
         """What so many take at least to arrive, where `bring` does not wait for them."""
 
     def prefetch(self, names: Sequence[bytes]) -> None: ...
 
+    def stop_prefetch(self, names: Sequence[bytes]) -> None: ...
+
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-@dataclass(slots=True, kw_only=True)
-class Speeds:
-    """Seconds of one block, by what is done to it: as measured, late measurements counting most."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def note(self, what: str, num_blocks: float, seconds: float) -> None:
-        found = seconds / num_blocks
-        before = self.seconds.get(what)
-        self.seconds[what] = found if before is None else 0.8 * before + 0.2 * found
-
-
 class Tiers:
     """Host and files beneath one cache. `measured=False` reloads whatever is there, for tests."""
 
-    def __init__(self, store: Store, pool: BlockPool, *, measured: bool = True) -> None:
-        self.store, self._pool, self.speeds = store, pool, Speeds()
+    def __init__(self, store: Store, pool: BlockPool, *, measured: bool = True, num_ahead: int = 0) -> None:
+        self.store, self._pool, self.speeds = store, pool, Speeds(pool.block_size)
         self._measured, self._num_refused = measured, 0
         self.loaded_bytes = self.stored_bytes = 0
         self.load_seconds = self.store_seconds = 0.0
-        pool.on_evict = self.evict
+        #: Of the cached blocks that go next, so many should lie beneath already, and so many do.
+        self._num_ahead = num_ahead
+        self._num_beneath = 0
+        pool.on_evict, pool.on_drop = self.evict, store.settle
 
     def evict(self, block: int, name: bytes) -> None:
         """A block leaves the cache: it goes to the host, and who has to make room there to the files."""
-        begun = perf_counter()
-        if self.store.put(block, name):
-            self.stored_bytes += self.store.block_bytes
-            self.store_seconds += perf_counter() - begun
+        was_moved = self._keep(block, name)
+        self.store.let_go(block)
+        # One that did not lie beneath was passed over: others before it were taken. It begins again from the first.
+        self._num_beneath = 0 if was_moved else max(self._num_beneath - 1, 0)
+
+    def write_ahead(self, num_tokens: int) -> None:
+        """While a step of so many tokens runs: blocks that go next are copied, so that nobody waits for it then."""
+        lacks = self._num_ahead - self._pool.num_free - self._num_beneath
+        if not self.store.copies_beside or lacks <= 0:
+            return
+        first, count = self._num_beneath, min(lacks, num_tokens // self._pool.block_size + _AHEAD_IN_A_STEP)
+        for block, name in islice(self._pool.next_to_go(), first, first + count):
+            self._keep(block, name)
+            self._num_beneath += 1
+
+    def fence(self) -> None:
+        """Before a step is begun."""
+        self.store.fence()
 
     def prefetch(self, names: Sequence[bytes]) -> None:
         """Somebody waits whose beginning has these names: what the cache has not is read ahead where it is slow."""
         missing = names[len(self._pool.find(names)) :]
-        if missing and self._is_faster("files"):
-            self.store.prefetch(missing)
+        if missing and (not self._measured or self.speeds.is_faster("files", len(missing))):
+            self.store.prefetch(missing[:_READ_AHEAD])
 
     def reload(self, names: list[bytes]) -> list[int]:
         """Bring the first of these that are beneath, as long as that is worth it."""
         tiers = self.store.tiers_of(names)
         brought: list[int] = []
         while len(brought) < len(tiers):
-            # What lies in one tier, some at once. First the blocks, whose going may send others down; then the bytes,
-            # if they are still there.
+            # What lies in one tier. First the blocks, whose going may send others down; then the bytes, if they are
+            # still there.
+            first, tier = len(brought), tiers[len(brought)]
+            end = next((place for place in range(first, len(tiers)) if tiers[place] != tier), len(tiers))
+            found = self._reload_run(tier, names[first:end])
+            brought += found
+            if len(found) < end - first:
+                break
+        return brought
+
+    def _reload_run(self, tier: str, names: Sequence[bytes]) -> list[int]:
+        """Blocks that lie in one tier, some at once, for as long as they come in time."""
+        brought: list[int] = []
+        begun, computed = perf_counter(), self.speeds.compute(len(names)) if self._measured else None
+        while len(brought) < len(names):
             first = len(brought)
-            tier = tiers[first]
-            run = next((place for place in range(first, len(tiers)) if tiers[place] != tier), len(tiers)) - first
-            count = min(run, self._num_worth_it(tier))
+            count = self._num_worth_it(tier, len(names) - first)
             wanted = [(name, self._pool.allocate()) for name in names[first : first + count]]
-            begun = perf_counter()
-            num_found = self.store.bring(wanted) if wanted else 0
-            seconds = max(perf_counter() - begun, self.store.least_seconds(num_found))
+            if not wanted:
+                break
+            within = None
+            if tier == "files":
+                self.store.prefetch(names[first : first + _READ_AHEAD])
+                if computed is not None:
+                    # Never later than by computing them, but for a little: the first read takes its time.
+                    spent, slack = perf_counter() - begun, _LATER * len(names)
+                    within = (first + 1 + slack) * computed - spent, computed
+            asked = perf_counter()
+            num_found = self.store.bring(wanted, within)
+            seconds = max(perf_counter() - asked, self.store.least_seconds(num_found))
             self._pool.release([block for _, block in wanted[num_found:]])
             for name, block in wanted[:num_found]:
                 self._pool.fill(block, name)
                 brought.append(block)
             self.load_seconds += seconds
-            if num_found:
-                self.speeds.note(tier, num_found, seconds)
-                self.loaded_bytes += num_found * self.store.block_bytes
-            if not wanted or num_found < len(wanted):
+            self.speeds.note(tier, max(num_found, 1), seconds)
+            self.loaded_bytes += num_found * self.store.block_bytes
+            if num_found < len(wanted):
                 break
+        if tier == "files" and len(brought) < len(names):
+            self.store.stop_prefetch(names[len(brought) :])
         return brought
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
-        """A step that read prompts took so long: what a block costs if it is not reloaded."""
-        self.speeds.note("compute", num_tokens / self._pool.block_size, seconds)
+        """A step that read prompts took so long: what blocks cost if they are not reloaded."""
+        self.speeds.note_step(num_tokens, seconds)
 
     def load(self) -> dict[str, Any]:
         """What has moved, by the names of `Load`."""
@@ -132,14 +182,19 @@ class Tiers:
         self.store.flush()
         self.store.close()
 
-    def _is_faster(self, tier: str) -> bool:
-        """Whether a block comes sooner than it is computed, as far as both were measured."""
-        load, compute = self.speeds.seconds.get(tier), self.speeds.seconds.get("compute")
-        return not self._measured or load is None or compute is None or load < compute
+    def _keep(self, block: int, name: bytes) -> bool:
+        begun = perf_counter()
+        is_moved = self.store.put(block, name)
+        if is_moved:
+            self.stored_bytes += self.store.block_bytes
+            self.store_seconds += perf_counter() - begun
+        return is_moved
 
-    def _num_worth_it(self, tier: str) -> int:
-        """How many blocks may be brought before it is asked again. A slow disk is found out after a few."""
-        if self._is_faster(tier):
-            return _MANY if tier == "host" or not self._measured else _SOME
+    def _num_worth_it(self, tier: str, num_blocks: int) -> int:
+        """How many of so many blocks may be brought before it is asked again."""
+        if not self._measured:
+            return num_blocks
+        if self.speeds.is_faster(tier, num_blocks):
+            return min(num_blocks, _AT_ONCE[tier])
         self._num_refused += 1
         return 1 if self._num_refused % _TRY_AGAIN == 0 else 0

@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 NARROW, WIDE, GATED, AHEAD = Tile(64, 128, 6, 4), Tile(32, 256, 6, 2), Tile(64, 64, 5, 4), 1024
 #: Of weights in fewer bits: what is read of x is as much as what is read of them, so programs have many rows. In 4 bits
 #: the columns are those that share words.
-EIGHT_BITS, FOUR_BITS = Tile(64, 128, 6, 4), Tile(64, RUN, 6, 4)
+EIGHT_BITS, FOUR_BITS = Tile(64, 256, 3, 4), Tile(64, RUN, 4, 4)
 #: From so many columns on rows are wide: then programs of fewer of them have enough on its way, and there are more.
 MANY_COLUMNS = 4096
 #: The fewest columns of a tile of x, as tensor cores ask, and the most.

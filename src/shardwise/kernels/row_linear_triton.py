@@ -39,9 +39,13 @@ class Tile(NamedTuple):
     warps: int
 
 
-#: Of weights as they are, in fp8, and in 4 bits; and how many bytes of a row are fetched into the cache while the
-#: kernel before ends. `benchmarks/serving.py --cases rows` tries others.
-WIDE, EIGHT_BITS, FOUR_BITS, AHEAD = Tile(16384, 1024, 3, 8), Tile(16384, 1024, 5, 8), Tile(16384, 1024, 5, 8), 2048
+#: Of weights as they are: without a gate, and with one, of narrow and of wide rows; and how many bytes of a row are
+#: fetched into the cache while the kernel before ends. `benchmarks/serving.py --cases rows` tries others.
+WIDE, GATED, GATED_WIDE, AHEAD = Tile(16384, 1024, 3, 8), Tile(16384, 1024, 2, 8), Tile(16384, 2048, 2, 4), 2048
+#: In fewer bits: behind a norm, which every program makes for itself, and without.
+EIGHT_BITS_NORMED, EIGHT_BITS, FOUR_BITS = Tile(16384, 1024, 2, 8), Tile(16384, 2048, 2, 8), Tile(16384, 2048, 2, 4)
+#: From so many columns on rows are wide.
+MANY_COLUMNS = 2048
 _RUN = tl.constexpr(RUN)
 
 
@@ -199,7 +203,7 @@ def forward(
     new = x if residual is None else torch.empty_like(x)
     is_narrow, overlap = isinstance(weight, NarrowWeight), overlapping(x.device)
     codes = weight.codes if is_narrow else weight
-    tile = WIDE if not is_narrow else EIGHT_BITS if weight.kind == "fp8" else FOUR_BITS
+    tile = _tile_for(weight, has_norm=norm is not None, has_gate=activation is not None)
     columns = min(tile.columns, max(triton.next_power_of_2(k), RUN))
     rows = max(tile.numbers // columns // (1 if activation is None else 2), 1)
     # Older processors have less shared memory for what is on its way.
@@ -211,3 +215,11 @@ def forward(
         AHEAD=AHEAD if x.is_cuda else 0, num_warps=tile.warps, **overlap,
     )  # fmt: skip
     return out, new
+
+
+def _tile_for(weight: Tensor | NarrowWeight, *, has_norm: bool, has_gate: bool) -> Tile:
+    if isinstance(weight, NarrowWeight):
+        eight = EIGHT_BITS_NORMED if has_norm else EIGHT_BITS
+        return eight if weight.kind == "fp8" else FOUR_BITS
+    gated = GATED_WIDE if weight.shape[1] >= MANY_COLUMNS else GATED
+    return gated if has_gate else WIDE

@@ -121,6 +121,7 @@ def link(bench: Bench) -> dict[str, float]:
         turn += 1
         for block in range(count):
             assert store.put(block, f"{turn} {block}".encode())
+        store.fence()
 
     found["blocks out"] = size / timed(bench, out)
     wanted = [(f"{turn} {block}".encode(), block) for block in range(count)]

@@ -10,12 +10,13 @@
 | in to a block | the steps begun so far; the last copy of the place; the block's own way out |
 | the next step (`fence`) | all that came in; the way out of each block that was let go (`let_go`) |
 
-A block that goes out ahead of time, and stays in the cache meanwhile, holds up nobody. On a CPU a copy is made at once.
+A block that goes out ahead of time, and stays in the cache meanwhile, holds up nobody. To begin a copy, with its stream
+and its event, takes a host longer than a link takes for a block. So blocks go out some at a time (`begin`), and come in
+all that are wanted: these have one event. On a CPU a copy is made at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -23,10 +24,13 @@ from torch import Tensor
 
 from shardwise.serving.host_places import HostPlaces
 
+#: Blocks that go out behind one event. Whoever comes into one of them waits for all.
+_AT_ONCE = 16
+
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
-    """One that was begun, and the how manieth it is."""
+class _Lot:
+    """Copies that were begun, and the how manieth they are."""
 
     number: int
     event: Any
@@ -44,11 +48,14 @@ class BlockCopies:
         self._cuda = torch.cuda if data.is_cuda else cuda
         #: Whether copies run beside steps.
         self.are_beside = self._cuda is not None
-        #: Events of blocks on their way out, the oldest first.
-        self._leaving: dict[int, _Copy] = {}
+        #: What is to go out: blocks with their places, the first first; and whether one of them was let go.
+        self._to_leave: list[tuple[int, HostPlaces, int]] = []
+        self._awaits_one = False
+        #: Blocks on their way out, the oldest first.
+        self._leaving: dict[int, _Lot] = {}
         #: What the next step waits for: of each way the last. Copies of one way end in their order.
-        self._awaited_in: _Copy | None = None
-        self._awaited_out: _Copy | None = None
+        self._awaited_in: _Lot | None = None
+        self._awaited_out: _Lot | None = None
         self._num_begun = 0
         #: Whether both streams are behind the steps begun so far.
         self._is_behind = False
@@ -56,47 +63,72 @@ class BlockCopies:
             self._out, self._in = self._cuda.Stream(self._device), self._cuda.Stream(self._device)
 
     def out(self, block: int, places: HostPlaces, place: int) -> None:
-        if not self.are_beside:
+        """Copy a block to a place: now, or with others when `begin` is called, or anything that has to do with it."""
+        if self.are_beside:
+            self._to_leave.append((block, places, place))
+        else:
             self._copy(places.views[place], self._blocks[block])
-            return
-        self._come_behind()
-        self._wait(self._out, places.last.get(place))
-        self._leaving.pop(block, None)
-        copy = self._leaving[block] = self._run(self._out, places.views[place], self._blocks[block])
-        places.last[place] = copy.event
+
+    def begin(self) -> None:
+        """Begin all copies that were asked for: from here on places have their events."""
+        going, self._to_leave = self._to_leave, []
+        for first in range(0, len(going), _AT_ONCE):
+            some = going[first : first + _AT_ONCE]
+            self._come_behind()
+            self._wait(self._out, [places.last.get(place) for _, places, place in some])
+            lot = self._run(self._out, [(places.views[place], self._blocks[block]) for block, places, place in some])
+            for block, places, place in some:
+                self._leaving.pop(block, None)
+                self._leaving[block], places.last[place] = lot, lot.event
+            if self._awaits_one:
+                self._awaited_out = lot
+        self._awaits_one = False
 
     def let_go(self, block: int) -> None:
         """Whoever writes to this block next waits until it has gone out."""
-        copy = self._leaving.get(block)
-        if copy is not None and (self._awaited_out is None or copy.number > self._awaited_out.number):
-            self._awaited_out = copy
-
-    def bring(self, places: HostPlaces, place: int, block: int) -> None:
-        if not self.are_beside:
-            self._copy(self._blocks[block], places.views[place])
+        if any(block == each for each, *_ in reversed(self._to_leave)):
+            self._awaits_one = True
             return
+        lot = self._leaving.get(block)
+        if lot is not None and (self._awaited_out is None or lot.number > self._awaited_out.number):
+            self._awaited_out = lot
+
+    def bring(self, wanted: Sequence[tuple[HostPlaces, int, int]]) -> None:
+        """Copy from places to blocks."""
+        pairs = [(self._blocks[block], places.views[place]) for places, place, block in wanted]
+        if not self.are_beside:
+            for target, source in pairs:
+                self._copy(target, source)
+            return
+        self.begin()
         self._come_behind()
-        self._wait(self._in, places.last.get(place))
-        leaving = self._leaving.get(block)
-        self._wait(self._in, None if leaving is None else leaving.event)
-        self._awaited_in = self._run(self._in, self._blocks[block], places.views[place])
-        places.last[place] = self._awaited_in.event
+        leaving = [self._leaving.get(block) for _, _, block in wanted]
+        self._wait(self._in, [places.last.get(place) for places, place, _ in wanted])
+        self._wait(self._in, [None if lot is None else lot.event for lot in leaving])
+        self._awaited_in = self._run(self._in, pairs)
+        for places, place, _ in wanted:
+            places.last[place] = self._awaited_in.event
 
     def fence(self) -> None:
         """A step comes: it may read what was brought, and write to what was let go."""
         if not self.are_beside:
             return
+        self.begin()
         computing = self._cuda.current_stream(self._device)
-        for copy in (self._awaited_in, self._awaited_out):
-            self._wait(computing, None if copy is None else copy.event)
+        self._wait(computing, [None if lot is None else lot.event for lot in (self._awaited_in, self._awaited_out)])
         self._awaited_in = self._awaited_out = None
-        for block in [*takewhile(lambda block: self._leaving[block].event.query(), self._leaving)]:
+        over: _Lot | None = None
+        for block, lot in list(self._leaving.items()):
+            if lot is not over and not lot.event.query():
+                break
+            over = lot
             del self._leaving[block]
         self._is_behind = False
 
     def settle(self) -> None:
         """Wait here for all copies."""
         if self.are_beside:
+            self.begin()
             self._out.synchronize()
             self._in.synchronize()
 
@@ -121,14 +153,16 @@ class BlockCopies:
             self._in.wait_stream(computing)
             self._is_behind = True
 
-    def _run(self, stream: Any, target: Tensor, source: Tensor) -> "_Copy":
+    def _run(self, stream: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> _Lot:
         with self._cuda.stream(stream):
-            self._copy(target, source)
-            event = self._cuda.Event(blocking=True)  # A thread that waits for it sleeps.
+            for target, source in pairs:
+                self._copy(target, source)
+            event = self._cuda.Event()
             event.record()
         self._num_begun += 1
-        return _Copy(self._num_begun, event)
+        return _Lot(self._num_begun, event)
 
-    def _wait(self, stream: Any, event: Any) -> None:
-        if event is not None and not event.query():
-            stream.wait_event(event)
+    def _wait(self, stream: Any, events: Iterable[Any]) -> None:
+        for event in {id(each): each for each in events if each is not None}.values():
+            if not event.query():
+                stream.wait_event(event)

@@ -66,6 +66,9 @@ class RankedTiers:
         found: list[int] = self._runner.ask_tiers("bring", list(wanted), within)
         return min(found)
 
+    def begin(self) -> None:
+        """Ranks do before each step."""
+
     def fence(self) -> None:
         """Ranks do before each step."""
 

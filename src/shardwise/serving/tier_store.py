@@ -154,20 +154,29 @@ class TierStore:
         begun = perf_counter()
         for name, _ in wanted:
             self._read_ahead(name)
-        for number, (name, block) in enumerate(wanted):
+        from_host: list[tuple[HostPlaces, int, int]] = []
+        num_found = 0
+        for name, block in wanted:
             place, places = self.host.find(name), self.host.places
             if place is not None:
-                self._copies.bring(places, place, block)
-                continue
-            if self.files is None:
-                return number
-            until = None if within is None else begun + within[0] + number * within[1]
-            place, places = self.files.find(name, until), self.files.places
-            if place is None:
-                return number
-            self._copies.bring(places, place, block)
-            places.give_back(place)
-        return len(wanted)
+                from_host.append((places, place, block))
+            else:
+                until = None if within is None else begun + within[0] + num_found * within[1]
+                place = None if self.files is None else self.files.find(name, until)
+                if self.files is None or place is None:
+                    break
+                # What comes from a disk is not waited for by what comes after it.
+                self._copies.bring([*from_host, (self.files.places, place, block)])
+                self.files.places.give_back(place)
+                from_host = []
+            num_found += 1
+        if from_host:
+            self._copies.bring(from_host)
+        return num_found
+
+    def begin(self) -> None:
+        """Begin the copies of all blocks that were put here."""
+        self._copies.begin()
 
     def fence(self) -> None:
         """The next step comes behind all copies that it has to do with."""
@@ -190,6 +199,7 @@ class TierStore:
     def flush(self) -> None:
         """Write to the files what only the host has, so that the next start finds it."""
         if self.files is not None:
+            self._copies.begin()
             places = self.host.places
             for number, name in enumerate(self.host.names()):
                 place = self.host.look(name)
@@ -231,6 +241,7 @@ class TierStore:
 
     def _write(self, name: bytes, place: int) -> bool:
         assert self.files is not None, "whoever writes has looked"
+        self._copies.begin()  # A thread waits for its event.
         places = self.host.places
         return self.files.put(
             name, places.views[place], before=partial(places.wait, place), after=partial(places.give_back, place)

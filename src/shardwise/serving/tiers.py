@@ -51,6 +51,9 @@ class Store(Protocol):
     def put(self, block: int, name: bytes) -> bool:
         """Keep the bytes of a block; whether they had to be moved."""
 
+    def begin(self) -> None:
+        """Begin the copies of all blocks that were put here."""
+
     def let_go(self, block: int) -> None:
         """A block is another's from now on."""
 
@@ -104,6 +107,7 @@ class Tiers:
         for block, name in islice(self._pool.next_to_go(), first, first + count):
             self._keep(block, name)
             self._num_beneath += 1
+        self.store.begin()
 
     def fence(self) -> None:
         """Before a step is begun."""

@@ -201,6 +201,11 @@ class Counts(NamedTuple):
         return self if self.some is None else self.some
 
     @property
+    def frozen(self) -> Floats:
+        """What has neither, on each place."""
+        return self.dense + self.expert - self.trained.dense - self.trained.expert
+
+    @property
     def fullest(self) -> "Counts":
         """The most of any place, as if it were on all."""
         dense, expert = (each.max(axis=1, keepdims=True) for each in (self.dense, self.expert))

@@ -103,7 +103,8 @@ def test_bounds_of_schedules_say_what_fits_as_it_is() -> None:
     layouts = with_recomputations(axes.take(np.arange(0, len(axes), 9)), recomputations(question))
     cells = bound_schedules(
         question, software, layouts, every, stages, np.ones((3, 3)),
-        lambda least: np.ones(len(least), dtype=bool), lambda _held, _counts: None,
+        lambda least: np.ones(len(least), dtype=bool), lambda least, _rows: np.ones_like(least, dtype=bool),
+        lambda _held, _counts: None,
     )  # fmt: skip
     under = with_zero(with_schedule(layouts, every, cells.layout, cells.schedule), stages, cells.zero)
     found = price(question.model, question.cluster, under, sequence=4096, software=software)

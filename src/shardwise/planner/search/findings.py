@@ -24,7 +24,7 @@ from shardwise.planner.search.tally import Tally
 # Of the best by closed forms at least so many that fit exactly, and at most so many, are accounted for exactly; as long
 # as none fits, more. And of other kinds so many that fit exactly, of so many at most.
 _BEST, _MOST, _MOST_TRIED = 3, 8, 24
-# Of one grid and schedule at most so many, whether they fit or not: they are much alike.
+# Of one grid and schedule with its chunks at most so many, whether they fit or not: they are much alike.
 _OF_ONE = 2
 _OTHER_KINDS, _MOST_KINDS = 4, 12
 _SHOWN = 4
@@ -243,18 +243,18 @@ def _first_accounts(question: Question, table: Table) -> dict[int, Account]:
     def look(order: np.ndarray, is_enough: Callable[[int, list[Account]], bool]) -> list[Account]:
         fitting: list[Account] = []
         seen: set[tuple[int, int]] = set()
-        tried: Counter[int] = Counter()
+        tried: Counter[tuple[int, int]] = Counter()
         for row in map(int, order):
             if is_enough(row, fitting) or tried.total() >= (_MOST if fitting else _MOST_TRIED):
                 break
-            shape = int(shapes[row])
-            if (shape, int(chunks[row])) in seen or tried[shape] >= _OF_ONE:
+            shape = int(shapes[row]), int(chunks[row])
+            if shape in seen or tried[shape] >= _OF_ONE:
                 continue
             if row not in accounts:
                 accounts[row] = _account(question, table, row)
             tried[shape] += 1
             if accounts[row].fits:
-                seen.add((shape, int(chunks[row])))
+                seen.add(shape)
                 fitting.append(accounts[row])
         return fitting
 

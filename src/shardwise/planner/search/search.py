@@ -213,7 +213,7 @@ class _InPrecision:
         inside = copy(self)
         inside.search = Search(self.question, front=self.search.front, fastest=self.search.fastest)
         inside.zeros = [(stage, group) for stage, group in self.zeros if stage < 2] or self.zeros
-        inside.offloads = self.offloads[:1]
+        inside.offloads, inside.movable = self.offloads[:1], np.zeros_like(self.movable)
         usual = np.flatnonzero(is_usual)
         inside._expand(axes.take(usual[np.argsort(sure[usual], kind="stable")[:_USUAL]]))
         self.search.front, self.search.fastest = inside.search.front, inside.search.fastest
@@ -238,8 +238,12 @@ class _InPrecision:
             tally.slower += int((~chosen).sum()) * per_layout
             return chosen
 
+        def on_host_wanted(least: Floats, rows: np.ndarray) -> np.ndarray:
+            limit = (1 + BAND) * self.search.surest / (ANY_HOST * doubts[rows])
+            return np.asarray((least <= limit[:, None]) | (least < self.search.fastest))
+
         cells = bound_schedules(
-            self.question, self.software, layouts, self.schedules, self.zeros, self.movable, wanted,
+            self.question, self.software, layouts, self.schedules, self.zeros, self.movable, wanted, on_host_wanted,
             lambda held, counts: tally.add_memory(held, counts > 0, weight * counts),
         )  # fmt: skip
         bounds = self._cell_bounds(cells, doubts, weight_of_axes)

@@ -136,6 +136,19 @@ def test_all_to_all_waits_for_what_a_ring_hides() -> None:
     assert exchange_on_slower > 1.5 * exchange
 
 
+def test_a_ring_waits_where_attention_is_short_and_not_where_it_is_long() -> None:
+    layouts = Layouts.of(cp=[1, 2, 8], microbatch=1)
+    found = price(LLAMA, Cluster.parse("8xh100"), layouts, sequence=1024)
+    # A layer waits once forward and twice backward, and keys and values of 512 positions hide next to nothing.
+    waits = LLAMA.num_layers * 3 * CONSTANTS.sync_seconds
+    assert 0.7 * waits < found.parts["cp"][1] < 1.5 * waits
+    # Thirteen kernels of each of seven pieces more, in both passes: the processor launches them one by one.
+    launched = 7 * 13 * CONSTANTS.launch_seconds * LLAMA.num_layers * 2
+    assert found.parts["compute"][2] > launched
+    long = price(LLAMA, Cluster.parse("8xh100"), layouts, sequence=131072)
+    assert (long.parts["cp"][1:] < 0.05 * long.seconds[1:]).all()
+
+
 def test_what_is_offloaded_costs_the_copies_that_compute_does_not_hide() -> None:
     from shardwise.cost.step import price
 

@@ -4,6 +4,7 @@ import pytest
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.cost.layouts import Layouts
+from shardwise.cost.software import Software
 from shardwise.cost.step import price
 from shardwise.errors import ShardwiseError
 from shardwise.model.adapters import with_lora
@@ -41,6 +42,21 @@ def test_only_what_trains_has_gradients_and_states(zero: int) -> None:
         assert 0 < adapted[part].max() < 0.01 * plain[part].max()
     whole, shards = 2 * LLAMA.num_parameters, 2 * LLAMA.num_parameters / 8
     assert adapted["weights"].max() == pytest.approx(shards if zero == 3 else whole, rel=0.01)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_does_not_train_is_on_the_host_in_two_bytes_and_comes_for_both_passes(zero: int) -> None:
+    adapted, engine = with_lora(LLAMA, 16), Software(saves_casts=True)
+    layouts = Layouts.of(dp=8, zero=zero, microbatch=1, recompute=2, offload_parameters=[0.0, 1.0])
+    found = price(adapted, Cluster.parse("8xh100"), layouts, sequence=128, software=engine)
+    held, trained = found.bytes, 41_943_040
+    numbers = LLAMA.num_parameters / (8 if zero == 3 else 1)
+    # Nothing is cast of what is there as it is computed with, so none of it stays for the backward.
+    assert held.parts["weights"][0].max() == pytest.approx(2 * (numbers + trained), rel=1e-6)
+    assert held.on_host["weights"][1].max() == pytest.approx(2 * numbers, rel=1e-6)
+    assert held.parts["weights"][1].max() < 0.35 * 2 * LLAMA.num_parameters  # Two layers, both ends, adapters cast.
+    both_ways = 2 * 2 * numbers / 64e9
+    assert 0.8 * both_ways < found.parts["offload"][1] < 1.5 * both_ways
 
 
 def test_tensor_parallel_ranks_have_their_part_of_each_adapter() -> None:

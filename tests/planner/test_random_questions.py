@@ -6,7 +6,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.planner.account import account
 from shardwise.planner.composition import composes
 from shardwise.planner.plan import Plan
-from shardwise.planner.search.findings import find_plan, weighed_seconds
+from shardwise.planner.search.findings import find_plan, sure_seconds, weighed_seconds
+from shardwise.planner.search.simplicity import BAND
 from tests.crowd import Crowds
 from tests.planner.random_questions import ask, draw, simple_plans
 from tests.planner.scaled_down import check_small, scaled_down
@@ -27,9 +28,14 @@ def answer(seed: int, *, large: bool) -> str | None:
         return f"{found.plan} does not fit"
     if not composes(found.plan):
         return f"{found.plan} does not run"
-    simple = min(simple_plans(question), key=weighed_seconds, default=None)
-    if simple is not None and weighed_seconds(found.best) > (1 + _NEAR) * weighed_seconds(simple):
-        return f"{found.plan} takes {found.best.seconds:.3g} s, and {simple.plan} {simple.seconds:.3g} s"
+    least = min(sure_seconds(each) for each in (found.best, found.fastest, *found.others) if each is not None)
+    if sure_seconds(found.best) > (1 + BAND) * least:
+        return f"{found.plan} takes {found.best.seconds / least - 1:.1%} longer than the fastest"
+    for simple in simple_plans(question):
+        is_faster = (1 + BAND) * (1 + _NEAR) * sure_seconds(simple) < sure_seconds(found.best)
+        is_as_fast = sure_seconds(simple) <= least
+        if is_faster or (is_as_fast and (1 + _NEAR) * weighed_seconds(simple) < weighed_seconds(found.best)):
+            return f"{found.plan} takes {found.best.seconds:.3g} s, and {simple.plan} {simple.seconds:.3g} s"
     return None
 
 

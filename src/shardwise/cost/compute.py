@@ -249,7 +249,8 @@ class Engine:
                 return 1
             return gemm(operation, share).num_products
         if isinstance(operation, Attention):
-            return 2 if self.software.is_flash else 4 if self.software.attention == "megatron" else 8
+            whole = 2 if self.software.is_flash else 4 if self.software.attention == "megatron" else 8
+            return whole + share.context_kernels
         if isinstance(operation, Norm):
             return 1 if self.software.fused_norms else 6
         if isinstance(operation, (Router, Permutation)):

@@ -128,7 +128,7 @@ def step_bytes(
     counts = kept.counts
     parts = _states(layouts, counts, software) | kept.activations
     every = np.ones_like(places.begins)
-    on_host = _on_host(parts, layouts, counts)
+    on_host = _on_host(parts, layouts, counts, software)
     saved_loss = 1.0 if software.fused_loss else _SAVED_LOGIT / _LOGIT
     # Casts of weights are saved as activations are.
     on_host["casts"] = parts["weights"] * (software.saves_casts * layouts.offload_activations)[:, None]
@@ -144,7 +144,7 @@ def step_bytes(
         buffers = np.where(layouts.num_ranks > 1, groups * constants.group_bytes, 0.0)
         moving = parts["activations"] + parts["recomputed"] + parts["loss"] + parts["scores"]
         # What does not train lies where it was loaded, and nothing comes and goes around it.
-        still = (counts.dense + counts.expert - counts.trained.dense - counts.trained.expert) * software.width
+        still = counts.frozen * software.width
         states = np.maximum(parts["weights"] - still, 0.0) + parts["gradients"]
         parts["buffers"] = buffers[:, None] * every
         parts["workspace"] = constants.workspace_bytes * every
@@ -154,13 +154,14 @@ def step_bytes(
     return StepBytes(parts=parts, on_host=on_host)
 
 
-def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts) -> dict[str, Floats]:
+def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts, software: Software) -> dict[str, Floats]:
     """Take off the device what lives on the host, but for what comes to it to be used, and return that.
 
     Where the optimizer's state is there alone, weights stay: engines compute with them, cast where the precision is
     lower. With weights all that belongs to them is there: gradients and state. Weights that are whole on every rank
     (zero 1 and 2) are so on the host, in full precision; casts stay on the device, which backwards use again, also of
-    weights that were gathered (zero 3).
+    weights that were gathered (zero 3). What does not train is there as it is computed with, and has no casts: it comes
+    for both passes.
     """
     trained = "masters" if parts["masters"].any() else "weights"
     of = counts.trained if trained == "masters" else counts
@@ -178,6 +179,10 @@ def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts) -> dict
     ):
         on_host[name] = at_home.get(name, parts[name]) * share[:, None]
         parts[name] = parts[name] * (1.0 - share[:, None]) + np.minimum(on_host[name], on_device)
+    if trained == "masters" and counts.some is not None:
+        leaves = software.width * _frozen_here(layouts, counts) * layouts.offload_parameters[:, None]
+        on_host["weights"] = leaves
+        parts["weights"] = parts["weights"] - leaves + np.minimum(leaves, coming[:, None] * software.width / 4.0)
     return on_host
 
 
@@ -190,10 +195,10 @@ def _states(layouts: Layouts, counts: Counts, software: Software) -> dict[str, F
         # Under ZeRO-3 the shards are the masters: fp32, and cast when they are gathered (FSDP, facts 4.2). Where casts
         # are saved, all of a stage are there between its forward and its backward; so are those of offloaded weights.
         casts = (layouts.zero < 3) | (layouts.offload_parameters > 0) | software.saves_casts
-        weights = np.where((casts | stays)[:, None], counts.dense + counts.expert, 0.0)
-        # What does not train is held as it is computed with, and has no masters.
-        frozen = counts.spread(layouts, 3) - counts.trained.spread(layouts, 3)
-        weights = weights + np.where((layouts.zero == 3)[:, None], frozen, 0.0)
+        weights = np.where((casts | stays)[:, None], counts.trained.dense + counts.trained.expert, 0.0)
+        # What does not train is held as it is computed with, and has no masters and no casts.
+        gathered = np.where((stays & (layouts.zero == 3))[:, None], counts.frozen, 0.0)
+        weights = weights + _frozen_here(layouts, counts) + gathered
     gradients = counts.trained.spread(layouts, 2) * software.gradient_bytes
     if software.shards_parameters:
         # Gradients of a stage that stays gathered are added up whole, as they are reduced (FSDP2's own source: they are
@@ -208,6 +213,11 @@ def _states(layouts: Layouts, counts: Counts, software: Software) -> dict[str, F
         "optimizer": counts.trained.spread(layouts, 1) * (software.state_bytes - 4.0),
         "masters": counts.trained.spread(layouts, 1) * masters,
     }
+
+
+def _frozen_here(layouts: Layouts, counts: Counts) -> Floats:
+    """What does not train, as a number: whole, or its shards under ZeRO-3."""
+    return counts.spread(layouts, 3) - counts.trained.spread(layouts, 3)
 
 
 def _activations(

@@ -169,12 +169,14 @@ def _fullest(schedule: Schedule, rank: int, weights: dict[int, float]) -> dict[i
     under_way = dict.fromkeys(weights, 0.0)
     fullest, held, most = dict(under_way), 0.0, 0.0
     for instruction in schedule.orders[rank]:
-        for kind, stage, *_ in (instruction,) if instruction[4] is None else instruction.parts:
-            if kind is Kind.I:
-                continue
-            change = 1.0 if kind is Kind.F else -1.0
-            under_way[stage] += change
-            held += change * weights[stage]
+        for each in (instruction,) if instruction[4] is None else instruction.parts:
+            kind, stage = each[0], each[1]
+            if kind is Kind.F:
+                under_way[stage] += 1.0
+                held += weights[stage]
+            elif kind is not Kind.I:
+                under_way[stage] -= 1.0
+                held -= weights[stage]
         if held > most:
             most, fullest = held, dict(under_way)
     return fullest
@@ -199,6 +201,11 @@ class Counts(NamedTuple):
     def trained(self) -> "Counts":
         """What has gradients and optimizer state."""
         return self if self.some is None else self.some
+
+    @property
+    def frozen(self) -> Floats:
+        """What has neither, on each place."""
+        return self.dense + self.expert - self.trained.dense - self.trained.expert
 
     @property
     def fullest(self) -> "Counts":

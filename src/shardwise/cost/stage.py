@@ -25,6 +25,11 @@ _SELECTIVE = frozenset({"core_attention"})
 DECIDE_WORK = ("microbatch", "tp", "cp", "ep", "sequence_parallel", "context", "recompute", "recompute_share")
 
 
+# One more piece of a ring: a send with its receive, two kernels of attention, and ten that join what they make to what
+# is there (`sharding/context/ring.py`). All-to-alls copy queries, keys, values and outputs of each rank one by one.
+_PIECE_KERNELS = 13
+
+
 class Work(NamedTuple):
     """Seconds of one microbatch on some blocks: the three passes, what is computed again, and exposed communication."""
 
@@ -89,6 +94,7 @@ def share_of(layouts: Layouts, sequence: int, software: Software) -> Share:
         tp=layouts.tp,
         sequence_parallel=layouts.sequence_parallel,
         cp=layouts.cp,
+        context_kernels=_context_kernels(layouts),
         ep=layouts.ep,
         expert_tp=layouts.tp if software.cuts_experts else 1,
         gathered_once=software.gathered_once,
@@ -96,6 +102,12 @@ def share_of(layouts: Layouts, sequence: int, software: Software) -> Share:
         fused=software.fused,
         width=software.width,
     )
+
+
+def _context_kernels(layouts: Layouts) -> NDArray[np.int64]:
+    """Kernels that context parallelism adds to the forward of an attention."""
+    around_ring = _PIECE_KERNELS * (layouts.cp - 1)
+    return np.where(layouts.context == 0, around_ring, np.where(layouts.cp > 1, 4 * layouts.cp + 6, 0))
 
 
 def share_of_ends(share: Share) -> Share:
@@ -226,7 +238,9 @@ class Pricer:
         attention piece by piece takes beyond attention at once."""
         per_row = operation.kv_heads * (operation.qk_dim + operation.v_dim) * share.width
         num_bytes = np.asarray(share.num_rows(operation.rows)) * per_row / layouts.tp
-        ring = (layouts.cp - 1) * self.wires.hop(num_bytes, layouts.tp, layouts.cp)
+        # A rank waits for its neighbour at every stop as it does for a sum, unless attention takes longer.
+        hop = self.wires.hop(num_bytes, layouts.tp, layouts.cp) + self.constants.sync_seconds
+        ring = (layouts.cp - 1) * hop
         attention = self.engine.operation(operation, share)
         exposed = np.maximum(ring - attention.forward, 0.0) + np.maximum(2 * ring - attention.input, 0.0)
         # A kernel sees one rank's keys at a time, and reaches less of the peak the fewer they are.

@@ -25,8 +25,9 @@ class Share:
 
     `sequence` is the whole sequence, before `cp` cuts it. `sequence_parallel` cuts by `tp` what lies between the tensor
     parallel regions; columns gather it, and with `gathered_once` keep it whole for the backward, where others gather it
-    again. Experts are spread over `ep`, and each is cut by `expert_tp`. `flash` attention keeps no scores; `fused`
-    kernels make one pass of a chain of elementwise operations. `width` is the bytes of an activation's element.
+    again. What `cp` adds to attention is `context_kernels` more. Experts are spread over `ep`, and each is cut by
+    `expert_tp`. `flash` attention keeps no scores; `fused` kernels make one pass of a chain of elementwise operations.
+    `width` is the bytes of an activation's element.
 
     Sizes and `sequence_parallel` may be numpy arrays of one shape, or of shapes that broadcast. The other flags say how
     the software works, and are plain.
@@ -37,6 +38,7 @@ class Share:
     tp: Count = 1
     sequence_parallel: Union[bool, "NDArray[np.bool_]"] = False
     cp: Count = 1
+    context_kernels: Count = 0
     ep: Count = 1
     expert_tp: Count = 1
     gathered_once: bool = False

@@ -91,7 +91,7 @@ def assumptions(account: Account) -> str:
     """What the answer rests on and nobody said: precision, links, the host."""
     told = [f"precision={account.plan.precision}"]
     if account.question.model.is_partly_frozen:
-        told.append(f"weights that do not train held in {account.plan.precision}")
+        told.append(f"weights that do not train held in {account.plan.precision}, since not in 8 or 4 bits")
     for pool in account.question.cluster.pools:
         host, node = pool.node.host, pool.node
         if node.devices_per_node > 1:
@@ -253,8 +253,8 @@ def draw_findings(found: "Findings", canvas: Canvas) -> None:
     if found.fastest is not None:
         gain = 1.0 - found.fastest.seconds / found.best.seconds
         canvas.print(
-            f"{found.fastest.plan} is predicted {format_percent(gain)} faster, and is further from plain, which has to "
-            "gain more (3 % an axis): the simpler one is chosen.\n"
+            f"{found.fastest.plan} is predicted {format_percent(gain)} faster, and is further from plain: the simplest "
+            "within 3 % is chosen, and what is on the host or beyond what anybody published has to gain more.\n"
         )
     draw_others(found.best, found.others, canvas)
     canvas.print()

@@ -1,7 +1,7 @@
 """What a search gives back: the best plan, the next few that differ in kind, and what fell to what."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -18,13 +18,13 @@ from shardwise.planner.search.choices import joined
 from shardwise.planner.search.nowhere import nowhere
 from shardwise.planner.search.reasons import with_reasons
 from shardwise.planner.search.search import Fitting, Search
-from shardwise.planner.search.simplicity import handicap
+from shardwise.planner.search.simplicity import BAND, doubt, handicap
 from shardwise.planner.search.tally import Tally
 
 # Of the best by closed forms at least so many that fit exactly, and at most so many, are accounted for exactly; as long
 # as none fits, more. And of other kinds so many that fit exactly, of so many at most.
 _BEST, _MOST, _MOST_TRIED = 3, 8, 24
-# Of one grid and schedule at most so many, whether they fit or not: they are much alike.
+# Of one grid and schedule with its chunks at most so many, whether they fit or not: they are much alike.
 _OF_ONE = 2
 _OTHER_KINDS, _MOST_KINDS = 4, 12
 _SHOWN = 4
@@ -34,7 +34,7 @@ _NEAR = 0.1
 _LESS_ROOM = (0.05, 0.12)
 # Plans as fast and as large as each other, to this, are one and the same to whoever chooses.
 _SAME = 1e-3
-# Of the fastest, whatever they cost in simplicity, so many are accounted for exactly, to say what they would gain.
+# Of the fastest, whatever they cost in simplicity, so many are accounted for exactly: the answer is near them.
 _FASTEST = 2
 
 
@@ -144,6 +144,11 @@ def weighed_seconds(found: Account) -> float:
     return found.seconds * float(handicap(found.question, layouts)[0])
 
 
+def sure_seconds(found: Account) -> float:
+    """Seconds of a step, times what is asked of what nobody has shown: plans are as fast as each other by these."""
+    return found.seconds * float(doubt(found.question, layouts_of(found.question, found.plan))[0])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     """All candidates that fit, with what tells plans apart as columns."""
@@ -151,6 +156,7 @@ class Table:
     found: list[Fitting]
     columns: Mapping[str, np.ndarray]
     seconds: Floats
+    sure: Floats
     weighed: Floats
     parts: Mapping[str, Floats]
 
@@ -163,6 +169,7 @@ class Table:
             found=found,
             columns=columns,
             seconds=np.concatenate([each.seconds for each in found]),
+            sure=np.concatenate([each.sure for each in found]),
             weighed=np.concatenate([each.weighed for each in found]),
             parts={name: np.concatenate([each.parts[name] for each in found]) for name in found[0].parts},
         )
@@ -188,16 +195,11 @@ class Table:
             precision=str(value["precision"]), order=ORDERS[int(value["order"])], layers=question.fixed.get("layers"),
         )  # fmt: skip
 
-    def in_order(self) -> Iterator[tuple[int, int, int]]:
-        """All rows, the best first, each with a number for its grid and schedule, and its chunks."""
+    def shapes(self) -> np.ndarray:
+        """A number for the grid and the schedule of each row."""
         columns = [self.columns[name] for name in ("dp", "tp", "pp", "cp", "ep", "schedule")]
         _, shapes = np.unique(np.stack(columns), axis=1, return_inverse=True)
-        for row in np.argsort(self.weighed, kind="stable"):
-            yield int(row), int(shapes.ravel()[row]), int(self.columns["chunks"][row])
-
-    def fastest(self) -> list[int]:
-        """The fastest rows, whatever they cost in simplicity."""
-        return [int(row) for row in np.argsort(self.seconds, kind="stable")[:_FASTEST]]
+        return np.asarray(shapes.ravel())
 
     def of_kinds(self) -> list[int]:
         """The best row of each kind, the best first."""
@@ -213,11 +215,11 @@ def _codes(columns: Mapping[str, np.ndarray], above: tuple[tuple[str, int], ...]
 
 
 def _accounts(question: Question, table: Table) -> list[Account]:
-    """The best that fit exactly, the best first: until no closed form promises a better one; and one of a kind."""
+    """Of all that fit exactly the best, and then one of a kind, the best first."""
     accounts = _first_accounts(question, table)
-    for row in table.fastest():
+    for row in np.argsort(table.seconds, kind="stable")[:_FASTEST]:
         if row not in accounts:
-            accounts[row] = _account(question, table, row)
+            accounts[int(row)] = _account(question, table, int(row))
     num_fitting = 0
     for row in table.of_kinds()[:_MOST_KINDS]:
         if num_fitting > _OTHER_KINDS:
@@ -225,26 +227,48 @@ def _accounts(question: Question, table: Table) -> list[Account]:
         if row not in accounts:
             accounts[row] = _account(question, table, row)
         num_fitting += accounts[row].fits
-    return sorted((each for each in accounts.values() if each.fits), key=weighed_seconds)
+    fitting = sorted((each for each in accounts.values() if each.fits), key=weighed_seconds)
+    if not fitting:
+        return []
+    least = min(map(sure_seconds, fitting))
+    best = next(each for each in fitting if sure_seconds(each) <= (1 + BAND) * least)
+    return [best, *(each for each in fitting if each is not best)]
 
 
 def _first_accounts(question: Question, table: Table) -> dict[int, Account]:
-    """The best of each grid and schedule by closed forms, until these promise nothing better than what fits exactly."""
+    """The fastest by closed forms; and the plainest of what is as fast, until closed forms promise nothing plainer."""
     accounts: dict[int, Account] = {}
-    fitting: set[tuple[int, int]] = set()
-    tried: Counter[int] = Counter()
-    best = np.inf
-    for row, shape, chunks in table.in_order():
-        is_enough = len(fitting) >= _BEST and table.weighed[row] >= best
-        if is_enough or len(accounts) >= (_MOST if fitting else _MOST_TRIED):
-            break
-        if (shape, chunks) in fitting or tried[shape] >= _OF_ONE:
-            continue
-        accounts[row] = _account(question, table, row)
-        tried[shape] += 1
-        if accounts[row].fits:
-            fitting.add((shape, chunks))
-            best = min(best, weighed_seconds(accounts[row]))
+    shapes, chunks = table.shapes(), table.columns["chunks"]
+
+    def look(order: np.ndarray, is_enough: Callable[[int, list[Account]], bool]) -> list[Account]:
+        fitting: list[Account] = []
+        seen: set[tuple[int, int]] = set()
+        tried: Counter[tuple[int, int]] = Counter()
+        for row in map(int, order):
+            if is_enough(row, fitting) or tried.total() >= (_MOST if fitting else _MOST_TRIED):
+                break
+            shape = int(shapes[row]), int(chunks[row])
+            if shape in seen or tried[shape] >= _OF_ONE:
+                continue
+            if row not in accounts:
+                accounts[row] = _account(question, table, row)
+            tried[shape] += 1
+            if accounts[row].fits:
+                seen.add(shape)
+                fitting.append(accounts[row])
+        return fitting
+
+    first = look(np.argsort(table.sure, kind="stable"), lambda _, fitting: len(fitting) >= _FASTEST)
+    if first:
+        limit = (1 + BAND) * min(map(sure_seconds, first))
+        near = np.flatnonzero(table.sure <= limit)
+        least = min(weighed_seconds(each) for each in first if sure_seconds(each) <= limit)
+
+        def is_enough(row: int, fitting: list[Account]) -> bool:
+            best = min((weighed_seconds(each) for each in fitting if sure_seconds(each) <= limit), default=np.inf)
+            return len(fitting) >= _BEST and table.weighed[row] >= min(best, least)
+
+        look(near[np.argsort(table.weighed[near], kind="stable")], is_enough)
     return accounts
 
 

@@ -46,12 +46,14 @@ class Cells(NamedTuple):
 
 def bound_schedules(
     question: Question, software: Software, layouts: Layouts, schedules: Schedules, zeros: list[tuple[int, int]],
-    movable: Floats, wanted: Callable[[Floats], np.ndarray], tell: Callable[[StepBytes, np.ndarray], None],
+    movable: Floats, wanted: Callable[[Floats], np.ndarray], on_host_wanted: Callable[[Floats, Ints], np.ndarray],
+    tell: Callable[[StepBytes, np.ndarray], None],
 ) -> Cells:  # fmt: skip
     """What may fit of each layout under each schedule and ZeRO stage.
 
     `movable`: by recomputation, the most that may be on the host. `wanted` says by the least seconds of layouts which
-    to go on with. `tell` is told of layouts how many schedules there is no memory for.
+    to go on with, and `on_host_wanted` with which of these candidates (of layouts by number) if something of theirs
+    has to be on the host. `tell` is told of layouts how many schedules there is no memory for.
     """
     allowed = schedules.allowed(layouts, max(question.model.num_layers, 1))
     seconds, pools = _seconds(question, software, layouts, schedules)
@@ -80,7 +82,9 @@ def bound_schedules(
         every = allowed & has_replicas[:, None]
         could = np.zeros_like(is_here)
         least = seconds + beside.exchange(under)[:, None]
-        full = np.flatnonzero((every & ~is_here).any(axis=1))
+        # Where nothing may leave, or is too slow if it does, what of it would fit is not asked.
+        leaves = every & ~is_here & on_host_wanted(least, chosen_layouts) if movable.any() else np.zeros_like(is_here)
+        full = np.flatnonzero(leaves.any(axis=1))
         if len(full):
             states, weights = _movable(held, on_host)
             here = stays[full] - states[full]

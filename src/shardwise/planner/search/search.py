@@ -8,13 +8,16 @@
 
 A candidate is let go only when a bound says that it is slower than what was found, or that it does not fit. Of every
 kind (which axes are used at all) the most promising are kept all the same, so that there is something to compare with.
-Slower is meant of weighed seconds: those of a step times what `simplicity.py` asks of a plan that is not plain. The
-fastest is looked for beside, to say what it would gain.
+Two numbers are bounded: sure seconds, those of a step times what is asked of what nobody has shown to run so; and
+weighed seconds, times all that `simplicity.py` asks of a plan that is not plain. The answer has the least weighed
+seconds of all that are within 3 % of the least sure ones, so a candidate is let go too if another is as sure and
+plainer. The fastest by prediction alone is looked for beside, to say what it would gain.
 """
 
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,7 +45,16 @@ from shardwise.planner.search.choices import (
     zeros,
 )
 from shardwise.planner.search.schedule_bounds import Cells, bound_schedules, holder
-from shardwise.planner.search.simplicity import ANY_HOST, handicap, of_axes, of_schedules, of_zeros
+from shardwise.planner.search.simplicity import (
+    ANY_HOST,
+    BAND,
+    doubt,
+    handicap,
+    of_axes,
+    of_schedules,
+    of_zeros,
+    unproven,
+)
 from shardwise.planner.search.tally import Tally
 from shardwise.working import working_at
 
@@ -64,24 +76,26 @@ _WITH_WEIGHTS = ("weights", "masters", "gradients")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """Candidates that fit, in one precision, with their seconds, the same weighed, and the parts of the first."""
+    """Candidates that fit, in one precision, with their seconds, the same as they are compared, and the parts of the
+    first."""
 
     precision: str
     layouts: Layouts
     seconds: Floats
+    sure: Floats
     weighed: Floats
     parts: dict[str, Floats]
 
 
 @dataclass(slots=True)
 class Search:
-    """One search under way. `best` is the least of weighed seconds, `fastest` of seconds; of these
-    kinds something is found."""
+    """One search under way. `front`: sure seconds of what was found, rising, each with the least weighed seconds of all
+    up to it. `fastest` is the least of plain seconds; of these kinds something is found."""
 
     question: Question
     tally: Tally = field(default_factory=Tally)
     found: list[Fitting] = field(default_factory=list)
-    best: float = np.inf
+    front: tuple[Floats, Floats] = (np.array([np.inf]), np.array([np.inf]))
     fastest: float = np.inf
     kinds: set[int] = field(default_factory=set)
 
@@ -91,9 +105,47 @@ class Search:
             _InPrecision(self, precision).run()
         return self
 
-    def is_near(self, weighed: Floats, seconds: Floats) -> np.ndarray:
-        """Which candidates are of interest, by bounds of theirs: as good as the best, nearly, or faster than all."""
-        return np.asarray((weighed <= self.best * (1 + _SLACK)) | (seconds < self.fastest))
+    @property
+    def surest(self) -> float:
+        """The least sure seconds."""
+        return float(self.front[0][0])
+
+    @property
+    def best(self) -> float:
+        """The least weighed seconds of what is as fast as can be told."""
+        return float(self._plainest(np.array((1 + BAND) * self.surest)))
+
+    def is_near(self, seconds: Floats, sure: Floats, weighed: Floats) -> np.ndarray:
+        """Which candidates are of interest, by bounds of theirs: as fast as can be told, nearly, and as plain as what
+        is no slower; or faster than all."""
+        near = (sure <= (1 + BAND) * self.surest) & (weighed <= (1 + _SLACK) * self._plainest(sure))
+        return np.asarray(near | (sure < self.surest) | (seconds < self.fastest))
+
+    def add(self, seconds: Floats, sure: Floats, weighed: Floats) -> None:
+        """Candidates that fit."""
+        self.fastest = min(self.fastest, float(seconds.min()))
+        together = np.concatenate([self.front[0], sure]), np.concatenate([self.front[1], weighed])
+        order = np.argsort(together[0], kind="stable")
+        rising, least = together[0][order], np.minimum.accumulate(together[1][order])
+        is_plainer = np.concatenate([[True], least[1:] < least[:-1]])
+        self.front = rising[is_plainer], least[is_plainer]
+
+    def _plainest(self, sure: Floats) -> Floats:
+        """The least weighed seconds of what was found and takes no longer than this."""
+        rising, least = self.front
+        index = np.searchsorted(rising, sure, side="right")
+        return np.asarray(np.where(index > 0, least[np.maximum(index - 1, 0)], np.inf))
+
+
+class _Bounds(NamedTuple):
+    """Bounds of candidates: of their seconds, of the same as they are sure, and as they are weighed."""
+
+    seconds: Floats
+    sure: Floats
+    weighed: Floats
+
+    def take(self, index: np.ndarray) -> "_Bounds":
+        return _Bounds(*(each[index] for each in self))
 
 
 class _InPrecision:
@@ -119,52 +171,52 @@ class _InPrecision:
         axes = spread_axes(self.question, tally, weight)
         if len(axes) == 0:
             return
-        axes, bound, weighed = self._bounded(axes, weight)
+        axes, bounds = self._bounded(axes, weight)
         if len(axes) == 0:
             return
-        self._begin_with_usual(axes, weighed)
-        order = np.argsort(weighed, kind="stable")
+        self._begin_with_usual(axes, bounds.sure)
+        order = np.argsort(bounds.sure, kind="stable")
         # Once there is something to compare with, kinds need no second chance.
         each = 0 if self.search.found else _OF_EACH_KIND
         kept = _first_of_each(_axes_kind(axes), order, each)
         # Every block costs something however short it is; as long as nothing is found, short ones cost less.
-        first = _BLOCK // (2 if np.isfinite(self.search.best) else 16)
+        first = _BLOCK // (2 if np.isfinite(self.search.surest) else 16)
         for start, stop in _growing(len(order), _BLOCK, first):
             working_at(f"ways to divide the devices, in {self.precision}", start, len(order))
             block = order[start:stop]
-            wanted = block[self.search.is_near(weighed[block], bound[block]) | kept[block]]
+            wanted = block[self.search.is_near(*bounds.take(block)) | kept[block]]
             tally.slower += (len(block) - len(wanted)) * weight
             if len(wanted):
                 self._expand(axes.take(wanted))
 
-    def _bounded(self, axes: Layouts, weight: int) -> tuple[Layouts, Floats, Floats]:
-        """The axes that can fit at all, the seconds below which none of their steps is, and these weighed."""
+    def _bounded(self, axes: Layouts, weight: int) -> tuple[Layouts, "_Bounds"]:
+        """The axes that can fit at all, and the seconds below which none of their steps is."""
         question, search = self.question, self.search
-        bound = least_seconds(
+        least = least_seconds(
             question.model, question.cluster, axes, sequence=question.sequence, software=self.software
         )
-        weighed = bound * of_axes(question, axes)
+        bounds = _Bounds(least, least * unproven(question, axes), least * of_axes(question, axes))
         if search.found:
             # Of a slower precision little is near, and only of that memory is a question.
-            near = np.flatnonzero(search.is_near(weighed, bound))
+            near = np.flatnonzero(search.is_near(*bounds))
             search.tally.slower += (len(axes) - len(near)) * weight
-            axes, bound, weighed = axes.take(near), bound[near], weighed[near]
+            axes, bounds = axes.take(near), bounds.take(near)
         held, fits = leanest(question, axes, self.software, self.offloads)
         search.tally.add_memory(held, ~fits, np.full(len(axes), weight))
-        return axes.take(fits), bound[fits], weighed[fits]
+        return axes.take(fits), bounds.take(fits)
 
-    def _begin_with_usual(self, axes: Layouts, weighed: Floats) -> None:
+    def _begin_with_usual(self, axes: Layouts, sure: Floats) -> None:
         """Price the usual plans, for bounds to begin with: one sample a microbatch, states shared out or not, nothing
         on the host that need not be. Only of what may be better than what was found before."""
-        is_usual = (axes.microbatch == 1) & (axes.order == 0) & (axes.context == 0) & (weighed <= self.search.best)
+        is_usual = (axes.microbatch == 1) & (axes.order == 0) & (axes.context == 0) & (sure <= self.search.surest)
         is_usual &= axes.sequence_parallel == (axes.tp > 1)
         inside = copy(self)
-        inside.search = Search(self.question, best=self.search.best, fastest=self.search.fastest)
+        inside.search = Search(self.question, front=self.search.front, fastest=self.search.fastest)
         inside.zeros = [(stage, group) for stage, group in self.zeros if stage < 2] or self.zeros
-        inside.offloads = self.offloads[:1]
+        inside.offloads, inside.movable = self.offloads[:1], np.zeros_like(self.movable)
         usual = np.flatnonzero(is_usual)
-        inside._expand(axes.take(usual[np.argsort(weighed[usual], kind="stable")[:_USUAL]]))
-        self.search.best, self.search.fastest = inside.search.best, inside.search.fastest
+        inside._expand(axes.take(usual[np.argsort(sure[usual], kind="stable")[:_USUAL]]))
+        self.search.front, self.search.fastest = inside.search.front, inside.search.fastest
 
     def _expand(self, axes: Layouts) -> None:
         """Schedules and recomputation beneath some axes, and what bounds leave of them in full."""
@@ -173,32 +225,36 @@ class _InPrecision:
         layouts = with_recomputations(axes, self.recomputations)
         tally, weight = self.search.tally, len(self.offloads)
         kinds = _kind(layouts)
-        weight_of_axes = of_axes(self.question, layouts)
+        doubts, weight_of_axes = unproven(self.question, layouts), of_axes(self.question, layouts)
         per_layout = weight * len(self.schedules.code) * len(self.zeros)
 
         def wanted(least: Floats) -> np.ndarray:
-            weighed = least * weight_of_axes
+            sure, weighed = least * doubts, least * weight_of_axes
             apart = kinds * 2 + (layouts.microbatch == 1)
             missing = np.flatnonzero(~np.isin(kinds, list(self.search.kinds)))
-            order = missing[np.argsort(weighed[missing], kind="stable")]
+            order = missing[np.argsort(sure[missing], kind="stable")]
             few = _first_of_each(apart, order, _LAYOUTS_OF_EACH_KIND)
-            chosen: np.ndarray = self.search.is_near(weighed, least) | few
+            chosen: np.ndarray = self.search.is_near(least, sure, weighed) | few
             tally.slower += int((~chosen).sum()) * per_layout
             return chosen
 
+        def on_host_wanted(least: Floats, rows: np.ndarray) -> np.ndarray:
+            limit = (1 + BAND) * self.search.surest / (ANY_HOST * doubts[rows])
+            return np.asarray((least <= limit[:, None]) | (least < self.search.fastest))
+
         cells = bound_schedules(
-            self.question, self.software, layouts, self.schedules, self.zeros, self.movable, wanted,
+            self.question, self.software, layouts, self.schedules, self.zeros, self.movable, wanted, on_host_wanted,
             lambda held, counts: tally.add_memory(held, counts > 0, weight * counts),
         )  # fmt: skip
-        weighed = self._weighed(cells, weight_of_axes)
-        order = np.argsort(weighed, kind="stable")
+        bounds = self._cell_bounds(cells, doubts, weight_of_axes)
+        order = np.argsort(bounds.sure, kind="stable")
         always = _first_of_each(kinds[cells.layout] * 2 + cells.is_tight, order, _OF_EACH_KIND)
-        is_near = self.search.is_near(weighed, cells.seconds)
+        is_near = self.search.is_near(*bounds)
         near, rest = order[is_near[order]], order[~is_near[order]]
         kept = rest[always[rest]]
         for start, stop in _growing(len(near), _BATCH, _BATCH // 8):
             block = near[start:stop]
-            is_near[block] = self.search.is_near(weighed[block], cells.seconds[block])
+            is_near[block] = self.search.is_near(*bounds.take(block))
             block = block[is_near[block] | always[block]]
             rows = block if stop < len(near) else np.concatenate([block, kept])
             self._finish(layouts, cells.take(rows), is_near[rows])
@@ -206,12 +262,13 @@ class _InPrecision:
             self._finish(layouts, cells.take(kept), is_near[kept])
         tally.slower += (len(rest) - len(kept)) * weight
 
-    def _weighed(self, cells: Cells, weight_of_axes: Floats) -> Floats:
-        """Weighed seconds of candidates. What fits only with something on the host pays for that."""
+    def _cell_bounds(self, cells: Cells, doubts: Floats, weight_of_axes: Floats) -> "_Bounds":
+        """Bounds of candidates. What fits only with something on the host pays for that."""
         stages, groups = (np.array(column) for column in zip(*self.zeros, strict=True))
-        weight = weight_of_axes[cells.layout] * np.where(cells.is_tight, ANY_HOST, 1.0)
+        on_host = cells.seconds * np.where(cells.is_tight, ANY_HOST, 1.0)
+        weight = weight_of_axes[cells.layout] * of_zeros(stages, groups)[cells.zero]
         weight *= of_schedules(self.schedules.code, self.schedules.chunks)[cells.schedule]
-        return cells.seconds * weight * of_zeros(stages, groups)[cells.zero]
+        return _Bounds(cells.seconds, on_host * doubts[cells.layout], on_host * weight)
 
     def _finish(self, layouts: Layouts, cells: Cells, is_near: np.ndarray) -> None:
         """Price some candidates in full: what fits as it is, and with what on the host the others do."""
@@ -257,18 +314,19 @@ class _InPrecision:
         if found.fits.any():
             fits = found.fits
             fitting = layouts.take(fits)
-            weighed = found.seconds[fits] * handicap(self.question, fitting)
+            seconds = found.seconds[fits]
+            sure, weighed = seconds * doubt(self.question, fitting), seconds * handicap(self.question, fitting)
             self.search.found.append(
                 Fitting(
                     precision=self.precision,
                     layouts=fitting,
-                    seconds=found.seconds[fits],
+                    seconds=seconds,
+                    sure=sure,
                     weighed=weighed,
                     parts={name: part[fits] for name, part in found.parts.items()},
                 )
             )
-            self.search.best = min(self.search.best, float(weighed.min()))
-            self.search.fastest = min(self.search.fastest, float(found.seconds[fits].min()))
+            self.search.add(seconds, sure, weighed)
             self.search.kinds.update(np.unique(_kind(fitting)).tolist())
 
 

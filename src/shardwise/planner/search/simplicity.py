@@ -1,10 +1,14 @@
 """How far a plan is from a plain one, as a factor on its seconds: what is out of the ordinary has to pay for itself.
 
-No prediction tells a few per cent apart, and what cannot be told apart is not worth another axis. So the search
-compares seconds times this factor: every axis in use has to gain 3 %, and so has every doubling beyond what people run
-(pipelines of more than 16 ranks, tensor parallelism beyond the fast links; contexts of fewer than 4,096 positions on a
-rank count as four). What is on the host has to gain as much as three axes, and as four if it crosses with every
-microbatch; everything else that a person would have to explain has to gain 1 %.
+No prediction tells a few per cent apart, and what cannot be told apart is not worth another axis. So the answer is the
+plainest of all that are within 3 % of the fastest: the one with the least seconds times this factor. Every axis in use
+has to gain 3 %, and so has every doubling beyond what people run (pipelines of more than 16 ranks, tensor parallelism
+beyond the fast links; contexts of fewer than 4,096 positions on a rank count as four). What is on the host has to gain
+as much as three axes, and as four if it crosses with every microbatch; everything else that a person would have to
+explain has to gain 1 %.
+
+What is on the host, and what is beyond what people run, is doubted: before plans are compared with the fastest it
+counts as slower than it is predicted, by 9 or 12 % and by up to 3 % for each way in which it is beyond.
 
 A factor is a product of what axes, recomputation, schedule, ZeRO and the host each add, so that bounds of candidates
 that are not complete may be multiplied by what is known of theirs.
@@ -18,12 +22,14 @@ from shardwise.cost.pipeline import SCHEDULES
 from shardwise.planner.question import Question
 from shardwise.schedule.catalogue import CATALOGUE
 
+#: Plans whose seconds are no further apart are as fast as each other, as far as can be told.
+BAND = 0.03
 #: What an axis has to gain, and what else a person would have to explain.
 AXIS, ODDITY = 0.03, 0.01
 #: The least that the host adds, if anything is there.
 ANY_HOST = (1.0 + AXIS) ** 3
 _DEEP, _SHORT, _MANY_CHUNKS = 16, 4096, 4
-# No published run has contexts so short on a rank, so what is predicted of them is not proven.
+# No published run has contexts so short on a rank.
 _SHORT_COUNTS = 4.0
 # How far schedules are from plain; those that are not named are further than all of these.
 _PLAINNESS = {"1f1b": 0, "gpipe": 1, "interleaved": 1, "looped-bfs": 2, "zb-h1": 2}
@@ -36,14 +42,29 @@ def handicap(question: Question, layouts: Layouts) -> Floats:
     return found * of_zeros(layouts.zero, layouts.zero_group) * of_host(layouts)
 
 
+def doubt(question: Question, layouts: Layouts) -> Floats:
+    """The part of it that is asked before plans count as equally fast: of the host, and of what nobody has shown."""
+    return unproven(question, layouts) * of_host(layouts)
+
+
+def unproven(question: Question, layouts: Layouts) -> Floats:
+    """What is asked of axes beyond what anybody has published: as of one axis for each way in which they are."""
+    return _factor(sum(np.minimum(each, 1.0) for each in _beyond(question, layouts)), 0.0)
+
+
 def of_axes(question: Question, layouts: Layouts) -> Floats:
     """What axes and recomputation add. Experts are shared out in every plan for a mixture, and are no axis here."""
-    domain = min(pool.domain for pool in question.cluster.pools)
+    deep, wide, short = _beyond(question, layouts)
     axes = sum((size > 1).astype(np.float64) for size in (layouts.tp, layouts.pp, layouts.cp))
-    axes = axes + _doublings(layouts.pp / _DEEP) + _doublings(layouts.tp / domain)
-    axes = axes + np.where(layouts.cp > 1, _SHORT_COUNTS * _doublings(_SHORT * layouts.cp / question.sequence), 0.0)
     odd = (layouts.recompute > 0) * (1 + (layouts.recompute_share < 1)) + (layouts.order > 0)
-    return _factor(axes, odd)
+    return _factor(axes + deep + wide + _SHORT_COUNTS * short, odd)
+
+
+def _beyond(question: Question, layouts: Layouts) -> tuple[Floats, Floats, Floats]:
+    """How often pipelines, tensor parallelism and contexts were doubled or halved beyond what people run."""
+    domain = min(pool.domain for pool in question.cluster.pools)
+    short = np.where(layouts.cp > 1, _doublings(_SHORT * layouts.cp / question.sequence), 0.0)
+    return _doublings(layouts.pp / _DEEP), _doublings(layouts.tp / domain), short
 
 
 def of_schedules(code: Ints, chunks: Ints) -> Floats:

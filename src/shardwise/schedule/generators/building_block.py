@@ -12,6 +12,7 @@ rank comes to hold more than the fullest one already does.
 from bisect import insort
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.placement import vee
@@ -77,12 +78,12 @@ def _with_weights(slots: Slots) -> Slots:
 
 def _in_order(ranks: list[Slots]) -> list[tuple[int, int, int, int]]:
     """Everything there is, as (slot, rank, part, microbatch), by slot."""
-    return sorted(
-        (slot, rank, part, microbatch)
-        for rank, slots in enumerate(ranks)
-        for part, row in enumerate(slots)
-        for microbatch, slot in enumerate(row)
-    )
+    in_slot: list[list[tuple[int, int, int, int]]] = [[] for _ in range(1 + max(row[-1] for row in chain(*ranks)))]
+    for rank, slots in enumerate(ranks):
+        for part, row in enumerate(slots):
+            for microbatch, slot in enumerate(row):
+                in_slot[slot].append((slot, rank, part, microbatch))
+    return list(chain(*in_slot))
 
 
 def _last_need(ranks: list[Slots], rank: int, part: int, microbatch: int) -> int:
@@ -131,8 +132,19 @@ class _SlotMemory:
         self._implied = len(slots) == _WEIGHTS
         self._part_at = {slot: part for part, row in enumerate(slots) for slot in row}
         self._states = [(0, 0)]
+        held = num_due = 0
         for slot in range(1 + max(self._part_at)):
-            self._states.append(self._next(self._states[-1], self._part_at.get(slot)))
+            part = self._part_at.get(slot)
+            if part is None:
+                if self._implied and num_due:
+                    held, num_due = held - 1, num_due - 1
+            elif part <= _UP:
+                held += 1
+            elif part == _WEIGHTS:
+                held -= 1
+            elif self._implied:
+                num_due += 1
+            self._states.append((held, num_due))
 
     @property
     def peak(self) -> int:
@@ -171,7 +183,7 @@ class _SlotMemory:
             return True
         known[place] = known.pop(slot)
         (held, num_due), states = old[place], []
-        # `_next` by hand: this is most of the time of a long schedule.
+        # As when it was made. This is most of the time of a long schedule.
         for each in range(place, len(old) - 1):
             there = known.get(each)
             if there is None:
@@ -190,18 +202,6 @@ class _SlotMemory:
             states.append(state)
         old[place + 1 : place + 1 + len(states)] = states
         return True
-
-    def _next(self, state: tuple[int, int], part: int | None) -> tuple[int, int]:
-        held, num_due = state
-        if part in (_DOWN, _UP):
-            return held + 1, num_due
-        if part == _WEIGHTS:
-            return held - 1, num_due
-        if self._implied and part is None and num_due:
-            return held - 1, num_due - 1
-        if self._implied and part is not None:
-            return held, num_due + 1
-        return state
 
 
 def _play(ranks: list[Slots]) -> list[Slots]:

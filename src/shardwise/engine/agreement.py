@@ -7,7 +7,7 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.flow import UnitCall
-from shardwise.stages.split.python_state import draws_digest
+from shardwise.stages.split.python_draws import draws_digest
 
 #: What each rank gives, from what this one gives.
 Gather = Callable[[Any], list[Any]]

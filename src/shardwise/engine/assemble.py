@@ -66,7 +66,7 @@ def _parts(
     (microbatch, *others), device, rule, kind, loss, weighed, is_quiet, settings = check_example(
         module, plan, loss, example, options, wires
     )
-    sharded = Sharded(module, plan, wires.mesh, microbatch, options, loss)
+    sharded = Sharded(module, plan, wires.mesh, microbatch, options, loss, wires)
     if sharded.tensor is not None:
         # What could not be shared out along the sequence is whole on every rank.
         plan = replace(plan, sp=sharded.tensor.is_along_sequence)

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.agreement import tried_by_first
 from shardwise.engine.fp8_layers import Fp8Layers, restore_layers, use_fp8
 from shardwise.engine.options import Options
 from shardwise.errors import ShardwiseError
@@ -31,9 +32,10 @@ class Sharded:
     """
 
     def __init__(
-        self, module: nn.Module, plan: Plan, mesh: Mesh, microbatch: Batch, options: Options, loss: Loss | None = None
-    ) -> None:
-        self._plan, self._mesh = plan, mesh
+        self, module: nn.Module, plan: Plan, mesh: Mesh, microbatch: Batch, options: Options, loss: Loss | None = None,
+        wires: Wires | None = None,
+    ) -> None:  # fmt: skip
+        self._plan, self._mesh, self._wires = plan, mesh, wires
         self.tensor = self._shard(module, microbatch, options, loss) if plan.tp > 1 else None
         self.context: ContextParallel | None = None
         #: Whether parts of sequences are known to give what the whole gives.
@@ -148,6 +150,9 @@ class Sharded:
 
     def _shard(self, module: nn.Module, microbatch: Batch, options: Options, loss: Loss | None) -> Sharding:
         """Keep this rank's part of every layer that comes apart."""
+        by_first = None
+        if self._wires is not None and not options.is_local:
+            by_first = partial(tried_by_first, self._wires.gather, self._wires.rank, home_of(microbatch))
         sharding = shard(
             module,
             self._mesh,
@@ -157,6 +162,7 @@ class Sharded:
             num_chunks=options.tensor_chunks,
             loss=loss,
             verify=options.verify,
+            by_first=by_first,
         )
         if any(each.is_meta for each in module.parameters()):
             sharding.materialise(module, seed=options.seed, device=home_of(microbatch))

@@ -8,12 +8,13 @@ is cut and run, as every rank would; and where it fails, or computes something e
     left whole          on every rank, by name, with what that costs
     refused             if the user has named them to be cut
 
-Blocks that differ in their number alone are treated alike. Every process tries all ranks, so all come to one answer.
+Blocks that differ in their number alone are treated alike. One process tries all ranks, and what it `Settled` is what
+every other cuts by; or every process tries all of them, and all come to one answer.
 """
 
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from shardwise.sharding.tensor.numbers import Course, Difference
 from shardwise.sharding.tensor.regions import GUESSES, Found
 from shardwise.sharding.tensor.sequence import UnsharedError
 from shardwise.sharding.tensor.sharding import Shards, starred
+from shardwise.stages.no_collectives import NoCollectives
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
 from shardwise.stages.stage import Batch, Loss
@@ -56,6 +58,16 @@ class _Whole(NamedTuple):
     dtype: torch.dtype
 
 
+class Settled(NamedTuple):
+    """What came of a trial: what is cut, whether along the sequence too; and why numbers were not compared, or nothing
+    is shared out along the sequence."""
+
+    found: Found
+    sequence: bool
+    unverified: str
+    unshared: str
+
+
 @dataclass(kw_only=True)
 class Trial:
     """One module, what was found of it, and how it is to be cut."""
@@ -76,8 +88,12 @@ class Trial:
     named: frozenset[str] = frozenset()
     #: Whether it is run as in evaluations: without gradients.
     evaluates: bool = False
+    #: Whether no other rank tries it: then a collective in its first runs raises `CollectiveMetError`.
+    alone: bool = False
     #: Whether its forward writes to parameters: then no two of them are one on the copy.
     _writes: bool = False
+    #: Whether it was run as in evaluations, or not, and nothing was sent.
+    _quiet: set[bool] = field(default_factory=set)
     #: Why numbers could not be compared, if so.
     unverified: str = ""
     #: Why nothing is shared out along the sequence, though it was asked for.
@@ -92,6 +108,25 @@ class Trial:
         """Try until what is left computes what the whole module does."""
         while (failure := self._fault(verify=verify)) is not None:
             self._give_up(*failure, guesses=verify)
+
+    def settle_in_both_modes(self, *, verify: bool, alone: bool = False) -> Settled:
+        """The same, in evaluations too if these are something else."""
+        self.alone = alone
+        self.settle(verify=verify)
+        if verify and differs_in_evaluation(self):
+            settle_in_evaluation(self)
+        return Settled(self.found, self.sequence, self.unverified, self.unshared)
+
+    def take(self, settled: Settled) -> None:
+        """Cut by what another process has settled."""
+        self.found, self.sequence, self.unverified, self.unshared = settled
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Around a run of the whole: where nobody else tries it, it must not wait for others the first time."""
+        with NoCollectives() if self.alone and self.evaluates not in self._quiet else nullcontext():
+            yield
+        self._quiet.add(self.evaluates)
 
     def cut_layers(self) -> list[str]:
         """The layers of which a rank would have a part."""
@@ -243,9 +278,11 @@ class Trial:
         versions = versions_of(twin)
         problem: Exception | None = None
         try:
-            course = numbers.run(
-                another(twin, writes=self._writes), call, self._marks(twin), loss, batch, backward=not self.evaluates
-            )
+            with self.quietly():
+                course = numbers.run(
+                    another(twin, writes=self._writes), call, self._marks(twin), loss, batch,
+                    backward=not self.evaluates,
+                )  # fmt: skip
         except Exception as error:
             problem = error
         # A copy's own tensors count with those whose memory they have.
@@ -352,10 +389,11 @@ def differs_in_evaluation(trial: Trial) -> bool:
             one, other = (another(whole.twin, writes=trial._writes) for _ in range(2))
             there = {name for name, _ in other.named_modules()}
             layers = [name for name in trial.cut_layers() if name in there]
-            evaluated = replace(trial, evaluates=True)
-            first = evaluated._run(one, whole, layers)
-            with in_evaluation_mode(other):
-                second = evaluated._run(other, whole, layers)
+            evaluated = replace(trial, evaluates=True, _quiet=set())
+            with evaluated.quietly():
+                first = evaluated._run(one, whole, layers)
+                with in_evaluation_mode(other):
+                    second = evaluated._run(other, whole, layers)
     except Exception:
         return True
     called = [[name for name, _ in each.marks] for each in (first, second)]

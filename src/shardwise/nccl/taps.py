@@ -55,8 +55,8 @@ def recording(*, rehearses: bool = True, limit_seconds: float = 60.0) -> Iterato
             instead(owner, "recv", partial(_noted_transfer, recorder, is_send=False))
         instead(dist.ProcessGroup, GET_BACKEND, partial(_noted_backend, recorder))
         instead(dist, "new_group", partial(_noted_group, recorder))
-        for owner, gather in ((dist, "all_gather_object"), (objects, "gather")):
-            instead(owner, gather, partial(_noted_objects, recorder))
+        instead(dist, "all_gather_object", partial(_noted_objects, recorder))
+        instead(objects, "gather", partial(_noted_objects, recorder))
         instead(dist, "batch_isend_irecv", partial(_noted_batch, recorder))
         instead(torch.UntypedStorage, "resize_", partial(_noted_resize, recorder))
         yield recorder

@@ -14,7 +14,7 @@ every other cuts by; or every process tries all of them, and all come to one ans
 
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -124,7 +124,10 @@ class Trial:
     @contextmanager
     def quietly(self) -> Iterator[None]:
         """Around a run of the whole: where nobody else tries it, it must not wait for others the first time."""
-        with NoCollectives() if self.alone and self.evaluates not in self._quiet else nullcontext():
+        context: type[AbstractContextManager[Any]] = nullcontext
+        if self.alone and self.evaluates not in self._quiet:
+            context = NoCollectives
+        with context():
             yield
         self._quiet.add(self.evaluates)
 

@@ -8,7 +8,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.agreement import tried_by_first
 from shardwise.engine.fp8_layers import Fp8Layers, restore_layers, use_fp8
 from shardwise.engine.options import Options
 from shardwise.errors import ShardwiseError
@@ -20,7 +19,7 @@ from shardwise.sharding.context.trial import are_parts_alike
 from shardwise.sharding.dropout import Dropouts
 from shardwise.sharding.expert.shard import shard_experts
 from shardwise.sharding.expert.sharding import ExpertSharding
-from shardwise.sharding.tensor import Sharding, Shards, find_trackers, layers_called, shard
+from shardwise.sharding.tensor import ByFirst, Sharding, Shards, find_trackers, layers_called, shard
 from shardwise.stages.batch import home_of
 from shardwise.stages.stage import Batch, Loss
 
@@ -29,13 +28,14 @@ class Sharded:
     """Cuts a module in place, whole layers first: stages are cut from what is left of them.
 
     With `tensor` or `experts` it makes whole parameters from parts, and parts of whole ones. All ranks call it alike.
+    What `tp` cuts is tried by one of them, with `by_first`, or by each.
     """
 
     def __init__(
         self, module: nn.Module, plan: Plan, mesh: Mesh, microbatch: Batch, options: Options, loss: Loss | None = None,
-        wires: Wires | None = None,
+        by_first: ByFirst | None = None,
     ) -> None:  # fmt: skip
-        self._plan, self._mesh, self._wires = plan, mesh, wires
+        self._plan, self._mesh, self._by_first = plan, mesh, by_first
         self.tensor = self._shard(module, microbatch, options, loss) if plan.tp > 1 else None
         self.context: ContextParallel | None = None
         #: Whether parts of sequences are known to give what the whole gives.
@@ -150,9 +150,6 @@ class Sharded:
 
     def _shard(self, module: nn.Module, microbatch: Batch, options: Options, loss: Loss | None) -> Sharding:
         """Keep this rank's part of every layer that comes apart."""
-        by_first = None
-        if self._wires is not None and not options.is_local:
-            by_first = partial(tried_by_first, self._wires.gather, self._wires.rank, home_of(microbatch))
         sharding = shard(
             module,
             self._mesh,
@@ -162,7 +159,7 @@ class Sharded:
             num_chunks=options.tensor_chunks,
             loss=loss,
             verify=options.verify,
-            by_first=by_first,
+            by_first=self._by_first,
         )
         if any(each.is_meta for each in module.parameters()):
             sharding.materialise(module, seed=options.seed, device=home_of(microbatch))

@@ -29,7 +29,7 @@ from shardwise.sharding.tensor.plain_layers import has_hooks, is_layer, why_whol
 from shardwise.sharding.tensor.regions import Found, find_regions
 from shardwise.sharding.tensor.sharding import Sharding, Shards, cost_of, starred
 from shardwise.sharding.tensor.tensor_plan import TensorPlan, read_tensor_plan
-from shardwise.sharding.tensor.trial import Arguments, Settled, Trial
+from shardwise.sharding.tensor.trial import Arguments, ByFirst, Trial, settle
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
@@ -40,8 +40,6 @@ from shardwise.torch_private import EagerDispatchMode, pytree
 #: Why a layer stays whole whose weight is used by others than itself.
 READ_OUTSIDE = "its weight is read outside of it, too"
 _NAMED = "it is named whole"
-#: Gives what one rank has settled, or all, from what does so on one of them.
-ByFirst = Callable[[Callable[..., Settled]], Settled]
 
 
 @leaves_classes
@@ -126,11 +124,7 @@ def _settled(
         device=home_of(given), loss=loss, sequence=sequence, num_chunks=num_chunks,
         named=frozenset(name for name, kind in plan.kinds.items() if kind != "whole") if plan.is_users else frozenset(),
     )  # fmt: skip
-
-    def settle(*, for_all: bool) -> Settled:
-        return trial.settle_in_both_modes(verify=verify, alone=for_all)
-
-    trial.take(settle(for_all=False) if by_first is None else by_first(settle))
+    settle(trial, verify=verify, by_first=by_first)
     return trial
 
 

@@ -8,7 +8,7 @@ is cut and run, as every rank would; and where it fails, or computes something e
     left whole          on every rank, by name, with what that costs
     refused             if the user has named them to be cut
 
-Blocks that differ in their number alone are treated alike. One process tries all ranks, and what it `Settled` is what
+Blocks that differ in their number alone are treated alike. One process tries all ranks, and what it has settled is what
 every other cuts by; or every process tries all of them, and all come to one answer.
 """
 
@@ -34,7 +34,6 @@ from shardwise.sharding.tensor.numbers import Course, Difference
 from shardwise.sharding.tensor.regions import GUESSES, Found
 from shardwise.sharding.tensor.sequence import UnsharedError
 from shardwise.sharding.tensor.sharding import Shards, starred
-from shardwise.stages.no_collectives import NoCollectives
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
 from shardwise.stages.stage import Batch, Loss
@@ -58,16 +57,6 @@ class _Whole(NamedTuple):
     dtype: torch.dtype
 
 
-class Settled(NamedTuple):
-    """What came of a trial: what is cut, whether along the sequence too; and why numbers were not compared, or nothing
-    is shared out along the sequence."""
-
-    found: Found
-    sequence: bool
-    unverified: str
-    unshared: str
-
-
 @dataclass(kw_only=True)
 class Trial:
     """One module, what was found of it, and how it is to be cut."""
@@ -88,12 +77,10 @@ class Trial:
     named: frozenset[str] = frozenset()
     #: Whether it is run as in evaluations: without gradients.
     evaluates: bool = False
-    #: Whether no other rank tries it: then a collective in its first runs raises `CollectiveMetError`.
-    alone: bool = False
+    #: What runs of the whole are run in; it is told whether they are evaluations.
+    around: Callable[[bool], AbstractContextManager[Any]] = nullcontext
     #: Whether its forward writes to parameters: then no two of them are one on the copy.
     _writes: bool = False
-    #: Whether it was run as in evaluations, or not, and nothing was sent.
-    _quiet: set[bool] = field(default_factory=set)
     #: Why numbers could not be compared, if so.
     unverified: str = ""
     #: Why nothing is shared out along the sequence, though it was asked for.
@@ -108,28 +95,6 @@ class Trial:
         """Try until what is left computes what the whole module does."""
         while (failure := self._fault(verify=verify)) is not None:
             self._give_up(*failure, guesses=verify)
-
-    def settle_in_both_modes(self, *, verify: bool, alone: bool = False) -> Settled:
-        """The same, in evaluations too if these are something else."""
-        self.alone = alone
-        self.settle(verify=verify)
-        if verify and differs_in_evaluation(self):
-            settle_in_evaluation(self)
-        return Settled(self.found, self.sequence, self.unverified, self.unshared)
-
-    def take(self, settled: Settled) -> None:
-        """Cut by what another process has settled."""
-        self.found, self.sequence, self.unverified, self.unshared = settled
-
-    @contextmanager
-    def quietly(self) -> Iterator[None]:
-        """Around a run of the whole: where nobody else tries it, it must not wait for others the first time."""
-        context: type[AbstractContextManager[Any]] = nullcontext
-        if self.alone and self.evaluates not in self._quiet:
-            context = NoCollectives
-        with context():
-            yield
-        self._quiet.add(self.evaluates)
 
     def cut_layers(self) -> list[str]:
         """The layers of which a rank would have a part."""
@@ -281,11 +246,9 @@ class Trial:
         versions = versions_of(twin)
         problem: Exception | None = None
         try:
-            with self.quietly():
-                course = numbers.run(
-                    another(twin, writes=self._writes), call, self._marks(twin), loss, batch,
-                    backward=not self.evaluates,
-                )  # fmt: skip
+            copied, marks = another(twin, writes=self._writes), self._marks(twin)
+            with self.around(self.evaluates):
+                course = numbers.run(copied, call, marks, loss, batch, backward=not self.evaluates)
         except Exception as error:
             problem = error
         # A copy's own tensors count with those whose memory they have.
@@ -380,6 +343,49 @@ def _different_ranks(found: Found, num_ranks: int) -> list[int]:
     return list(kinds.values())
 
 
+class Settled(NamedTuple):
+    """What is cut, whether along the sequence too; and why numbers were not compared, or nothing is shared out so."""
+
+    found: Found
+    sequence: bool
+    unverified: str
+    unshared: str
+
+
+#: What the first runs of a trial are run in.
+AtFirst = Callable[[], AbstractContextManager[Any]]
+#: Gives what one rank has settled for all, or each, from what does so on one of them.
+ByFirst = Callable[[Callable[[AtFirst], Settled]], Settled]
+
+
+def settle(trial: Trial, *, verify: bool, by_first: ByFirst | None = None) -> None:
+    """Try until what is left computes what the whole module does, in evaluations too; on one rank, with `by_first`."""
+
+    def attempt(at_first: AtFirst) -> Settled:
+        trial.around = _FirstRuns(at_first).around
+        trial.settle(verify=verify)
+        if verify and differs_in_evaluation(trial):
+            settle_in_evaluation(trial)
+        return Settled(trial.found, trial.sequence, trial.unverified, trial.unshared)
+
+    settled = attempt(nullcontext) if by_first is None else by_first(attempt)
+    trial.found, trial.sequence, trial.unverified, trial.unshared = settled
+
+
+class _FirstRuns:
+    """The first run in training, and the first as in evaluations, are run in a context: one that looks for collectives,
+    where nobody else tries the module."""
+
+    def __init__(self, at_first: AtFirst) -> None:
+        self._at_first, self._known = at_first, set[bool]()
+
+    @contextmanager
+    def around(self, evaluates: bool) -> Iterator[None]:
+        with nullcontext() if evaluates in self._known else self._at_first():
+            yield
+        self._known.add(evaluates)
+
+
 def differs_in_evaluation(trial: Trial) -> bool:
     """Whether the whole module computes something else in evaluations, where nothing is dropped in either; or the same
     without layers that are cut, as shorter ways do that read their weights."""
@@ -392,8 +398,8 @@ def differs_in_evaluation(trial: Trial) -> bool:
             one, other = (another(whole.twin, writes=trial._writes) for _ in range(2))
             there = {name for name, _ in other.named_modules()}
             layers = [name for name in trial.cut_layers() if name in there]
-            evaluated = replace(trial, evaluates=True, _quiet=set())
-            with evaluated.quietly():
+            evaluated = replace(trial, evaluates=True)
+            with trial.around(True):
                 first = evaluated._run(one, whole, layers)
                 with in_evaluation_mode(other):
                     second = evaluated._run(other, whole, layers)

@@ -75,10 +75,19 @@ def _test_modules() -> list[str]:
     return [".".join(each.relative_to(root).with_suffix("").parts) for each in sorted(root.glob("tests/**/test_*.py"))]
 
 
+def _find_constants() -> None:
+    """Let Hypothesis read the constants of our sources, of which it tries some: where none were read yet, that takes
+    3.5 s of a core, and each worker would do it."""
+    with suppress(ImportError, AttributeError):  # It is its own affair, and may be elsewhere in another release.
+        providers: Any = import_module("hypothesis.internal.conjecture.providers")
+        providers._get_local_constants()
+
+
 def fork_workers() -> None:
     """Import what workers need, and let all of them be forks of this process from now on."""
     for each in (*_IMPORTED_ONCE, *_test_modules()):
         import_module(each)
+    _find_constants()
     start = gateway_io.Popen2IOMaster.__init__
 
     def forked(self: gateway_io.Popen2IOMaster, args: list[str], execmodel: Any) -> None:

@@ -52,16 +52,17 @@ def forwards_and_losses(plan: str, loss: Any) -> tuple[int, list[float]]:
         return tried, [float(engine.train_step(batch)) for _ in range(2)]
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "pp=2,microbatches=2"])
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2,microbatches=2", "tp=2"])
 def test_one_rank_tries_for_all(two: Ranks, plan: str) -> None:
     (first, losses), (second, others) = two.run(forwards_and_losses, plan, quiet)
     assert first > second + 3
     assert losses == others
 
 
-def test_all_try_where_ranks_talk_to_each_other(two: Ranks) -> None:
-    _, (quiet_forwards, quiet_losses) = two.run(forwards_and_losses, "dp=2", quiet)
-    (_, losses), (forwards, others) = two.run(forwards_and_losses, "dp=2", talking)
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_all_try_where_ranks_talk_to_each_other(two: Ranks, plan: str) -> None:
+    _, (quiet_forwards, quiet_losses) = two.run(forwards_and_losses, plan, quiet)
+    (_, losses), (forwards, others) = two.run(forwards_and_losses, plan, talking)
     assert forwards > quiet_forwards + 3
     assert losses == others == quiet_losses
 

@@ -49,6 +49,22 @@ def test_a_generator_of_ones_own_goes_on_where_it_was(held: Any, draw: Callable[
     assert draw(held) == first
 
 
+@pytest.mark.parametrize("num_before", [0, 1], ids=["none waits", "one of two normal numbers waits"])
+def test_the_generator_of_numpy_goes_on_where_it_was(num_before: int) -> None:
+    np.random.seed(1)
+    np.random.randn(num_before)
+    state = PythonState()
+    assert not state.have_drawn()
+    drawn = np.random.randn(3)
+    assert state.have_drawn()
+    state.restore()
+    assert not state.have_drawn()
+    first = np.random.randn()  # The one that waits, if one does: then nothing is made for it.
+    assert first == drawn[0]
+    state.restore()
+    assert np.array_equal(np.random.randn(3), drawn)
+
+
 def test_numbers_of_a_class_and_of_a_file_are_put_back() -> None:
     module = Noted()
     state, before = PythonState(module), CALLS

@@ -1,13 +1,17 @@
 """What ranks agree on before a module is cut: what its units cost, and whether anything speaks against the cut."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, TypeVar, cast
 
 import torch
 
 from shardwise.errors import ShardwiseError
+from shardwise.stages.no_collectives import CollectiveMetError, NoCollectives
 from shardwise.stages.split.flow import UnitCall
-from shardwise.stages.split.python_state import draws_digest
+from shardwise.stages.split.python_draws import draws_digest, python_draws, set_python_draws
+
+_T = TypeVar("_T")
 
 #: What each rank gives, from what this one gives.
 Gather = Callable[[Any], list[Any]]
@@ -34,6 +38,33 @@ def agree_on_costs(gather: Gather, calls: Sequence[UnitCall]) -> None:
     for call, mean in zip(calls, means.tolist(), strict=True):
         call.flops, call.bytes, call.weight_bytes, seconds = mean
         call.seconds = None if call.seconds is None else seconds
+
+
+def tried_by_first(gather: Gather, rank: int, device: torch.device, attempt: Callable[[Any], _T]) -> _T:
+    """What comes of a trial by the first rank, for all have the same module; where ranks talk to each other in it, all
+    try. All call this alike.
+
+    `attempt` is given what its first runs are to be run in: where one tries for all, no collective begins there. What
+    it draws is given back: others have not drawn it.
+    """
+    mine: tuple[bool, Any] | None = None
+    if rank == 0:
+        draws = python_draws()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            try:
+                mine = True, attempt(NoCollectives)
+            except CollectiveMetError:
+                mine = None
+            except ShardwiseError as error:
+                mine = False, (error.problem, error.remedy)
+        set_python_draws(draws)
+    told = gather(mine)[0]
+    if told is None:
+        return attempt(nullcontext)
+    is_found, found = told
+    if not is_found:
+        raise ShardwiseError(found[0], remedy=found[1])
+    return cast(_T, found)
 
 
 def agree_on_refusal(gather: Gather, error: ShardwiseError | None, draws: bool) -> None:

@@ -63,10 +63,10 @@ def _parts(
     if not any(each.training for each in module.modules()):
         # What is dropped in training is seen in training mode only. Of one that is partly so the user has said which.
         module.train()
-    (microbatch, *others), device, rule, kind, loss, weighed, is_quiet, settings = check_example(
+    (microbatch, *others), device, rule, kind, loss, weighed, is_quiet, by_first, settings = check_example(
         module, plan, loss, example, options, wires
     )
-    sharded = Sharded(module, plan, wires.mesh, microbatch, options, loss)
+    sharded = Sharded(module, plan, wires.mesh, microbatch, options, loss, by_first)
     if sharded.tensor is not None:
         # What could not be shared out along the sequence is whole on every rank.
         plan = replace(plan, sp=sharded.tensor.is_along_sequence)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from shardwise.engine.agreement import tried_by_first
 from shardwise.engine.batches import Cutter
 from shardwise.engine.loss_agreement import agree_on_loss
 from shardwise.engine.options import Options
@@ -13,6 +14,7 @@ from shardwise.engine.same_weights import check_given
 from shardwise.engine.tried_again import TriedAgain
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
+from shardwise.sharding.tensor import ByFirst
 from shardwise.stages.batch import home_of
 from shardwise.stages.loss_kind import LossKind
 from shardwise.stages.losses import WeighedLoss, numbers_in, summed_only
@@ -25,8 +27,9 @@ class Checked(NamedTuple):
     """The microbatches of the example, where they are, the rule by which they were cut, and what the loss is.
 
     `loss` is a user's, of a microbatch; `weighed` the same with its weight in the batch. `is_quiet`: ranks are known
-    not to talk to each other in module and loss, so that one may try something for all. `settings` are values that a
-    script may set later, unless nothing is to be tried.
+    not to talk to each other in module and loss, so that one may try something for all. `by_first`: how one tries what
+    `tp` cuts, where ranks share the example. `settings` are values that a script may set later, unless nothing is to be
+    tried.
     """
 
     microbatches: list[Batch]
@@ -36,6 +39,7 @@ class Checked(NamedTuple):
     loss: Loss
     weighed: WeighedLoss
     is_quiet: bool
+    by_first: ByFirst | None
     settings: TriedAgain | None
 
 
@@ -66,4 +70,6 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
     )
     if settings is not None and not options.is_local:
         settings.weigh = weighed.weigh
-    return Checked(microbatches, home_of(microbatches[0]), rule, tried.kind, loss, weighed, is_quiet, settings)
+    device = home_of(microbatches[0])
+    by_first = None if options.is_local else partial(tried_by_first, wires.gather, wires.rank, device)
+    return Checked(microbatches, device, rule, tried.kind, loss, weighed, is_quiet, by_first, settings)

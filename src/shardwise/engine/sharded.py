@@ -19,7 +19,7 @@ from shardwise.sharding.context.trial import are_parts_alike
 from shardwise.sharding.dropout import Dropouts
 from shardwise.sharding.expert.shard import shard_experts
 from shardwise.sharding.expert.sharding import ExpertSharding
-from shardwise.sharding.tensor import Sharding, Shards, find_trackers, layers_called, shard
+from shardwise.sharding.tensor import ByFirst, Sharding, Shards, find_trackers, layers_called, shard
 from shardwise.stages.batch import home_of
 from shardwise.stages.stage import Batch, Loss
 
@@ -28,12 +28,14 @@ class Sharded:
     """Cuts a module in place, whole layers first: stages are cut from what is left of them.
 
     With `tensor` or `experts` it makes whole parameters from parts, and parts of whole ones. All ranks call it alike.
+    What `tp` cuts is tried by one of them, with `by_first`, or by each.
     """
 
     def __init__(
-        self, module: nn.Module, plan: Plan, mesh: Mesh, microbatch: Batch, options: Options, loss: Loss | None = None
-    ) -> None:
-        self._plan, self._mesh = plan, mesh
+        self, module: nn.Module, plan: Plan, mesh: Mesh, microbatch: Batch, options: Options, loss: Loss | None = None,
+        by_first: ByFirst | None = None,
+    ) -> None:  # fmt: skip
+        self._plan, self._mesh, self._by_first = plan, mesh, by_first
         self.tensor = self._shard(module, microbatch, options, loss) if plan.tp > 1 else None
         self.context: ContextParallel | None = None
         #: Whether parts of sequences are known to give what the whole gives.
@@ -157,6 +159,7 @@ class Sharded:
             num_chunks=options.tensor_chunks,
             loss=loss,
             verify=options.verify,
+            by_first=self._by_first,
         )
         if any(each.is_meta for each in module.parameters()):
             sharding.materialise(module, seed=options.seed, device=home_of(microbatch))

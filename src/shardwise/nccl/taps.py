@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwise.nccl.program import Operation, Transfer
 from shardwise.nccl.recorder import RecordedWork, Recorder
 from shardwise.nccl.touches import TouchMode
+from shardwise.ranks import objects
 from shardwise.torch_private import GET_BACKEND, GROUP_METHODS, GroupBackend, storage_id
 
 #: Threads of ours that ask groups for nothing but to end.
@@ -55,6 +56,7 @@ def recording(*, rehearses: bool = True, limit_seconds: float = 60.0) -> Iterato
         instead(dist.ProcessGroup, GET_BACKEND, partial(_noted_backend, recorder))
         instead(dist, "new_group", partial(_noted_group, recorder))
         instead(dist, "all_gather_object", partial(_noted_objects, recorder))
+        instead(objects, "gather", partial(_noted_objects, recorder))
         instead(dist, "batch_isend_irecv", partial(_noted_batch, recorder))
         instead(torch.UntypedStorage, "resize_", partial(_noted_resize, recorder))
         yield recorder

@@ -27,11 +27,12 @@ from collections import deque
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from shardwise.ranks import objects
 
 #: What may go this way: a larger message is worth the threads that move it beside the computation.
 MOST_BYTES = 16 * 2**20
@@ -49,8 +50,6 @@ _WHOLE = int(getattr(socket, "MSG_WAITALL", 0))
 #: Memory without a name, given to another process over a socket: Linux has it. Elsewhere messages go through the group.
 _NEEDED = ((os, "memfd_create"), (socket, "send_fds"), (socket, "AF_UNIX"))
 _READ = 0  # The tag that tells how many messages were read.
-
-_T = TypeVar("_T")
 
 
 class Arrival:
@@ -241,26 +240,19 @@ def meet(group: dist.ProcessGroup) -> dict[int, Pair]:
     me, behind = group.rank(), set[Pair]()
     with contextlib.ExitStack() as stack:
         listener, address = _listen(stack, group.size())
-        addresses = _tell_all(group, address)
+        addresses = objects.gather(address, group)
         pairs: dict[int, Pair] = {}
         for rank, other in enumerate(addresses):
             if rank > me and address is not None and other is not None and other[0] == address[0]:
                 pair = _call(me, other[1], behind)
                 if pair is not None:
                     pairs[rank] = pair
-        for called in _tell_all(group, sorted(pairs)):
+        for called in objects.gather(sorted(pairs), group):
             if me in called:
                 assert listener is not None, "a rank was called that does not listen"
                 rank, pair = _answer(listener, behind)
                 pairs[rank] = pair
     return pairs
-
-
-def _tell_all(group: dist.ProcessGroup, told: _T) -> list[_T]:
-    """What each rank of a group says."""
-    found: list[_T] = [told] * group.size()
-    dist.all_gather_object(found, told, group=group)
-    return found
 
 
 def _listen(stack: contextlib.ExitStack, num_ranks: int) -> tuple[socket.socket | None, tuple[str, str] | None]:

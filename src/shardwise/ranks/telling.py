@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
+from shardwise.ranks import objects
 from shardwise.ranks.faults import LIMIT_SECONDS, Watch
 from shardwise.ranks.worker import join_if_launched
 
@@ -70,13 +71,11 @@ def watched(watch: Watch | None) -> Iterator[Watch]:
 
 def gather_objects(given: Any, group: dist.ProcessGroup, watch: Watch, what: str) -> list[Any]:
     """What each rank of a group gives. The watch guards the group: its error ends the wait."""
-    told = [None for _ in range(group.size())]
     watch.at(what)
     try:
-        dist.all_gather_object(told, given, group=group)
+        return objects.gather(given, group)
     except RuntimeError as error:
         watch.explain(error)
-    return told
 
 
 def wait_patiently(work: Any, watch: Watch, what: str) -> None:

@@ -1,7 +1,7 @@
 """One loss of some rows: in evaluation or in training mode, of an output that is there, with something hidden."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from shardwise.stages.split.switch import Noted, undisturbed
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.steady_draws import steady_for
 from shardwise.stages.trial_rows import FIRST, NUM_ROWS, two_and_one
-from shardwise.torch_private import RunningNormModule
+from shardwise.torch_private import RunningNormModule, submodules
 
 #: What a trial is run in.
 Context = Callable[[], AbstractContextManager[Any]]
@@ -66,7 +66,7 @@ class Trial:
         self._unknown = {False, True}
         self._signature = Signature(module)
         self._is_half = any(each.dtype in (torch.bfloat16, torch.float16) for each in module.parameters())
-        #: What was there before the first run in evaluation mode. In training mode each run has hooks of its own.
+        #: What was there before the first run, and is there again after each.
         self._noted: Noted | None = None
 
     def run_in_training(self, batch: Batch) -> tuple[Run, str | None]:
@@ -76,33 +76,44 @@ class Trial:
         """
         bent: list[str | None] = []
         hooks = SeenHooks()
-        with steady_for(self.module), hooks:
-            found = self.run(batch, training=True, look=lambda total: bent.append(find_bent(self.module, total, hooks)))
+
+        @contextmanager
+        def steadily() -> Iterator[None]:
+            with steady_for(self.module), hooks:
+                yield
+
+        found = self.run(
+            batch, training=True, within=steadily,
+            look=lambda total: bent.append(find_bent(self.module, total, hooks)),
+        )  # fmt: skip
         return found._replace(output=None), bent[0]
 
     def run(
         self, batch: Batch, ignored: float = 0.0, *, seed: int = 0, output: Any = None, training: bool = False,
-        look: Callable[[Tensor], None] | None = None, decisions: Decisions | None = None, asks: bool = False,
+        within: Context = nullcontext, look: Callable[[Tensor], None] | None = None,
+        decisions: Decisions | None = None, asks: bool = False,
     ) -> Run:  # fmt: skip
         """The loss of a batch; of an `output` that is given, or else computed. `look` is given it with its graph.
 
-        There is one in training mode, and where it `asks` for one of an output."""
-        were_training = [each for each in self.module.modules() if each.training]
+        There is one in training mode, and where it `asks` for one of an output. What is computed is computed `within` a
+        context; what is noted and put back around it is not: a mode of torch would look at all of that too."""
+        were_training = [each for each in modules_of(self.module) if each.training]
         counts = LabelCounts(ignored)
         for each in were_training:
-            each.training = training and not isinstance(each, RunningNormModule)
+            _set_mode(each, training and not isinstance(each, RunningNormModule))
         before = [(each, each.clone()) for each in self.module.buffers()] if training else []
         gradients = GradientsKept(self.module) if training else None
         try:
             with (
-                undisturbed(self.module, {}, self._loss, noted=None if training else self._noted) as switch,
+                undisturbed(self.module, {}, self._loss, noted=self._noted) as switch,
                 full_precision(),
                 self._precision(),
                 torch.set_grad_enabled(training or asks),
+                within(),
                 counts,
             ):
                 assert switch.noted is not None
-                self._noted = self._noted if training else switch.noted
+                self._noted = switch.noted
                 seed_torch(seed)
                 is_rounded = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
                 with decisions or (self._at_first() if training in self._unknown else nullcontext()):
@@ -116,12 +127,13 @@ class Trial:
                 has_drawn = switch.noted.state.have_drawn()
                 if look is not None:
                     look(result[0] if isinstance(result, tuple) else result)
-                writes = [*map(id, self.module.buffers())] != [id(each) for each, _ in before] or any(
-                    not torch.equal(each, value) for each, value in before
+                writes = training and (
+                    [*map(id, self.module.buffers())] != [id(each) for each, _ in before]
+                    or any(not torch.equal(each, value) for each, value in before)
                 )
         finally:
             for each in were_training:
-                each.training = True
+                _set_mode(each, True)
         total, number = result if isinstance(result, tuple) else (result, None)
         # A GPU has another kernel for another number of rows, which adds up in another order.
         tolerance = {torch.float64: 1e-9, torch.float32: 1e-4 if total.is_cuda else 1e-5}.get(total.dtype, 1e-2)
@@ -131,7 +143,7 @@ class Trial:
             float(total.detach()), None if number is None else float(torch.as_tensor(number).detach()),
             [float(each.number) for each in counts.found], inside,
             max(1, counts.found[0].size // NUM_ROWS) if counts.found else 1, tolerance, output,
-            isinstance(number, Tensor) and number.requires_grad, training and writes, has_drawn, has_left,
+            isinstance(number, Tensor) and number.requires_grad, writes, has_drawn, has_left,
         )  # fmt: skip
 
     def decides(self, three: Batch, one: Batch) -> str | None:
@@ -209,6 +221,25 @@ class GradientsKept:
             if gradient is not None and numbers is not None:
                 gradient.copy_(numbers)
         return found
+
+
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """A module and all inside of it. `modules()` names them as well, which takes four times as long."""
+    found, waiting = {id(module): module}, [module]
+    while waiting:
+        for each in submodules(waiting.pop()).values():
+            if each is not None and id(each) not in found:
+                found[id(each)] = each
+                waiting.append(each)
+    return list(found.values())
+
+
+def _set_mode(module: nn.Module, training: bool) -> None:
+    # What torch's modules do beside it (is it a parameter, a buffer, a module?) takes as long as a small layer.
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        object.__setattr__(module, "training", training)
+    else:
+        module.training = training
 
 
 def is_finite(run: Run) -> bool:

@@ -15,6 +15,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -189,7 +190,7 @@ def _check_optimizer(made: Any) -> None:
             remedy="lambda parameters: AdamW(parameters, lr=3e-4); make a scheduler on engine.optimizers[0]",
         )
     kind = type(made).__name__
-    if isinstance(made, optim.LBFGS) or _needs_closure(made):
+    if isinstance(made, optim.LBFGS) or _needs_closure(type(made).step):
         raise ShardwiseError(
             f"{kind} computes the loss again within a step, by a closure, and an engine runs one forward and backward"
             " a step",
@@ -202,12 +203,13 @@ def _check_optimizer(made: Any) -> None:
         )
 
 
-def _needs_closure(made: Optimizer) -> bool:
-    closure = inspect.signature(type(made).step).parameters.get("closure")
+@lru_cache(maxsize=64)
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
     if closure is None or closure.default is inspect.Parameter.empty:
         return closure is not None
     try:
-        source = inspect.getsource(inspect.unwrap(type(made).step))
+        source = inspect.getsource(inspect.unwrap(step))
     except (OSError, TypeError):
         return False
     return _ASKS_FOR_CLOSURE.search(source) is not None

@@ -29,7 +29,7 @@ from shardwise.sharding.tensor.plain_layers import has_hooks, is_layer, why_whol
 from shardwise.sharding.tensor.regions import Found, find_regions
 from shardwise.sharding.tensor.sharding import Sharding, Shards, cost_of, starred
 from shardwise.sharding.tensor.tensor_plan import TensorPlan, read_tensor_plan
-from shardwise.sharding.tensor.trial import Arguments, Trial, differs_in_evaluation, settle_in_evaluation
+from shardwise.sharding.tensor.trial import Arguments, ByFirst, Trial, settle
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
@@ -53,6 +53,7 @@ def shard(
     num_chunks: int | None = None,
     loss: Loss | None = None,
     verify: bool = True,
+    by_first: ByFirst | None = None,
 ) -> Sharding:
     """Cut a module over the ranks of a group, in place. All of its ranks call this with the same module.
 
@@ -60,7 +61,8 @@ def shard(
     what is found in one run on `example`. `sequence`: norms, dropout and residuals are shared out along the sequence.
     What a layer sends goes in `num_chunks`, while others of them are computed, or in as many as its size is worth.
     `loss`, where given, says which parameters it reads itself. Unless `verify` is False, a copy is cut first, and
-    compared with the whole in a small forward and backward; layers that differ are left whole, with a warning.
+    compared with the whole in a small forward and backward; layers that differ are left whole, with a warning. With
+    `by_first` that is tried by one rank, for all of them.
     """
     if num_chunks is not None and num_chunks < 1:
         raise ShardwiseError(
@@ -76,8 +78,9 @@ def shard(
     plan = read_tensor_plan(module, spec)
     given = _example(twin, example)
     trial = _settled(
-        module, twin, group.size, plan, given, sequence=sequence, num_chunks=num_chunks, loss=loss, verify=verify
-    )
+        module, twin, group.size, plan, given, sequence=sequence, num_chunks=num_chunks, loss=loss, verify=verify,
+        by_first=by_first,
+    )  # fmt: skip
     cutter = trial.cut(module, group)
     sharding = Sharding(
         group=group,
@@ -102,7 +105,7 @@ def shard(
 
 def _settled(
     module: nn.Module, twin: nn.Module, num_ranks: int, plan: TensorPlan, given: Batch, *, sequence: bool = False,
-    num_chunks: int | None = None, loss: Loss | None = None, verify: bool = True,
+    num_chunks: int | None = None, loss: Loss | None = None, verify: bool = True, by_first: ByFirst | None = None,
 ) -> Trial:  # fmt: skip
     """What is to be cut, tried until it computes what the whole module does."""
     arguments = _on_meta(twin, given)
@@ -121,9 +124,7 @@ def _settled(
         device=home_of(given), loss=loss, sequence=sequence, num_chunks=num_chunks,
         named=frozenset(name for name, kind in plan.kinds.items() if kind != "whole") if plan.is_users else frozenset(),
     )  # fmt: skip
-    trial.settle(verify=verify)
-    if verify and differs_in_evaluation(trial):
-        settle_in_evaluation(trial)
+    settle(trial, verify=verify, by_first=by_first)
     return trial
 
 

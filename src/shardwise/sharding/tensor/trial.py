@@ -8,12 +8,13 @@ is cut and run, as every rank would; and where it fails, or computes something e
     left whole          on every rank, by name, with what that costs
     refused             if the user has named them to be cut
 
-Blocks that differ in their number alone are treated alike. Every process tries all ranks, so all come to one answer.
+Blocks that differ in their number alone are treated alike. One process tries all ranks, and what it has settled is what
+every other cuts by; or every process tries all of them, and all come to one answer.
 """
 
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -76,6 +77,8 @@ class Trial:
     named: frozenset[str] = frozenset()
     #: Whether it is run as in evaluations: without gradients.
     evaluates: bool = False
+    #: What runs of the whole are run in; it is told whether they are evaluations.
+    around: Callable[[bool], AbstractContextManager[Any]] = nullcontext
     #: Whether its forward writes to parameters: then no two of them are one on the copy.
     _writes: bool = False
     #: Why numbers could not be compared, if so.
@@ -243,9 +246,9 @@ class Trial:
         versions = versions_of(twin)
         problem: Exception | None = None
         try:
-            course = numbers.run(
-                another(twin, writes=self._writes), call, self._marks(twin), loss, batch, backward=not self.evaluates
-            )
+            copied, marks = another(twin, writes=self._writes), self._marks(twin)
+            with self.around(self.evaluates):
+                course = numbers.run(copied, call, marks, loss, batch, backward=not self.evaluates)
         except Exception as error:
             problem = error
         # A copy's own tensors count with those whose memory they have.
@@ -340,6 +343,49 @@ def _different_ranks(found: Found, num_ranks: int) -> list[int]:
     return list(kinds.values())
 
 
+class Settled(NamedTuple):
+    """What is cut, whether along the sequence too; and why numbers were not compared, or nothing is shared out so."""
+
+    found: Found
+    sequence: bool
+    unverified: str
+    unshared: str
+
+
+#: What the first runs of a trial are run in.
+AtFirst = Callable[[], AbstractContextManager[Any]]
+#: Gives what one rank has settled for all, or each, from what does so on one of them.
+ByFirst = Callable[[Callable[[AtFirst], Settled]], Settled]
+
+
+def settle(trial: Trial, *, verify: bool, by_first: ByFirst | None = None) -> None:
+    """Try until what is left computes what the whole module does, in evaluations too; on one rank, with `by_first`."""
+
+    def attempt(at_first: AtFirst) -> Settled:
+        trial.around = _FirstRuns(at_first).around
+        trial.settle(verify=verify)
+        if verify and differs_in_evaluation(trial):
+            settle_in_evaluation(trial)
+        return Settled(trial.found, trial.sequence, trial.unverified, trial.unshared)
+
+    settled = attempt(nullcontext) if by_first is None else by_first(attempt)
+    trial.found, trial.sequence, trial.unverified, trial.unshared = settled
+
+
+class _FirstRuns:
+    """The first run in training, and the first as in evaluations, are run in a context: one that looks for collectives,
+    where nobody else tries the module."""
+
+    def __init__(self, at_first: AtFirst) -> None:
+        self._at_first, self._known = at_first, set[bool]()
+
+    @contextmanager
+    def around(self, evaluates: bool) -> Iterator[None]:
+        with nullcontext() if evaluates in self._known else self._at_first():
+            yield
+        self._known.add(evaluates)
+
+
 def differs_in_evaluation(trial: Trial) -> bool:
     """Whether the whole module computes something else in evaluations, where nothing is dropped in either; or the same
     without layers that are cut, as shorter ways do that read their weights."""
@@ -353,9 +399,10 @@ def differs_in_evaluation(trial: Trial) -> bool:
             there = {name for name, _ in other.named_modules()}
             layers = [name for name in trial.cut_layers() if name in there]
             evaluated = replace(trial, evaluates=True)
-            first = evaluated._run(one, whole, layers)
-            with in_evaluation_mode(other):
-                second = evaluated._run(other, whole, layers)
+            with trial.around(True):
+                first = evaluated._run(one, whole, layers)
+                with in_evaluation_mode(other):
+                    second = evaluated._run(other, whole, layers)
     except Exception:
         return True
     called = [[name for name, _ in each.marks] for each in (first, second)]

@@ -4,10 +4,9 @@ A run on the example must leave no trace, and stages that are tried in one proce
 have. So all that can be reached from a module and from a loss is noted, and put back: attributes of modules and of the
 user's objects, lists, dictionaries and sets in them, tensors that are written in place, what functions close over, and
 the state of Python's and NumPy's generators; numbers of classes and files, and generators of one's own
-(`drawn_state.py`).
+(`drawn_state.py`, `python_draws.py`).
 """
 
-import hashlib
 import random
 import sys
 from collections import OrderedDict, deque
@@ -30,6 +29,7 @@ from shardwise.stages.split.drawn_state import (
     values_of_class,
     values_of_file,
 )
+from shardwise.stages.split.python_draws import python_draws, seed_python, set_python_draws, told_of_draws
 from shardwise.stages.split.seed import seed_torch
 from shardwise.torch_private import buffer_slots, parameter_slots, submodules, version_of
 
@@ -211,7 +211,7 @@ class PythonState:
 
     def have_drawn(self) -> bool:
         """Whether Python's or NumPy's generators have been drawn from."""
-        return _told_of(self._drawn) != _told_of(python_draws())
+        return not self._drawn.are_here
 
     def _differences(self, name: str, holder: Any, content: Any) -> Iterator[tuple[str, str]]:
         if isinstance(holder, Tensor):
@@ -381,16 +381,6 @@ def _told(before: Any, now: Any) -> str:
     return f"a {type(now).__name__}"
 
 
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state()
-
-
-def _set_numpy_state(state: Any) -> None:
-    if state is not None:
-        sys.modules["numpy"].random.set_state(state)
-
-
 class Steady:
     """The same random numbers for a unit whoever runs it, and for what comes behind it.
 
@@ -402,12 +392,13 @@ class Steady:
     def during(self, call: int) -> Iterator[None]:
         """One call of a unit."""
         before = python_draws()
-        _seed(2 * call + 1)
-        seeded = _told_of(python_draws())
+        seed_torch(2 * call + 1)
+        seed_python(2 * call + 1)
+        seeded = told_of_draws()
         try:
             yield
         finally:
-            have_drawn = _told_of(python_draws()) != seeded
+            have_drawn = told_of_draws() != seeded
             set_python_draws(before)
             if have_drawn:
                 random.seed(random.random())
@@ -419,32 +410,3 @@ class Steady:
         """A run, or a loss."""
         seed_torch(0)
         yield
-
-
-def _seed(number: int) -> None:
-    seed_torch(number)
-    random.seed(number)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(number)
-
-
-def python_draws() -> tuple[Any, Any]:
-    """The states of Python's and NumPy's generators."""
-    return random.getstate(), _numpy_state()
-
-
-def set_python_draws(states: tuple[Any, Any]) -> None:
-    """Have them go on from there."""
-    random.setstate(states[0])
-    _set_numpy_state(states[1])
-
-
-def _told_of(states: tuple[Any, Any]) -> tuple[Any, ...]:
-    """The same for the same states."""
-    own, drawn = states
-    return own, None if drawn is None else (drawn[1].tobytes(), drawn[2])
-
-
-def draws_digest() -> bytes:
-    """The state of Python's and NumPy's generators, in a few bytes."""
-    return hashlib.blake2b(repr(_told_of(python_draws())).encode(), digest_size=16).digest()

@@ -95,13 +95,19 @@ class WriteGuard(EagerDispatchMode):  # type: ignore[no-untyped-call]
     def restore(self) -> None:
         """Put back what was there."""
         for name, (parameter, home, _) in self._homes.items():
-            if storage_of(parameter) != self._places[name]:
+            if not self._is_at_home(name, parameter, home):
                 parameter.data = home
         for name, value in self._copies.items():
             # Through `data`: that it was put back does not count as written.
             home = self._homes[name][1]
             if self._looks or not torch.equal(home, value):
                 home.copy_(value)
+
+    def _is_at_home(self, name: str, parameter: Tensor, home: Tensor) -> bool:
+        # Plain ones by their address, which takes a quarter as long. Nothing else is there as long as `home` lives.
+        if not self._looks:
+            return parameter.data_ptr() == home.data_ptr()
+        return storage_of(parameter) == self._places[name]
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,0 +1,41 @@
+"""Objects of all ranks of a group, gathered: mostly a few words, so that one collective is enough.
+
+`all_gather_object` has two, of lengths and of what is that long: twice the waits, and 1.3 ms of a core on each of two
+ranks where this takes 0.65 (gloo). Here each sends its length with the first of its bytes, and what is longer follows.
+"""
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+#: So many bytes of each object go with its length.
+_FIRST_BYTES = 2048
+_LENGTH_BYTES = 8
+
+
+def gather(given: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What each rank of a group gives."""
+    size = group.size()
+    if "cpu:" not in dist.get_backend_config(group):  # It moves what is on its devices alone.
+        told = [None for _ in range(size)]
+        dist.all_gather_object(told, given, group=group)
+        return told
+    mine = pickle.dumps(given)
+    heads = _all_of(
+        len(mine).to_bytes(_LENGTH_BYTES, "little") + mine[:_FIRST_BYTES], _LENGTH_BYTES + _FIRST_BYTES, group
+    )
+    lengths = [int.from_bytes(each[:_LENGTH_BYTES], "little") for each in heads]
+    longest = max(lengths)
+    rest = _all_of(mine[_FIRST_BYTES:], longest - _FIRST_BYTES, group) if longest > _FIRST_BYTES else [b""] * size
+    pairs = zip(lengths, heads, rest, strict=True)
+    return [pickle.loads((head[_LENGTH_BYTES:] + more)[:length]) for length, head, more in pairs]
+
+
+def _all_of(mine: bytes, length: int, group: dist.ProcessGroup) -> list[bytes]:
+    """What each rank gives, of at most this length, and filled up to it."""
+    sent = torch.frombuffer(bytearray(mine.ljust(length, b"\0")), dtype=torch.uint8)
+    received = list(torch.empty((group.size(), length), dtype=torch.uint8).unbind())
+    dist.all_gather(received, sent, group=group)
+    return [each.numpy().tobytes() for each in received]

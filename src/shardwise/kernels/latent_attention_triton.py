@@ -1,6 +1,7 @@
 """The program of `latent_attention.py`: some heads a program, and a part of the context; rows are keys and values.
 
-Parts are put together by a second, small program.
+Parts are put together by a second program, a head each: of 64 heads and 512 numbers the last of the first programs
+would have to read up to 8 MB alone (`paged_functions.leave` is for fewer).
 """
 
 # mypy: ignore-errors

@@ -28,7 +28,7 @@ from shardwise.kernels.paged_functions import (
 HEADS, KEYS, WARPS, STAGES, PROGRAMS = 64, 32, 8, 3, 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _latent_decode(
     query, cache, tables, lengths, out, sums, logs, scale, window, fewest,
     q_row, q_head, block_stride, token_stride, table_stride, num_heads,

@@ -7,6 +7,7 @@ pytest runs the same, where it is installed: `tests/serving/test_gpu_serving.py`
 
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ from shardwise.kernels.widen import widen
 from shardwise.nets.initialise import initialise
 from shardwise.nets.settings import Heads, Latent, Mlp, Rope, Settings
 from shardwise.nets.transformer import Transformer
-from shardwise.serving import assemble, kv_cache
+from shardwise.serving import assemble
 from shardwise.serving.device_runner import DeviceRunner
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.limits import Limits
@@ -100,10 +101,24 @@ def check_latent_tokens() -> None:
         attention=Latent(num_heads=8, q_rank=None, kv_rank=64, rope_dim=32, nope_dim=32, value_dim=32), rope=Rope()
     )
     requests = [ask(range(number, number + 5 + 9 * number), f"r{number}", 12 + number) for number in range(16)]
-    fast = tokens_of(run(engine_by(model, local, token_budget=64), requests))
-    with patch.object(kv_cache, "latent_decode", partial(latent_decode, kernels=False)):
-        plain = tokens_of(run(engine_by(model, local, token_budget=64), requests))
-    assert fast == plain
+
+    def told(runner: Any, **limits: Any) -> dict[str, list[int]]:
+        engine = engine_by(model, runner, **limits)
+        found = tokens_of(run(engine, requests))
+        assert engine.load().num_used_blocks == 0
+        return found
+
+    def plain(model: Transformer, cache: Any, **_: Any) -> LocalRunner:
+        cache.kernels = False
+        return LocalRunner(model, cache)
+
+    wanted = told(plain, token_budget=64)
+    assert told(local, token_budget=64) == wanted
+    assert told(partial(DeviceRunner, uses_graphs=False)) == wanted
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # It can be captured.
+        assert told(DeviceRunner) == wanted
+        assert told(DeviceRunner, token_budget=64, max_running=5) == wanted
 
 
 def check_cache_write(dtype: torch.dtype) -> None:

@@ -27,7 +27,7 @@ def overlapped(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-@pytest.mark.parametrize("family", [each for each in FAMILIES if not each.startswith("deepseek")])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str, overlapped: Any) -> None:
     theirs, ours = both(family)
     given = prompts(8)

@@ -37,6 +37,8 @@ _HEIGHTS, _WIDTHS, _REACHED = (column[:, None] for column in _TILES.T)
 # FLOP/s of one of an H100's multiprocessors (facts 3.1), and the share of its peak that a matmul reaches on an A100.
 _HOPPER_UNIT = 989e12 / 132
 _AMPERE_MATMUL = 0.81
+# Rows up to which products read weights in fewer bits as they are kept (`kernels/few_rows_linear.py`).
+_NARROW_ROWS = 128
 
 
 class Seconds(NamedTuple):
@@ -56,11 +58,15 @@ ZERO = Seconds(np.zeros(()), np.zeros(()), np.zeros(()))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """A device with the software on it: what prices operations."""
+    """A device with the software on it: what prices operations.
+
+    `layer_bytes` are those of a weight of layers, where they are kept in fewer than they are multiplied in.
+    """
 
     device: Device
     software: Software
     constants: Constants
+    layer_bytes: float | None = None
 
     def block(self, block: Block, share: Share) -> Seconds:
         """Seconds of a block on one rank, for one microbatch: what its kernels take, or launching them."""
@@ -173,6 +179,16 @@ class Engine:
             return matmul_seconds(self.device, rate, m, k, n, constants=self.constants, count=count, width=share.width)
 
         forward, inputs = seconds(rows, shape.k, shape.n), seconds(rows, shape.n, shape.k)
+        if self.layer_bytes is not None and narrow:
+            as_kept = matmul_seconds(
+                self.device, rate, rows, shape.k, shape.n, constants=self.constants, count=count, width=share.width,
+                weight_width=self.layer_bytes,
+            )  # fmt: skip
+            # For many rows, and of experts, a weight is made wide first.
+            size = np.asarray(count, dtype=np.float64) * np.asarray(shape.k, dtype=np.float64) * shape.n
+            made_wide = forward + size * (self.layer_bytes + share.width) / self._streaming
+            is_wide = (np.asarray(rows) > _NARROW_ROWS) | bool(operation.num_experts)
+            forward = np.where(is_wide, made_wide, as_kept)
         weights = seconds(shape.k, rows, shape.n)
         # Added to the gradient of earlier microbatches: in the kernel's own write, or by reading and writing both.
         gradient = self.software.gradient_bytes
@@ -280,6 +296,7 @@ def matmul_seconds(
     constants: Constants,
     count: Number = 1,
     width: float = 2.0,
+    weight_width: float | None = None,
 ) -> Floats:
     """Seconds of `count` products of m x k by k x n at `rate` FLOP/s when every unit has a full tile.
 
@@ -292,7 +309,9 @@ def matmul_seconds(
     waves = ceil_divide(tiles, device.num_units)
     unit = rate / device.num_units * _REACHED
     best: Floats = (waves * (2 * _HEIGHTS * _WIDTHS / unit) * (inner.ravel() + constants.tile_ramp)).min(axis=0)
-    moved: Floats = times * (rows * inner + inner * columns + rows * columns) * width
+    moved: Floats = times * (
+        (rows * inner + rows * columns) * width + inner * columns * (width if weight_width is None else weight_width)
+    )
     return np.maximum(
         best.reshape(np.broadcast_shapes(rows.shape, inner.shape, columns.shape, times.shape)),
         moved / (device.streaming_bytes_per_second * constants.streaming),

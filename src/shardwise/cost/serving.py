@@ -45,15 +45,18 @@ class Served:
 
 def serve(
     model: Model, pool: Pool, *, tp: Ints, pp: Ints, ep: Ints, sequences: Ints, prompt: int, output: int,
-    software: Software, constants: Constants = CONSTANTS, width: int = 2,
+    software: Software, constants: Constants = CONSTANTS, width: int = 2, layer_bytes: float | None = None,
 ) -> Served:  # fmt: skip
     """Price serving `sequences` at once on replicas of tp x pp ranks, prompts of `prompt` tokens, `output` answered.
 
-    Weights, keys and values are numbers of `width` bytes. A pipeline has as many groups of sequences as stages, each on
-    a stage of its own; tensor parallel ranks cut experts too.
+    Weights, keys and values are numbers of `width` bytes, weights of layers of `layer_bytes` if that is given. A
+    pipeline has as many groups of sequences as stages, each on a stage of its own; tensor parallel ranks cut experts
+    too.
     """
     of_graphs = replace(constants, routing_kernels=_ROUTING_KERNELS)
-    engine = Engine(device=pool.device, software=replace(software, cuda_graphs=True), constants=of_graphs)
+    engine = Engine(
+        device=pool.device, software=replace(software, cuda_graphs=True), constants=of_graphs, layer_bytes=layer_bytes
+    )
     wires = Wires(pool=pool)
     together = np.maximum(-(-sequences // pp), 1)
     # A sequence ends, and a prompt comes in its place, once in `output` steps of its group.
@@ -74,7 +77,7 @@ def serve(
     held = Share(tp=tp, ep=ep, expert_tp=tp)
     layers, ends = _parameters(model, held, len(tp))
     fullest = _fullest(model, pp)
-    weights = width * (layers * fullest + np.where(pp > 1, ends / 2, ends))
+    weights = (layer_bytes or width) * layers * fullest + width * np.where(pp > 1, ends / 2, ends)
     overhead = constants.context_bytes + constants.workspace_bytes + constants.group_bytes * (tp * pp > 1)
     free = _TAKEN * pool.device.memory_bytes - weights - overhead - _working_bytes(model, prompt, tp)
     block = BLOCK * cache * fullest

@@ -1,6 +1,7 @@
 """The program of `latent_attention.py`: some heads a program, and a part of the context; rows are keys and values.
 
-Parts are put together by a second, small program.
+Parts are put together by a second program, a head each: of 64 heads and 512 numbers the last of the first programs
+would have to read up to 8 MB alone (`paged_functions.leave` is for fewer).
 """
 
 # mypy: ignore-errors
@@ -27,7 +28,7 @@ from shardwise.kernels.paged_functions import (
 HEADS, KEYS, WARPS, STAGES, PROGRAMS = 64, 32, 8, 3, 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _latent_decode(
     query, cache, tables, lengths, out, sums, logs, scale, window, fewest,
     q_row, q_head, block_stride, token_stride, table_stride, num_heads,

@@ -50,7 +50,7 @@ def _prefill_tiles(
     return highest, total, seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill(
     query, keys, values, tables, lengths, starts, tiles, out, sums, logs, counters, scale, window,
     q_row, q_head, block_stride, head_stride, token_stride, table_stride, num_heads,

@@ -130,7 +130,7 @@ def _see_one(q, key, value, highest, total, seen, scale):
     return new, total * kept + share, seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode(
     query, keys, values, tables, lengths, out, sums, logs, counters, q_norm, k_norm, cosine, sine, epsilon,
     scale, window, fewest, q_row, q_head, block_stride, head_stride, token_stride, table_stride, num_heads,

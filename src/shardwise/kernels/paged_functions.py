@@ -1,5 +1,9 @@
 """What programs of attention over blocks share: where rows lie, the online softmax, and parts of a context, which the
-last of them puts together."""
+last of them puts together.
+
+How wide tables are changes from step to step: programs are not compiled anew for widths that happen to be 1, or whole
+sixteens (`do_not_specialize`).
+"""
 
 # mypy: ignore-errors
 # ruff: noqa: N803, N806

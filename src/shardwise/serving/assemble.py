@@ -104,6 +104,7 @@ def make_engine(
             block_size=limits.block_size,
             max_running=scheduler.max_running,
             width=dtype.itemsize,
+            weights=limits.weights,
         ),
     )
     if tiers is not None and summary.forecast is not None:

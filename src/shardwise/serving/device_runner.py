@@ -11,23 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.kernels.cache_write import Turn, write_cache
-from shardwise.kernels.decode_step import decode_step
 from shardwise.kernels.sampling import sample
-from shardwise.kernels.step_inputs import StepInputs
 from shardwise.nets.transformer import Transformer
 from shardwise.serving.decode_graphs import DecodeGraphs
-from shardwise.serving.fused_layers import Attend, FusedLayers, can_be_fused
-from shardwise.serving.kv_cache import HeadsCache, Inputs, KVCache, Spans, spans_of
+from shardwise.serving.device_layers import can_be_launched, make_layers
+from shardwise.serving.kv_cache import Inputs, KVCache
 from shardwise.serving.packing import Tables, Whole, has_cuts, pack_singles, packed_sampling_of, token_at
 from shardwise.serving.runner import LocalRunner, Runner, wanted_of
 from shardwise.serving.sequence import Piece
 
 
 def make_runner(model: Transformer, cache: KVCache, *, max_running: int, max_length: int) -> Runner:
-    """The runner of a device: on a GPU one that does not wait, for models whose layers can be fused."""
+    """The runner of a device: on a GPU one that does not wait, where layers can be begun so."""
     device = model.embed.weight.device
-    if device.type == "cuda" and isinstance(cache, HeadsCache) and can_be_fused(model):
+    if device.type == "cuda" and can_be_launched(model, cache):
         return DeviceRunner(model, cache, max_running=max_running, max_length=max_length)
     return LocalRunner(model, cache)
 
@@ -52,7 +49,7 @@ class DeviceRunner:
     def __init__(
         self,
         model: Transformer,
-        cache: HeadsCache,
+        cache: KVCache,
         *,
         max_running: int,
         max_length: int,
@@ -61,17 +58,16 @@ class DeviceRunner:
     ) -> None:
         self.device = model.embed.weight.device
         self._kernels = kernels
-        num_kv_heads, self._block_size = cache.layer(0)[0].shape[1:3]
+        self._layers = make_layers(
+            model.eval(), cache, max_running=max_running, max_length=max_length, kernels=kernels,
+            uses_graphs=uses_graphs and self.device.type == "cuda",
+        )  # fmt: skip
+        self._block_size = self._layers.block_size
         width = -(-max_length // self._block_size)
-        self._layers = FusedLayers(
-            model.eval(), cache, max_length, kernels=kernels, uses_graphs=uses_graphs and self.device.type == "cuda"
-        )
         self._tables = Tables(2 * max_running, width)
-        # Made once, outside of every graph; each decode leaves zeros.
-        self._counters = torch.zeros(max_running * num_kv_heads, dtype=torch.int32, device=self.device)
         self._drawn = torch.zeros(max_running, dtype=torch.int64, device=self.device)
         self._graphs = DecodeGraphs(
-            self._decode, self._drawn, num_rows=max_running, width=width, block_size=self._block_size,
+            self._layers.decode, self._drawn, num_rows=max_running, width=width, block_size=self._block_size,
             uses_graphs=uses_graphs, kernels=kernels,
         )  # fmt: skip
 
@@ -102,9 +98,7 @@ class DeviceRunner:
     @torch.inference_mode()
     def run(self, inputs: Inputs) -> Tensor:
         """Of inputs that somebody has prepared: one kernel after the other."""
-        spans = spans_of(inputs.lengths, inputs.starts, self.device)
-        attend = self._attend(spans, inputs.tables, inputs.positions, inputs.slots)
-        return self._layers.logits(inputs.tokens, inputs.positions, attend, inputs.wanted)
+        return self._layers.mixed(inputs, in_pieces=False)
 
     def check(self) -> None: ...
 
@@ -114,17 +108,6 @@ class DeviceRunner:
 
     def _pack(self, pieces: Several[Piece]) -> Whole:
         return pack_singles(pieces, self._tables, self._block_size)
-
-    def _decode(self, inputs: StepInputs) -> Tensor:
-        def attend(
-            product: Tensor, keys: Tensor, values: Tensor, turn: Turn, scale: float, window: int | None
-        ) -> Tensor:
-            return decode_step(
-                product, keys, values, inputs.tables, inputs.lengths, turn, scale=scale, window=window,
-                counters=self._counters, kernels=self._kernels,
-            )  # fmt: skip
-
-        return self._layers.logits(inputs.tokens, inputs.positions, attend, None)
 
     def _mixed(self, pieces: Several[Piece]) -> Tensor:
         """Any number of tokens of each, those of one token first."""
@@ -150,17 +133,10 @@ class DeviceRunner:
         chosen = given[3 * count : 3 * count + num_wanted]
         tables = given[3 * count + num_wanted :].view(rows.shape)
         known = torch.where(on_device < 0, self._drawn[(-1 - on_device).clamp(min=0)].int(), on_device)
-        attend = self._attend(spans_of(lengths, starts, self.device), tables, places, where)
-        return self._layers.logits(known, places, attend, chosen, in_pieces=True)
-
-    def _attend(self, spans: Spans, tables: Tensor, positions: Tensor, slots: Tensor) -> Attend:
-        def attend(
-            product: Tensor, keys: Tensor, values: Tensor, turn: Turn, scale: float, window: int | None
-        ) -> Tensor:
-            query = write_cache(product, keys, values, positions, slots, turn, kernels=self._kernels)
-            return spans.attend(query, keys, values, tables, scale, window, kernels=self._kernels)
-
-        return attend
+        inputs = Inputs(
+            tokens=known, positions=places, slots=where, tables=tables, lengths=lengths, starts=starts, wanted=chosen
+        )
+        return self._layers.mixed(inputs, in_pieces=True)
 
     def _to_device(self, numbers: Whole) -> Tensor:
         given = torch.from_numpy(np.ascontiguousarray(numbers))

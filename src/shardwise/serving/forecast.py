@@ -11,6 +11,7 @@ import numpy as np
 from shardwise.cluster.cluster import Cluster
 from shardwise.cost.serving import serve
 from shardwise.errors import ShardwiseError
+from shardwise.kernels.narrow import bytes_of
 from shardwise.model.load import load_model
 from shardwise.model.model import Model
 from shardwise.nets.hf.catalogue import config_for
@@ -42,9 +43,11 @@ def lengths_for(max_length: int) -> tuple[int, int]:
 
 
 def forecast(
-    settings: Settings, cluster: Cluster, plan: Plan, *, num_blocks: int, block_size: int, max_running: int, width: int
-) -> Forecast:
-    """Of a plan that was chosen: `num_blocks` of one replica, numbers of `width` bytes."""
+    settings: Settings, cluster: Cluster, plan: Plan, *, num_blocks: int, block_size: int, max_running: int, width: int,
+    weights: str | None = None,
+) -> Forecast:  # fmt: skip
+    """Of a plan that was chosen: `num_blocks` of one replica, numbers of `width` bytes, layers' weights of a kind of
+    fewer bits if one is named."""
     prompt, output = lengths_for(min(settings.length, num_blocks * block_size))
     sequences = max(min(max_running, num_blocks // -(-(prompt + output) // block_size)), 1)
     question = Question(model=priced_model(settings), cluster=cluster, batch=1, sequence=prompt)
@@ -55,6 +58,7 @@ def forecast(
     served = serve(
         question.model, cluster.pools[0], tp=one(plan.tp), pp=one(plan.pp), ep=one(plan.ep), sequences=one(sequences),
         prompt=prompt, output=output, software=question.software_in("fp32" if width == 4 else "bf16"), width=width,
+        layer_bytes=None if weights is None else bytes_of(weights),
     )  # fmt: skip
     return Forecast(
         prompt=prompt,
@@ -67,14 +71,15 @@ def forecast(
 
 
 def forecast_here(
-    settings: Settings, plan: Plan | None, *, num_blocks: int, block_size: int, max_running: int, width: int
-) -> Forecast | None:
+    settings: Settings, plan: Plan | None, *, num_blocks: int, block_size: int, max_running: int, width: int,
+    weights: str | None = None,
+) -> Forecast | None:  # fmt: skip
     """On this machine; None where the planner does not know its devices or the model."""
     plan = plan or Plan()
     try:
         return forecast(
             settings, cluster_here(plan.num_ranks), plan, num_blocks=num_blocks, block_size=block_size,
-            max_running=max_running, width=width,
+            max_running=max_running, width=width, weights=weights,
         )  # fmt: skip
     except ShardwiseError:
         return None

@@ -119,13 +119,14 @@ def make_cache(
 ) -> "HeadsCache | LatentCache":
     """The cache of a rank: its layers, counted from 0, and its heads."""
     size = block_bytes(settings, num_layers, dtype, block_size, tp)
-    data = torch.zeros(num_blocks, size, dtype=torch.uint8, device=device)
     sizes = settings.attention
+    # Behind a latent cache is a block for what nobody reads.
+    data = torch.zeros(num_blocks + isinstance(sizes, Latent), size, dtype=torch.uint8, device=device)
     if isinstance(sizes, Heads):
         shape = (num_layers, 2, sizes.num_kv_heads // tp, block_size, sizes.head_dim)
         return HeadsCache(data, data.view(dtype).view(num_blocks, *shape))
-    numbers = data.view(dtype).view(num_blocks, num_layers, block_size, sizes.kv_rank + sizes.rope_dim)
-    return LatentCache(data, numbers, sizes.kv_rank)
+    numbers = data.view(dtype).view(num_blocks + 1, num_layers, block_size, sizes.kv_rank + sizes.rope_dim)
+    return LatentCache(data[:num_blocks], numbers, sizes.kv_rank)
 
 
 class _Steps:
@@ -143,8 +144,12 @@ class _Steps:
 
     @inputs.setter
     def inputs(self, inputs: Inputs) -> None:
-        self._inputs = inputs
-        self._spans = spans_of(inputs.lengths, inputs.starts, self.data.device) if self._has_spans else None
+        spans = spans_of(inputs.lengths, inputs.starts, self.data.device) if self._has_spans else None
+        self.use(inputs, spans)
+
+    def use(self, inputs: Inputs, spans: Spans | None) -> None:
+        """Inputs of which it is known whose queries are whose."""
+        self._inputs, self._spans = inputs, spans
 
 
 class HeadsCache(_Steps):
@@ -188,12 +193,15 @@ class LatentCache(_Steps):
     """One short vector and one rotated key a token.
 
     A sequence's only token attends to them as they are. Of the tokens of a prompt there are many for each that is held,
-    so there keys and values of heads are made of what is held, once.
+    so there keys and values of heads are made of what is held, once. The last of the blocks of `numbers` is nobody's.
     """
 
     def __init__(self, data: Tensor, numbers: Tensor, rank: int) -> None:
         super().__init__(data, has_spans=True)
-        self._numbers, self._rank, self._block_size = numbers, rank, numbers.shape[2]
+        self._numbers, self._rank, self.block_size = numbers, rank, numbers.shape[2]
+        #: The slot of a token that nobody asked for.
+        self.nowhere = (len(numbers) - 1) * self.block_size
+        self.kernels = True
 
     def attach(self, layer: int, block: Block) -> None:
         attention = block.attention
@@ -204,7 +212,7 @@ class LatentCache(_Steps):
         """Write this step's, [1, tokens, rank] and [1, 1, tokens, dim]."""
         slots = self.inputs.slots
         row = torch.cat((short[0], turned[0, 0]), dim=-1)
-        self._numbers[slots // self._block_size, layer, slots % self._block_size] = row
+        self._numbers[slots // self.block_size, layer, slots % self.block_size] = row
         return short, turned
 
     def _attend(
@@ -220,7 +228,7 @@ class LatentCache(_Steps):
             asked = torch.cat((absorb(plain[:single], unfold[:, : sizes.nope_dim]), turned[:single]), dim=-1)
             seen = latent_decode(
                 asked, held, inputs.tables[:single], spans.lengths[:single],
-                rank=self._rank, scale=attention.scale, window=mask.window,
+                rank=self._rank, scale=attention.scale, window=mask.window, kernels=self.kernels,
             )  # fmt: skip
             made[:single] = absorb(seen, unfold[:, sizes.nope_dim :].transpose(1, 2))
         for sequence in range(single, len(inputs.lengths)):

@@ -105,8 +105,12 @@ class Part(nn.Module):
     @torch.inference_mode()
     def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
         """Hidden states, [1, tokens, width], of all tokens; logits of the wanted ones if the last layer is here."""
-        model, positions = self.model, inputs.positions[None]
         self.cache.inputs = inputs
+        return self.compute(inputs, hidden)
+
+    def compute(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
+        """The same over a cache that has the step's inputs."""
+        model, positions = self.model, inputs.positions[None]
         if hidden is None:
             hidden = model.embed(inputs.tokens)[None]
             if model.positions is not None:

@@ -6,8 +6,11 @@ from typing import Any
 import torch
 
 from shardwise.errors import ShardwiseError
+from shardwise.planner.plan import Plan
 from shardwise.stages.split.flow import UnitCall
-from shardwise.stages.split.python_state import draws_digest
+from shardwise.stages.split.module_stage import ModuleStage
+from shardwise.stages.split.seed import draws_digest
+from shardwise.stages.stage import Split
 
 #: What each rank gives, from what this one gives.
 Gather = Callable[[Any], list[Any]]
@@ -50,3 +53,19 @@ def agree_on_refusal(gather: Gather, error: ShardwiseError | None, draws: bool) 
             "the forward draws from Python's or NumPy's generators outside of units, and ranks would draw others",
             remedy="random.seed(0) and numpy.random.seed(0) on every rank before sw.parallelize; or draw in a unit",
         )
+
+
+def kept_in_order(split: Split, plan: Plan) -> Split:
+    """The same stages. Where ranks must agree on the units that they call, these are called as on the example."""
+    for each in split.stages:
+        if isinstance(each, ModuleStage) and each.in_order is None:
+            each.in_order = _why_in_order(plan)
+    return split
+
+
+def _why_in_order(plan: Plan) -> str | None:
+    """Why units that one stage has must be called as on the example, if so."""
+    if plan.zero == 3:
+        return "under zero=3 replicas gather the weights of one unit after the other, all in one order"
+    axes = [f"{axis}={getattr(plan, axis)}" for axis in ("tp", "cp", "ep") if getattr(plan, axis) > 1]
+    return f"under {', '.join(axes)} several ranks compute each of them together" if axes else None

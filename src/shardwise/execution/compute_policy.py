@@ -19,7 +19,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from shardwise.planner.plan import FP8_SCALES, Plan
 from shardwise.schedule.schedule import Schedule
-from shardwise.stages.split.python_state import python_draws, set_python_draws
+from shardwise.stages.split.seed import python_draws, set_python_draws
 
 #: What is not in 8 bits under fp8 is in bf16.
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, **dict.fromkeys(FP8_SCALES, torch.bfloat16)}

@@ -34,6 +34,8 @@ from shardwise.torch_private import buffer_slots
 _AGAIN = "state = engine.state_dict(), then sw.parallelize(module, ...) again and engine.load_state_dict(state)"
 #: Buffers of more numbers than this are not kept for trials: they are drawn as their modules draw them.
 _MOST_IN_BUFFERS = 2**16
+#: Models of fewer parameters are run with numbers to see what units read. Others are run without, if they can be.
+_FEW = 2**25
 #: What is a word or a number in a batch.
 _PLAIN = (str, bool, int, float)
 
@@ -164,6 +166,9 @@ class TriedAgain:
         assert self._twin is not None, "it may be asked how it is run"
         module = self._with_buffers(meta_twin(self._twin))
         module.train(is_training)
+        return self._read_of(module, batch)
+
+    def _read_of(self, module: nn.Module, batch: Batch) -> dict[str, frozenset[str]]:
         flow = watch(module, {name: module.get_submodule(name) for name in self.units}, batch)
         read = {unit: frozenset[str]().union(*[c.touched for c in flow.calls if c.unit == unit]) for unit in self.units}
         return {**read, "": flow.in_glue}
@@ -210,6 +215,11 @@ class TriedAgain:
                 f"{begin} {some(mixed)} cannot be cut over {self._plan.tp} ranks, as tp={self._plan.tp} has done:"
                 " channels see each other, or are counted, or others read their weight, or a layer behind is whole",
                 remedy=f"tensor={{{wholes}}} in sw.parallelize; or the value set before it is called",
+            )
+        if now.apart.unshared and not before.apart.unshared:
+            raise ShardwiseError(
+                f"{begin} nothing can be shared out along the sequence, as sp=true has done: {now.apart.unshared}",
+                remedy="sp=false in the plan",
             )
         for unit, names in now.read.items():
             more = sorted(names - before.read.get(unit, names))
@@ -260,12 +270,17 @@ class TriedAgain:
                 rule = deepcopy(self._rule)
                 found = found._replace(tried=try_loss(module, self._loss, given, rule, nullcontext))
             if self._comes:
-                units = {name: module.get_submodule(name) for name in self.units}
-                calls = watch(module, units, unmarked(given)).calls
-                read = {name: frozenset[str]().union(*[c.touched for c in calls if c.unit == name]) for name in units}
-                found = found._replace(read=read)
+                # A copy of its own: in that of before blocks that are alike have the parameters of the first.
+                named = self._with_buffers(meta_twin(twin))
+                if sum(each.numel() for each in twin.parameters()) < _FEW:
+                    named = stand_in(named, lambda name: name, {}, dtype=dtype, device=device, seed=1)
+                read = self._read_of(named, unmarked(given))
+                # What is read between units comes for the stage, if no unit was seen to read it.
+                found = found._replace(read={unit: names for unit, names in read.items() if unit})
         if self._plan.tp > 1:
-            apart = find_apart(twin, self._plan.tp, self._tensor, example=unmarked(batch), loss=self._loss)
+            apart = find_apart(
+                twin, self._plan.tp, self._tensor, sequence=self._plan.sp, example=unmarked(batch), loss=self._loss
+            )
             found = found._replace(apart=apart)
         return found
 

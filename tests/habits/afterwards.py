@@ -254,7 +254,7 @@ class Exchanged(Net):
         return self.heads[self.task](self.norm(hidden))
 
 
-@program({"all": "which units run depends"})
+@program(dict.fromkeys(("pp", "zero=3", "tp", "cp"), "which units run depends"))
 def a_head_chosen_between_steps(parallelize: Parallelize) -> Result:
     """`model.task = "b"`, set by the script on all ranks."""
     model = Exchanged().double()

@@ -262,3 +262,33 @@ def a_buffer_put_in_place_of_another(parallelize: Parallelize) -> Result:
                 module.seen = torch.full((8,), float(step), dtype=torch.float64)
 
     return trained(engine, between=between)
+
+
+class Registering(Block):
+    """Its buffer comes with the first forward."""
+
+    def __init__(self, seen: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(lambda *_: None)
+        del self.seen
+        self.look = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "seen" not in dict(self.named_buffers()):
+            self.register_buffer("seen", torch.zeros((), dtype=torch.float64), persistent=False)
+        made = super().forward(x * (1 + 0.1 * self.seen.clone()))
+        if self.training:
+            self.seen += self.look(x.detach())
+        return made
+
+
+@program(always=True)
+def a_counter_that_the_first_forward_registers(parallelize: Parallelize) -> Result:
+    """`if not hasattr(self, "seen"): self.register_buffer(...)`: a second forward must not count it again."""
+    ones = torch.ones((), dtype=torch.float64)
+    return trained(start(parallelize, small_net(block=partial(Registering, lambda _: ones))))
+
+
+@program(DIFFERENT)
+def a_mean_that_the_first_forward_registers(parallelize: Parallelize) -> Result:
+    """The same of the rows that it sees."""
+    return trained(start(parallelize, small_net(block=partial(Registering, lambda x: x.mean()))))

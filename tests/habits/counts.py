@@ -281,7 +281,7 @@ def groups_of_answers(parallelize: Parallelize) -> Result:
     return fit(parallelize, loss, make)
 
 
-@program({"all": "which units run depends on the data"})
+@program(dict.fromkeys(("pp", "zero=3", "tp", "cp"), "which units run depends on the data|batch.'task'.*cannot be cut"))
 def a_task_named_by_a_word(parallelize: Parallelize) -> Result:
     """A word that has as many letters as the batch has rows."""
 

@@ -226,7 +226,7 @@ def channels_that_meet_in_evaluation(parallelize: Parallelize) -> Result:
     return trained(engine, between=lambda step: {f"held out {step}": engine.evaluate(batch(9))})
 
 
-@program({"cp": f"{SET} Net: a part of a sequence gives other numbers"})
+@program({"cp": f"{SET} Net: a part of a sequence gives other numbers", "sp": f"{SET} nothing can be shared out"})
 def tokens_that_meet_later(parallelize: Parallelize) -> Result:
     """`block.shifts = True`: each token sees the one before."""
 

@@ -76,7 +76,7 @@ def accuracy_of_every_step(parallelize: Parallelize) -> Result:
     return found
 
 
-@program({"cp": "the loss is a mean"})
+@program({"cp": "the loss is a mean|the metric entropy is a mean"})
 def metrics_of_the_loss_itself(parallelize: Parallelize) -> Result:
     """`return loss, {"perplexity": ...}`, as training steps of many libraries do."""
 

@@ -7,7 +7,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.habits.harness import Net, Parallelize, Result, batch, cross_entropy, program, sgd, start, trained
+from tests.habits import harness
+from tests.habits.harness import (
+    Net,
+    Parallelize,
+    Result,
+    batch,
+    cross_entropy,
+    program,
+    sgd,
+    small_net,
+    start,
+    trained,
+)
 
 WRITES = "the forward writes to the parameter"
 GONE = dict.fromkeys(("zero=3", "offload.parameters", "recompute", "cp"), f"{WRITES} .*, and under")
@@ -167,3 +179,23 @@ def a_buffer_given_other_data(parallelize: Parallelize) -> Result:
         seen.data = 0.9 * seen.data + 0.1 * mean
 
     return trained(start(parallelize, Net(block=lambda: Average(write)).double()))
+
+
+class Rolled(harness.Block):
+    """A factor for each channel between layers that tensor parallelism cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.scale.data.copy_(self.scale.data.roll(1))
+        made: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))) * self.scale)
+        return made
+
+
+@program(only="tp", but="zero")
+def factors_rolled_through_data(parallelize: Parallelize) -> Result:
+    """What is written through `data` counts as no version: the trial of `tp` looks at numbers."""
+    return trained(start(parallelize, small_net(block=Rolled)))

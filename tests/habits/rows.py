@@ -238,7 +238,7 @@ class Early(Net):
         return scores
 
 
-@program({"dp": "which units run depends", "pp": "which units run depends"})
+@program(dict.fromkeys(("dp", "pp"), "different units|which units run depends|neither their mean"))
 def layers_left_out_by_the_batch(parallelize: Parallelize) -> Result:
     """Early exit by a mean over all rows."""
     return trained(start(parallelize, Early().double()))

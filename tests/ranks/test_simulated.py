@@ -1,5 +1,8 @@
 """Ranks as threads of one process: they meet in collectives, and none waits for one that went another way."""
 
+import threading
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import Tensor
@@ -51,3 +54,22 @@ def test_ranks_that_go_different_ways_are_told_apart() -> None:
 
     with pytest.raises(RuntimeError, match="ranks went different ways: the end, all_reduce"):
         simulate(2, run)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # Of torch's own, at its first derivative.
+def test_ranks_take_turns_as_forward_mode_derivatives_have_one_level_for_the_process() -> None:
+    both_are_inside = threading.Barrier(2)
+
+    def run(group: SimulatedGroup) -> Tensor:
+        def squared(x: Tensor) -> Tensor:
+            # Where ranks run at a time both come here, and the second has no level of its own.
+            with suppress(threading.BrokenBarrierError):
+                both_are_inside.wait(0.1)
+            return x * x
+
+        primal, tangent = torch.func.jvp(squared, (torch.ones(2),), (torch.ones(2),))
+        return sum_over(primal + tangent, group)
+
+    for made in simulate(2, run):
+        assert torch.equal(made, torch.full((2,), 6.0))
+    assert both_are_inside.broken

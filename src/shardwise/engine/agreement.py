@@ -7,9 +7,12 @@ from typing import Any, TypeVar, cast
 import torch
 
 from shardwise.errors import ShardwiseError
+from shardwise.planner.plan import Plan
 from shardwise.stages.no_collectives import CollectiveMetError, NoCollectives
 from shardwise.stages.split.flow import UnitCall
+from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.python_draws import draws_digest, python_draws, set_python_draws
+from shardwise.stages.stage import Split
 
 _T = TypeVar("_T")
 
@@ -81,3 +84,19 @@ def agree_on_refusal(gather: Gather, error: ShardwiseError | None, draws: bool) 
             "the forward draws from Python's or NumPy's generators outside of units, and ranks would draw others",
             remedy="random.seed(0) and numpy.random.seed(0) on every rank before sw.parallelize; or draw in a unit",
         )
+
+
+def kept_in_order(split: Split, plan: Plan) -> Split:
+    """The same stages. Where ranks must agree on the units that they call, these are called as on the example."""
+    for each in split.stages:
+        if isinstance(each, ModuleStage) and each.in_order is None:
+            each.in_order = _why_in_order(plan)
+    return split
+
+
+def _why_in_order(plan: Plan) -> str | None:
+    """Why units that one stage has must be called as on the example, if so."""
+    if plan.zero == 3:
+        return "under zero=3 replicas gather the weights of one unit after the other, all in one order"
+    axes = [f"{axis}={getattr(plan, axis)}" for axis in ("tp", "cp", "ep") if getattr(plan, axis) > 1]
+    return f"under {', '.join(axes)} several ranks compute each of them together" if axes else None

@@ -21,6 +21,7 @@ from shardwise.sharding.dropout import Place, num_tokens_of
 from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.batch import cut_batch
 from shardwise.stages.rows import RowRule, Seen, check_openable, take_rows, unmarked
+from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.stage import Batch
 
 
@@ -76,8 +77,9 @@ class Batches:
         self._cutter = Cutter(parts.plan, self._mesh, parts.rule, pad=parts.options.pad, is_local=is_local)
         self.outside = _outside_writes(parts)
         self.same = SameBatch(
-            parts.plan, parts.wires, is_local=is_local, settings=lambda: settings_of(optimizers), outside=self.outside
-        )
+            parts.plan, parts.wires, is_local=is_local, settings=lambda: settings_of(optimizers), outside=self.outside,
+            routes=[each.route for each in parts.split.stages if isinstance(each, ModuleStage)],
+        )  # fmt: skip
 
     def cut(self, batch: Batch, what: str = "step", *, predicts: bool = False) -> list[Batch]:
         """The microbatches of this process, on its device. `predicts`: nobody takes a loss of them."""

@@ -53,7 +53,9 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
     rule.tables |= set(tried.tables)
     cutter = Cutter(plan, wires.mesh, rule, pad=options.pad, is_local=options.is_local)
     microbatches = cutter.cut(example)
-    settings = TriedAgain(module, loss, plan, rule, tensor=options.tensor) if options.verify else None
+    settings = None
+    if options.verify:
+        settings = TriedAgain(module, loss, plan, rule, tensor=options.tensor, example=example)
     num_parts = plan.dp * plan.microbatches * plan.cp
     users = loss
     if plan.cp > 1:
@@ -69,7 +71,7 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
         is_all=num_parts == 1,
     )
     if settings is not None and not options.is_local:
-        settings.weigh = weighed.weigh
+        settings.tried, settings.weigh = tried, weighed.weigh
     device = home_of(microbatches[0])
     by_first = None if options.is_local else partial(tried_by_first, wires.gather, wires.rank, device)
     return Checked(microbatches, device, rule, tried.kind, loss, weighed, is_quiet, by_first, settings)

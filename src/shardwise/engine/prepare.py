@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwise.engine.agreement import Gather, agree_on_costs, agree_on_refusal
+from shardwise.engine.agreement import Gather, agree_on_costs, agree_on_refusal, kept_in_order
 from shardwise.engine.options import Options
 from shardwise.errors import ShardwiseError
 from shardwise.execution.compute_policy import ComputePolicy
@@ -106,7 +106,7 @@ def prepare(
         compile_units(stages, backend)
     if by_layer and not (policy.selective and backend is not None):
         recompute_units(stages, is_compiled=backend is not None, **how_again)
-    return Prepared(stages, schedule, tuple(finding.names(module)))
+    return Prepared(kept_in_order(stages, plan), schedule, tuple(finding.names(module)))
 
 
 def _in_keys(error: ShardwiseError) -> ShardwiseError:

@@ -21,6 +21,7 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.mesh import replicas_of
 from shardwise.ranks.wires import Wires
 from shardwise.stages.rows import tensors_in
+from shardwise.stages.split.route import Route, apart
 
 #: Of larger tensors so many numbers are looked at.
 _NUM_SAMPLED = 4096
@@ -57,8 +58,8 @@ def _sum(tensor: Tensor) -> Tensor:
     return (words * (2 * torch.arange(len(words), device=words.device) + 1)).sum()
 
 
-class _Writes(Protocol):
-    """What was written on this rank since a step has ended, in a few bits."""
+class _Told(Protocol):
+    """What must be the same on all ranks, in a few bits."""
 
     @property
     def bits(self) -> int: ...
@@ -67,17 +68,18 @@ class _Writes(Protocol):
 class SameBatch:
     """Compares the batches of ranks. Every rank has one.
 
-    `settings` gives bits of what must be the same on all, and `outside` of what was written between steps.
+    `settings` gives bits of what must be the same on all, `outside` of what was written between steps, and `routes` of
+    the units that forwards have called.
     """
 
     def __init__(
         self, plan: Plan, wires: Wires, *, is_local: bool, settings: Callable[[], int] | None = None,
-        outside: _Writes | None = None,
+        outside: _Told | None = None, routes: Sequence[Route] = (),
     ) -> None:  # fmt: skip
         self._plan, self._wires, self._is_local = plan, wires, is_local
         self._is_alone = wires.watch is None
         self._replicas = [0] if self._is_alone else [each.replica for each in replicas_of(plan)]
-        self._settings, self._outside, self._set = settings, outside, 0
+        self._settings, self._outside, self._routes, self._set = settings, outside, routes, 0
         self._now: Checksum | None = None
         self._num_early = {"step": _NUM_EARLY, "evaluation": 1}
         self._has_warned = False
@@ -86,6 +88,8 @@ class SameBatch:
 
     def take(self, batch: Mapping[str, Any], what: str) -> None:
         """A batch is about to be used. The example, and the first few, are compared now; all call this alike."""
+        for each in self._routes:
+            each.begin()
         if self._is_alone:
             return
         self._now, self._set = Checksum(batch), 0 if self._settings is None else self._settings()
@@ -99,9 +103,13 @@ class SameBatch:
         if self._is_alone or self._now is None:
             return []
         mine = float(self._now.read())
-        self._set ^= 0 if self._outside is None else self._outside.bits
+        for each in self._all_told():
+            self._set ^= each.bits
         sums = [mine if rank == self._wires.rank else 0.0 for rank in range(len(self._replicas))]
         return [float(self._set), float(self._set**2), *sums]
+
+    def _all_told(self) -> list[_Told]:
+        return [*([] if self._outside is None else [self._outside]), *self._routes]
 
     @property
     def is_as_told(self) -> bool:
@@ -123,7 +131,11 @@ class SameBatch:
         if found:
             self.check(found)
         if not is_alike:
-            if self._outside is not None and len(set(self._wires.gather(self._outside.bits))) > 1:
+            gathered = self._wires.gather([each.bits for each in self._all_told()])
+            differ = [len(set(bits)) > 1 for bits in zip(*gathered, strict=True)]
+            if any(differ[len(differ) - len(self._routes) :]):
+                raise apart()
+            if any(differ):
                 raise ShardwiseError(
                     "parameters were written between steps, and not the same ones on all"
                     f" {len(self._replicas)} ranks: replicas would go apart",

@@ -1,14 +1,14 @@
-"""What a script has set between steps, tried again before it is trained with.
+"""What a script has set between steps, or says in a batch, tried again before it is trained with.
 
 What trials find out when an engine is made (what a loss is a mean over, whether rows see each other, which layers come
 apart) is true of the module and of the loss as they were then. A curriculum sets other values later: the weight of a
 contrastive term, `criterion.hard = True`, `block.normalise = True`. So when a value was set, the trials are made again,
 on a copy of the module with random numbers: with the values of before, once, and with those of now. What only fails
-with those of now is refused, by its name. Values that forwards set themselves are left alone.
+with those of now is refused, by its name. Values that forwards set themselves are left alone. The same is done about
+words and numbers of a batch that the example has otherwise: `{"task": "tags"}`.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -27,15 +27,17 @@ from shardwise.stages.loss_trial import try_loss
 from shardwise.stages.rows import RowRule, unmarked
 from shardwise.stages.split.flow import watch
 from shardwise.stages.split.meta import meta_twin
-from shardwise.stages.split.script_values import Holder, Number, asks_for_mode, find_holders, shared_by
+from shardwise.stages.split.script_values import Holder, Number, ValueKinds, asks_for_mode, find_holders, shared_by
 from shardwise.stages.stage import Batch, Loss
 from shardwise.torch_private import buffer_slots
 
 _AGAIN = "state = engine.state_dict(), then sw.parallelize(module, ...) again and engine.load_state_dict(state)"
 #: Buffers of more numbers than this are not kept for trials: they are drawn as their modules draw them.
 _MOST_IN_BUFFERS = 2**16
-#: Of whole numbers that a script counts up, as many values are tried as these.
-_MOST_NUMBERS = 8
+#: Models of fewer parameters are run with numbers to see what units read. Others are run without, if they can be.
+_FEW = 2**25
+#: What is a word or a number in a batch.
+_PLAIN = (str, bool, int, float)
 
 
 class _Absent:
@@ -69,8 +71,9 @@ class TriedAgain:
     """The values of one module and its loss. Made before anything is cut; `rule` says what of a batch are rows."""
 
     def __init__(
-        self, module: nn.Module, loss: Loss, plan: Plan, rule: RowRule, *, tensor: Mapping[str, str] | None
-    ) -> None:
+        self, module: nn.Module, loss: Loss, plan: Plan, rule: RowRule, *, tensor: Mapping[str, str] | None,
+        example: Batch,
+    ) -> None:  # fmt: skip
         self._loss, self._plan, self._rule, self._tensor = loss, plan, rule, tensor
         #: Whether parts of a batch are computed, of which a loss is told. Under cp it has to be a pair anyway.
         self._has_parts = plan.dp * plan.microbatches > 1 and plan.cp == 1
@@ -79,16 +82,23 @@ class TriedAgain:
         #: The units of stages; and what sequences would be shared out by, where they are. Known later.
         self.units: Sequence[str] = ()
         self.make_context: Callable[[], ContextParallel] | None = None
-        #: Has parts of the loss weighed otherwise; None where ranks, with rows of their own, may not agree on it.
+        #: What the loss of the module itself is; and what has its parts weighed otherwise, None where ranks, with rows
+        #: of their own, may not agree on it.
+        self.tried = Tried(LossKind.UNTRIED)
         self.weigh: Callable[[Tried], None] | None = None
         self._holders: list[Holder] = []
+        #: The words and numbers of the example.
+        self._words: dict[str, Any] = {}
         if plan.num_ranks > 1 and not any(each.is_meta for each in module.parameters()):
             self._holders = find_holders(module, loss)
-        self._twin = _twin(module) if self._holders else None
+            self._words = {key: each for key, each in example.items() if isinstance(each, _PLAIN)}
+        self._twin = _twin(module) if self._holders or self._words else None
         self._kept = [each.values.read() for each in self._holders]
-        buffers = module.named_buffers() if self._holders else ()
+        buffers = () if self._twin is None else module.named_buffers()
         self._buffers = {name: each.clone() for name, each in buffers if each.numel() <= _MOST_IN_BUFFERS}
-        self._known: set[tuple[str, Any]] = set()
+        #: The kinds of all values that were ever set or said otherwise, and what trials have come to with these.
+        self._kinds = ValueKinds()
+        self._outcomes: dict[Hashable, _Found] = {}
         #: What was set, and not tried yet.
         self._set: list[_Set] = []
         #: Tensors of one number that modules have, buffers too: a copy without numbers does not know them.
@@ -116,13 +126,21 @@ class TriedAgain:
                 self._kept[number] = now
 
     def check(self, batch: Batch) -> None:
-        """Refuse what was set since the last step, if trials fail with it."""
+        """Refuse what was set since the last step, or is said in this batch, if trials fail with it."""
         self.note()
         found, self._set = self._set, []
-        if sum(self._is_new(each) for each in found):  # All of them: each is known from now on.
+        for each in found:
+            self._kinds.note(f"{self._holders[each.holder].name}.{each.key}", each.was, each.now)
+        for key, was in self._words.items():
+            if isinstance(batch.get(key), _PLAIN):
+                self._kinds.note(f"batch[{key!r}]", was, batch[key])
+        outcome = self._outcomes.get(self._kinds.now)
+        if outcome is None and self._kinds.are_others:
             self._try(batch, found)
         elif found:
             self._set_in_twin(found)
+        if outcome is not None:
+            self._weigh_as(outcome, "it is set as it was once, and")
 
     def check_evaluation(self, batch: Batch) -> None:
         """Refuse an evaluation whose forward reads weights that are not there for it: those that training reads are.
@@ -148,6 +166,9 @@ class TriedAgain:
         assert self._twin is not None, "it may be asked how it is run"
         module = self._with_buffers(meta_twin(self._twin))
         module.train(is_training)
+        return self._read_of(module, batch)
+
+    def _read_of(self, module: nn.Module, batch: Batch) -> dict[str, frozenset[str]]:
         flow = watch(module, {name: module.get_submodule(name) for name in self.units}, batch)
         read = {unit: frozenset[str]().union(*[c.touched for c in flow.calls if c.unit == unit]) for unit in self.units}
         return {**read, "": flow.in_glue}
@@ -156,29 +177,25 @@ class TriedAgain:
         """What has changed during a step was changed by it, or by the engine that was made."""
         self._kept = [each.values.read() for each in self._holders]
 
-    def _is_new(self, each: _Set) -> bool:
-        """Whether a value is of a kind that was not tried: a rate that falls is tried once, one that is 0 again."""
-        name = f"{self._holders[each.holder].name}.{each.key}"
-        kind: Any = each.now.was.item() if isinstance(each.now, Number) else each.now
-        if isinstance(kind, float):
-            kind = kind if kind in (0.0, 1.0) or not math.isfinite(kind) else "a number"
-        elif type(kind) is int and sum(key == name for key, _ in self._known) >= _MOST_NUMBERS:
-            return False
-        is_new = (name, kind) not in self._known
-        self._known.add((name, kind))
-        return is_new
-
     def _try(self, batch: Batch, found: list[_Set]) -> None:
+        self._outcomes[self._kinds.now] = _Found()
         try:
             if self._at_first is None:
                 with self._as_before(found):
-                    self._at_first = self._trials(batch)
+                    self._at_first = self._outcomes[frozenset()] = self._trials({**batch, **self._words})
             self._set_in_twin(found)
             now = self._trials(batch)
         except Exception:  # Whoever trains says what is wrong.
             return
-        names = some([self._told(each) for each in found])
+        told = [self._told(each) for each in found]
+        told += [
+            f"batch[{key!r}] ({_words(was)}, then {_words(batch[key])})"
+            for key, was in self._words.items()
+            if key in batch and batch[key] != was
+        ]
+        names = some(told)
         self._compare(f"{names} was set since the engine was made, and with it", self._at_first, now)
+        self._outcomes[self._kinds.now] = now
         if self.make_context is not None:
             self._try_sequences(names, batch)
 
@@ -190,21 +207,19 @@ class TriedAgain:
     def _compare(self, begin: str, before: _Found, now: _Found) -> None:
         if before.tried.problem is None and now.tried.problem is not None and before.tried.kind is not LossKind.UNTRIED:
             raise ShardwiseError(f"{begin} {now.tried.problem}", remedy=now.tried.remedy)
-        kinds = [(each.tried.kind, each.tried.through) for each in (before, now)]
-        if LossKind.UNTRIED not in (before.tried.kind, now.tried.kind) and kinds[0] != kinds[1]:
-            if self.weigh is None:
-                raise ShardwiseError(
-                    f"{begin} the loss is {now.tried.kind.value}; it was {before.tried.kind.value}",
-                    remedy=f"{_AGAIN}; or return total, number",
-                )
-            self.weigh(now.tried)
-        mixed = sorted((before.apart.layers - now.apart.layers) & now.apart.called)
+        self._weigh_as(now, begin)
+        mixed = before.apart.mixed_in(now.apart)
         if mixed:
             wholes = ", ".join(f'"{name}": "whole"' for name in mixed[:2])
             raise ShardwiseError(
                 f"{begin} {some(mixed)} cannot be cut over {self._plan.tp} ranks, as tp={self._plan.tp} has done:"
-                " channels see each other, or are counted, or its weight is read by others",
+                " channels see each other, or are counted, or others read their weight, or a layer behind is whole",
                 remedy=f"tensor={{{wholes}}} in sw.parallelize; or the value set before it is called",
+            )
+        if now.apart.unshared and not before.apart.unshared:
+            raise ShardwiseError(
+                f"{begin} nothing can be shared out along the sequence, as sp=true has done: {now.apart.unshared}",
+                remedy="sp=false in the plan",
             )
         for unit, names in now.read.items():
             more = sorted(names - before.read.get(unit, names))
@@ -214,6 +229,21 @@ class TriedAgain:
                     f" there for it ({self._plan})",
                     remedy=_AGAIN,
                 )
+
+    def _weigh_as(self, now: _Found, begin: str) -> None:
+        """Have parts of the loss weighed as trials have come to, if that is not how it is done."""
+        first = self._at_first
+        if first is None or LossKind.UNTRIED in (first.tried.kind, now.tried.kind):
+            return
+        is_first = (now.tried.kind, now.tried.through) == (first.tried.kind, first.tried.through)
+        if self.weigh is not None:
+            # At first an engine goes by what it has seen of the module itself.
+            self.weigh(self.tried if is_first else now.tried)
+        elif not is_first:
+            raise ShardwiseError(
+                f"{begin} the loss is {now.tried.kind.value}; it was {first.tried.kind.value}",
+                remedy=f"{_AGAIN}; or return total, number",
+            )
 
     def _try_sequences(self, names: str, batch: Batch) -> None:
         assert self.make_context is not None, "sequences are shared out"
@@ -240,12 +270,17 @@ class TriedAgain:
                 rule = deepcopy(self._rule)
                 found = found._replace(tried=try_loss(module, self._loss, given, rule, nullcontext))
             if self._comes:
-                units = {name: module.get_submodule(name) for name in self.units}
-                calls = watch(module, units, unmarked(given)).calls
-                read = {name: frozenset[str]().union(*[c.touched for c in calls if c.unit == name]) for name in units}
-                found = found._replace(read=read)
+                # A copy of its own: in that of before blocks that are alike have the parameters of the first.
+                named = self._with_buffers(meta_twin(twin))
+                if sum(each.numel() for each in twin.parameters()) < _FEW:
+                    named = stand_in(named, lambda name: name, {}, dtype=dtype, device=device, seed=1)
+                read = self._read_of(named, unmarked(given))
+                # What is read between units comes for the stage, if no unit was seen to read it.
+                found = found._replace(read={unit: names for unit, names in read.items() if unit})
         if self._plan.tp > 1:
-            apart = find_apart(twin, self._plan.tp, self._tensor, example=unmarked(batch), loss=self._loss)
+            apart = find_apart(
+                twin, self._plan.tp, self._tensor, sequence=self._plan.sp, example=unmarked(batch), loss=self._loss
+            )
             found = found._replace(apart=apart)
         return found
 

@@ -1,4 +1,4 @@
-"""Ranks of one process: each is a thread, and a collective is a meeting of all of them.
+"""Ranks of one process: each is a thread, they take turns, and a collective is a meeting of all of them.
 
 What a plan computes can be seen like this before any process is asked for anything: nothing is sent, no rank can wait
 for another that went a different way, and all processes that look see the same.
@@ -21,17 +21,34 @@ _LIMIT_SECONDS = 120.0
 
 
 class Meeting:
-    """Where the threads of a group meet: each brings something, and all see what all have brought."""
+    """Where the threads of a group meet: each brings something, and all see what all have brought.
+
+    One of them runs at a time, from one collective to the next, as some of what a forward stands in is one for the
+    whole process: the level of forward-mode derivatives, numbers of the script's file, settings of torch.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._barrier = threading.Barrier(size)
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._is_broken = False
         self._brought: list[Any] = [None] * size
+        self._turns[0].release()
+
+    def wait(self, rank: int) -> None:
+        """Until it is this rank's turn."""
+        came = self._turns[rank].acquire(timeout=_LIMIT_SECONDS * self.size)
+        if self._is_broken or not came:
+            raise threading.BrokenBarrierError
+
+    def hand_on(self, rank: int) -> None:
+        """It is the next rank's turn."""
+        self._turns[(rank + 1) % self.size].release()
 
     def call(self, rank: int, kind: str, tensor: Tensor | None, make: Callable[[list[Tensor]], Result]) -> Result:
         """What `make` gives of the tensors of all ranks. Nobody goes on before everybody has it."""
         self._brought[rank] = kind, tensor
-        self._barrier.wait(_LIMIT_SECONDS)
+        self.hand_on(rank)
+        self.wait(rank)  # The others have brought theirs.
         kinds = [each for each, _ in self._brought]
         tensors = [each for _, each in self._brought]
         try:
@@ -39,14 +56,17 @@ class Meeting:
                 raise RuntimeError(f"ranks went different ways: {', '.join(kinds)}")
             made = make(tensors)
         except BaseException:
-            self._barrier.abort()
+            self.abort()
             raise
-        self._barrier.wait(_LIMIT_SECONDS)
+        self.hand_on(rank)
+        self.wait(rank)  # The others have made theirs.
         return made
 
     def abort(self) -> None:
         """Let nobody wait any longer."""
-        self._barrier.abort()
+        self._is_broken = True
+        for each in self._turns:
+            each.release()
 
 
 class SimulatedGroup(Group):
@@ -97,8 +117,10 @@ def simulate(size: int, run: Callable[[SimulatedGroup], Result]) -> list[Result]
         try:
             # One thread runs a device's backwards, of all callers: ranks that meet in theirs would wait for ever.
             with torch.autograd.set_multithreading_enabled(False):
+                meeting.wait(rank)
                 results[rank] = run(SimulatedGroup(rank, size, meeting))
                 meeting.call(rank, "the end", None, lambda _: None)
+                meeting.hand_on(rank)
         except BaseException as error:
             errors.append(error)
             meeting.abort()

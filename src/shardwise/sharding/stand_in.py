@@ -32,6 +32,8 @@ _DRAWN = 2**20 + 7
 _PLACE = re.compile(r"(idx|index|layer_id|layer_number|number)$")
 #: So many are computed with in float32 on a CPU, which has half of the memory to touch then.
 _MANY = 2**25
+#: So long are rows of numbers, each of which has its factor, where one sum tells whether they have changed.
+_WIDE = 4099
 
 
 def stand_in(
@@ -106,9 +108,20 @@ def another(twin: nn.Module, *, writes: bool = False) -> nn.Module:
     return copied(twin, {id(each): _of_its_own(each, writes=writes) for each in twin.parameters()})
 
 
-def versions_of(twin: nn.Module) -> list[int]:
-    """How often each parameter was written; on its copies, too, that have its memory."""
-    return [version_of(each) for each in twin.parameters()]
+def versions_of(twin: nn.Module) -> list[tuple[float, ...]]:
+    """How often each parameter was written; on its copies, too, that have its memory. What is written through `data`
+    counts as no version, so some of its numbers are told, and a sum in which each counts by its place."""
+    return [(version_of(each), *_told_of(each.detach())) for each in twin.parameters()]
+
+
+def _told_of(numbers: Tensor) -> list[float]:
+    flat = numbers.reshape(-1)
+    if not flat.is_floating_point() or flat.is_meta or not flat.numel():
+        return []
+    # Rows of one length, so that no number is looked at twice and none needs a factor of its own.
+    wide = min(flat.numel(), _WIDE)
+    rows = flat[: flat.numel() // wide * wide].view(-1, wide).sum(0)
+    return [float(rows @ torch.linspace(1, 2, wide, dtype=rows.dtype, device=rows.device)), float(flat[-1])]
 
 
 def _of_its_own(parameter: nn.Parameter, *, writes: bool) -> nn.Parameter:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.stages.split.python_state import is_theirs
+from shardwise.stages.split.theirs import is_theirs
 
 #: Containers are looked into as deep as this.
 _DEPTH = 4

@@ -48,10 +48,12 @@ def digest_of(buffer: Tensor) -> bytes | None:
 class WriteWatch:
     """Sees which buffers of a module are written from when it is made to when it is asked.
 
-    Numbers are compared too: what is written through `buffer.data`, or by NumPy, counts as no version.
+    Numbers are compared too: what is written through `buffer.data`, or by NumPy, counts as no version. A buffer that a
+    forward registers was written.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._before = [
             (slots, key, name, each, version_of(each), each.detach().clone())
             for slots, key, name, each in own_buffers(module)
@@ -60,7 +62,9 @@ class WriteWatch:
     def found(self) -> Written:
         """Those that were written, or replaced."""
         now = [(name, slots[key], each, version, value) for slots, key, name, each, version, value in self._before]
-        return {
+        known = {name for name, *_ in now}
+        late = {name: digest_of(each) for _, _, name, each in own_buffers(self._module) if name not in known}
+        return late | {
             name: digest_of(here)
             for name, here, each, version, value in now
             if isinstance(here, Tensor) and (here is not each or version_of(here) != version or _differ(here, value))
@@ -115,6 +119,11 @@ class SharedBuffers:
         self._places: dict[str, Slot] = {
             name: (slots, key) for slots, key, name, _ in own_buffers(module) if name in buffers
         }
+        #: Those that a forward registers: they may not be there yet.
+        self._late = {name for name in written if name not in dict(module.named_buffers())}
+        for name in self._late:
+            owner, _, key = name.rpartition(".")
+            self._places[name] = buffer_slots(module.get_submodule(owner)), key
         self._written = {name for name in written if name in self._places}
         #: Where those are that a forward writes.
         self.slots = [self._places[name] for name in self._written]
@@ -133,7 +142,8 @@ class SharedBuffers:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Around a step: at its end every copy has what all of them are to have."""
-        before = {name: (slots[key], version_of(slots[key])) for name, (slots, key) in self._places.items()}
+        there = [(name, slots[key]) for name, (slots, key) in self._places.items() if name not in self._late]
+        before = {name: (each, version_of(each)) for name, each in there}
         if self._has_statistics and self._statistics is not None:
             with self._statistics.shared():
                 yield
@@ -179,7 +189,8 @@ class SharedBuffers:
 
     @property
     def _values(self) -> dict[str, Tensor]:
-        return {name: self._places[name][0][self._places[name][1]] for name in self._written}
+        places = {name: self._places[name] for name in self._written}
+        return {name: slots[key] for name, (slots, key) in places.items() if isinstance(slots.get(key), Tensor)}
 
     @torch.no_grad()
     def _agree(self) -> None:

@@ -129,19 +129,31 @@ def _settled(
 
 
 class Apart(NamedTuple):
-    """Of the layers of a module, those that come apart, and those that were called."""
+    """Of the layers of a module, those that come apart, those that were called, and which are cut together; and why
+    nothing is shared out along the sequence, if that was asked for."""
 
     layers: frozenset[str] = frozenset()
     called: frozenset[str] = frozenset()
+    together: tuple[frozenset[str], ...] = ()
+    unshared: str = ""
+
+    def mixed_in(self, now: "Apart") -> list[str]:
+        """Those of these layers that would not be cut like this in another run: channels of one see each other there,
+        or come to a layer that is whole."""
+        without = {name for each in now.together if not each <= self.layers for name in each}
+        return sorted(self.layers & now.called & (without | (self.layers - now.layers)))
 
 
 @leaves_classes
 def find_apart(
-    twin: nn.Module, num_ranks: int, spec: Mapping[str, str] | None = None, *, example: Batch, loss: Loss | None = None
-) -> Apart:
+    twin: nn.Module, num_ranks: int, spec: Mapping[str, str] | None = None, *, sequence: bool = False, example: Batch,
+    loss: Loss | None = None,
+) -> Apart:  # fmt: skip
     """The layers of a module on the meta device that would be cut over so many ranks."""
-    trial = _settled(twin, meta_twin(twin), num_ranks, read_tensor_plan(twin, spec), example, loss=loss)
-    return Apart(frozenset(trial.cut_layers()), frozenset(trial.seen.given))
+    plan = read_tensor_plan(twin, spec)
+    trial = _settled(twin, meta_twin(twin), num_ranks, plan, example, sequence=sequence, loss=loss)
+    together = tuple(frozenset((*each.columns, *each.rows)) for each in trial.found.regions)
+    return Apart(frozenset(trial.cut_layers()), frozenset(trial.seen.given), together, trial.unshared)
 
 
 def find(

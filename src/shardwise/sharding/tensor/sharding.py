@@ -133,7 +133,9 @@ class Sharding:
         ends = list(accumulate(each.numel() for each in wholes))
         for name, start, end in zip(names, [0, *ends], ends, strict=False):
             shards, summed = self.shards[name], flat[start:end]
-            parameters[name].grad = shards.local(summed.view(shards.shape), self.group.rank).clone()
+            mine = shards.local(summed.view(shards.shape), self.group.rank)
+            # Parameters of several types are summed in the widest of them.
+            parameters[name].grad = mine.to(parameters[name].dtype, copy=True)
 
     def _spread_out(self, name: str, parameter: nn.Parameter) -> Tensor:
         shards = self.shards[name]

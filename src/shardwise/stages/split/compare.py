@@ -26,7 +26,8 @@ from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.parts import StagePart
 from shardwise.stages.split.prints import Print, far_apart, print_of
-from shardwise.stages.split.python_state import PythonState, Steady
+from shardwise.stages.split.python_state import PythonState
+from shardwise.stages.split.seed import Steady
 from shardwise.stages.split.switch import Inner, Switch, Visitor, undisturbed
 from shardwise.stages.stage import Batch, Second, Values
 

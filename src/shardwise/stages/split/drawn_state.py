@@ -7,7 +7,7 @@ on the example has advanced is refused.
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import GeneratorType
+from types import CodeType, GeneratorType
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Watched:
         return [("", content, now)] if now != content else []
 
     def places(self, content: Any) -> Iterable[tuple[str, dict[str, Any], str]]:
-        """Names that are other values now, where they are, and under which key; those of a file alone."""
+        """Names that are other values now, where they are, and under which key; those of files and classes alone."""
         del content
         return ()
 
@@ -46,34 +46,60 @@ class PlainValues(Watched):
     def __init__(
         self,
         read: Callable[[], Mapping[str, Any]],
-        write: Callable[[str, Any], None],
-        file: dict[str, Any] | None = None,
+        slots: dict[str, Any],
     ) -> None:
-        self._read, self._write = read, write
-        self._file = file
+        self._read, self._slots = read, slots
 
     def read(self) -> dict[str, Any]:
         return {key: value for key, value in self._read().items() if type(value) in PLAIN and not key.startswith("__")}
 
     def put_back(self, content: dict[str, Any]) -> None:
         for key, value, _ in self.changes(content):
-            self._write(key, value)
+            self._slots[key] = value
 
     def changes(self, content: dict[str, Any]) -> list[tuple[str, Any, Any]]:
         now = self._read()
         return [(key, value, now[key]) for key, value in content.items() if key in now and now[key] is not value]
 
     def places(self, content: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
-        return [] if self._file is None else [(key, self._file, key) for key, _, _ in self.changes(content)]
+        return [(key, self._slots, key) for key, _, _ in self.changes(content)]
+
+
+class _ClassSlots(dict[str, Any]):
+    """The attributes of a class, that are read and set as the entries of a dictionary."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return vars(self._kind).get(key, default)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self._kind, key, value)
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        found = self.get(key, default)
+        if key in vars(self._kind):
+            delattr(self._kind, key)
+        return found
 
 
 def values_of_class(kind: type) -> PlainValues:
-    return PlainValues(lambda: vars(kind), lambda key, value: setattr(kind, key, value))
+    return PlainValues(lambda: vars(kind), _ClassSlots(kind))
 
 
 def values_of_file(file: dict[str, Any], names: Iterable[str]) -> PlainValues:
     """Those of a function's globals that it names."""
-    return PlainValues(lambda: {key: file[key] for key in names if key in file}, file.__setitem__, file)
+    return PlainValues(lambda: {key: file[key] for key in names if key in file}, file)
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """What a function names, and functions inside of it."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from names_in(each)
 
 
 class Draws(Watched):

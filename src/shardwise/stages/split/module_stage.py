@@ -17,6 +17,7 @@ from shardwise.stages.split.flow import UnitCall, UnitFlow
 from shardwise.stages.split.forecast import Forecast
 from shardwise.stages.split.outline import NumberOutline, leaves_of, signature_of
 from shardwise.stages.split.parts import StagePart
+from shardwise.stages.split.route import Route
 from shardwise.stages.split.sources import Made
 from shardwise.stages.split.switch import Inner, Switch, Visitor
 from shardwise.stages.stage import Batch, Values
@@ -45,6 +46,10 @@ class ModuleStage:
         self.visited_by: Callable[[Visitor], Visitor] = lambda visit: visit
         #: Where a microbatch is run: under context parallelism, where attention sees the tokens of other ranks.
         self.running: Callable[[Batch], AbstractContextManager[Any]] = nullcontext
+        #: Which units forwards call, where a stage has all of them; and why they must be called as on the example,
+        #: if so: since another stage runs the others (no word is said of that), or for another reason.
+        self.route = Route([call.unit for call in flow.calls])
+        self.in_order: str | None = "" if len(part.calls) < len(flow.calls) else None
         #: Takes down how it is now, for a layer that will be recomputed; None where none will be.
         self.moment: Callable[[nn.Module], Moment] | None = None
         self._module, self._switch, self._signature = module, switch, Signature(module)
@@ -118,6 +123,7 @@ class _Visit:
         self._stage, self._flow, self._part = stage, stage.flow, stage.part
         self._values, self._home, self._shapes = values, home_of(batch), signature_of(list(batch.values()))
         self._next = 0
+        self._called: list[str] = []
         self.made: Values = {}
 
     @property
@@ -129,6 +135,9 @@ class _Visit:
         index = self._next
         if index >= self._part.calls.stop and not self._part.is_last:
             raise _Finished
+        if self._stage.in_order is None:
+            self._called.append(unit)
+            return self._stage.wrapped.get(unit, inner)(*args, **kwargs)
         if index >= len(self._flow.calls) or self._flow.calls[index].unit != unit:
             raise self._astray(unit)
         call = self._flow.calls[index]
@@ -188,7 +197,9 @@ class _Visit:
 
     def check_complete(self) -> None:
         """Raise if the module did not call all that the stage was to run."""
-        if self._next < self._part.calls.stop:
+        if self._stage.in_order is None:
+            self._stage.route.end(self._called)
+        elif self._next < self._part.calls.stop:
             raise self._astray(None)
 
     def _astray(self, unit: str | None) -> ShardwiseError:
@@ -196,8 +207,11 @@ class _Visit:
         expected = calls[self._next].name if self._next < len(calls) else None
         came = "returned" if unit is None else f"called {unit}"
         was = "returned" if expected is None else f"called {expected}"
+        why = f", and {self._stage.in_order}" if self._stage.in_order else ""
         return ShardwiseError(
             f"the module {came} where on the example it {was} (unit {self._next + 1} of {len(calls)}): which units run"
-            " depends on the data",
-            remedy="decide inside a unit what to compute, or make each alternative one unit of the same stage",
+            f" depends on the data{why}",
+            remedy="dp with zero=2 or less takes it"
+            if why
+            else "decide inside a unit what to compute, or make each alternative one unit of the same stage",
         )

@@ -7,8 +7,6 @@ the state of Python's and NumPy's generators; numbers of classes and files, and 
 (`drawn_state.py`, `python_draws.py`).
 """
 
-import random
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,17 +24,16 @@ from shardwise.stages.split.drawn_state import (
     draws_of,
     is_generator,
     iteration_of,
+    names_in,
     values_of_class,
     values_of_file,
 )
-from shardwise.stages.split.python_draws import python_draws, seed_python, set_python_draws, told_of_draws
-from shardwise.stages.split.seed import seed_torch
+from shardwise.stages.split.python_draws import python_draws, set_python_draws
+from shardwise.stages.split.theirs import SPACES, files_named, is_own, is_theirs
 from shardwise.torch_private import buffer_slots, parameter_slots, submodules, version_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-#: Objects of these packages are not looked into: none of them belongs to one module.
-_NOT_THEIRS = frozenset({"torch", "shardwise", "numpy", "transformers", "triton", *sys.stdlib_module_names})
 #: No more is looked at than this many things: what a forward changes is not that far away.
 _MOST = 200_000
 
@@ -159,10 +156,24 @@ class PythonState:
             return
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             yield _joined(name, key) if not isinstance(_content_of(cell), nn.Module) else name, cell
-        self._watch("", values_of_file(function.__globals__, function.__code__.co_names))
-        for key in function.__code__.co_names:
-            if isinstance(function.__globals__.get(key), _CONTAINERS):
-                yield key, function.__globals__[key]
+        names = sorted(set(names_in(function.__code__)))
+        for place, file in files_named(function.__globals__, names):
+            self._watch(place, values_of_file(file, names))
+            for key in names:
+                yield from self._note_named(_joined(place, key), file.get(key))
+
+    def _note_named(self, name: str, held: Any) -> _Next:
+        """What a function reads of a file."""
+        if isinstance(held, type):
+            if not is_own(held) or issubclass(held, nn.Module) or id(held) in self._seen:
+                return ()
+            self._seen.add(id(held))
+            return self._note_class(name, held)
+        kind = type(held)
+        is_followed = isinstance(held, (*_CONTAINERS, *SPACES, Iterator)) or is_generator(kind)
+        if not is_followed and not is_own(held if isinstance(held, FunctionType) else kind):
+            return ()
+        return ((name, held),)
 
     def _note_tensor(self, name: str, tensor: Tensor) -> _Next:
         if not isinstance(tensor, nn.Parameter) and type(tensor) is Tensor:
@@ -275,8 +286,8 @@ def left_as_it_was(*roots: Any) -> Iterator[None]:
 
 
 def leaves_classes(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The same for a function that runs a copy of the module it is given: classes, and what their files hold, are those
-    of the copy too."""
+    """The same for a function that runs a copy of the module it is given: classes, what their files hold, and torch's
+    generators are those of the copy too."""
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -287,7 +298,9 @@ def leaves_classes(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 for _, each in kept._note_class("", kind):
                     kept._walk(each)
         try:
-            return function(*args, **kwargs)
+            # Also on the meta device: what is drawn there without a word of its device is drawn on the host.
+            with torch.random.fork_rng({each.device for each in module.parameters() if each.is_cuda}):
+                return function(*args, **kwargs)
         finally:
             kept.restore()
 
@@ -333,6 +346,7 @@ def _way_to_note(kind: type) -> _Note | None:
         (MethodType, PythonState._note_method),
         (partial, PythonState._note_partial),
         (CellType, PythonState._note_cell),
+        (SPACES, PythonState._note_attributes),
     ]
     if issubclass(kind, (*PLAIN, type)):
         return None
@@ -360,11 +374,6 @@ def _joined(name: str, key: str) -> str:
     return f"{name}.{key}" if name and key else name or str(key)
 
 
-def is_theirs(each: Any) -> bool:
-    """Whether a class or a function is of the user's own code."""
-    return str(getattr(each, "__module__", None) or "torch").partition(".")[0] not in _NOT_THEIRS
-
-
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor) and one is not other:
         alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
@@ -379,34 +388,3 @@ def _told(before: Any, now: Any) -> str:
     if isinstance(now, (bool, int, float, str)):
         return f"{type(now).__name__} {now!r}"[:40] if before is None else f"{before!r}, then {now!r}"[:60]
     return f"a {type(now).__name__}"
-
-
-class Steady:
-    """The same random numbers for a unit whoever runs it, and for what comes behind it.
-
-    Torch's are drawn anew by the number of the call. Those of Python and NumPy go on as they would in this process: a
-    unit draws its own, and if it does, what is drawn behind it is something else too.
-    """
-
-    @contextmanager
-    def during(self, call: int) -> Iterator[None]:
-        """One call of a unit."""
-        before = python_draws()
-        seed_torch(2 * call + 1)
-        seed_python(2 * call + 1)
-        seeded = told_of_draws()
-        try:
-            yield
-        finally:
-            have_drawn = told_of_draws() != seeded
-            set_python_draws(before)
-            if have_drawn:
-                random.seed(random.random())
-            seed_torch(2 * call + 2)
-
-    @staticmethod
-    @contextmanager
-    def start() -> Iterator[None]:
-        """A run, or a loss."""
-        seed_torch(0)
-        yield

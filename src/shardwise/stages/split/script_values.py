@@ -6,20 +6,24 @@ and names of a file and of a class: `criterion.hard = True`, `weight["contrast"]
 dictionaries.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardwise.stages.split.drawn_state import PLAIN
-from shardwise.stages.split.python_state import is_theirs
+from shardwise.stages.split.drawn_state import PLAIN, names_in
+from shardwise.stages.split.theirs import SPACES, files_named, is_own, is_theirs
 from shardwise.torch_private import buffer_slots, submodules, version_of
 
 #: No more things are looked at than these: a loss does not reach that far.
 _MOST = 2_000
+#: Of whole numbers that a script counts up, as many values are kinds of their own; then all of one power of two are.
+_MOST_NUMBERS = 8
 #: Attributes that every module has: torch's own, and `training`, which trials have both ways. A forward that is put in
 #: place is looked at elsewhere, and engines put some.
 _OF_TORCH = frozenset({*vars(nn.Module()), "forward"})
@@ -42,6 +46,51 @@ class Number:
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else version_of(tensor)
+
+
+class ValueKinds:
+    """By name, the kind of the first value of all that was ever set; and of those that now have another kind, which.
+
+    Values of one kind are tried once: a rate falls in every step.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, Hashable] = {}
+        self._others: dict[str, Hashable] = {}
+        self._seen: dict[str, set[int]] = {}
+
+    def note(self, name: str, was: Any, now: Any) -> None:
+        """A value is set."""
+        first = self._first.setdefault(name, self._kind(name, was))
+        kind = self._kind(name, now)
+        self._others.pop(name, None)
+        if kind != first:
+            self._others[name] = kind
+
+    @property
+    def now(self) -> Hashable:
+        """The same where all values are of the same kinds."""
+        return frozenset(self._others.items())
+
+    @property
+    def are_others(self) -> bool:
+        """Whether any is of another kind than at first."""
+        return bool(self._others)
+
+    def _kind(self, name: str, value: Any) -> Hashable:
+        """The value itself. Of numbers that are many, how large they are."""
+        kind: Any = value.was.item() if isinstance(value, Number) else value
+        if type(kind) not in (int, float) or kind in (0, 1):
+            return kind  # type: ignore[no-any-return]
+        if not math.isfinite(kind):
+            return repr(kind)
+        size = math.frexp(kind)[1]
+        if type(kind) is float:
+            return "a number", kind < 0, size
+        seen = self._seen.setdefault(name, set())
+        if len(seen) < _MOST_NUMBERS:
+            seen.add(kind)
+        return kind if kind in seen else ("a number", kind < 0, size)
 
 
 class Values:
@@ -105,9 +154,13 @@ def find_holders(module: nn.Module, loss: Any) -> list[Holder]:
                 waiting.append((kind.__name__, getattr(kind, "forward", None)))
     waiting.append(("", loss))
     most = len(seen) + _MOST
+    files: dict[int, _File] = {}
     while waiting and len(seen) < most:
         name, each = waiting.popleft()
         if type(each) in PLAIN or id(each) in seen:
+            continue
+        if isinstance(each, _File) and (known := files.setdefault(id(each.values), each)) is not each:
+            known.names += [key for key in each.names if key not in known.names]
             continue
         seen.add(id(each))
         holder = _holder_of(name, each)
@@ -167,17 +220,18 @@ def _of_cell(name: str, cell: CellType) -> Values:
     return Values(read, write)
 
 
-def _of_file(function: FunctionType) -> Values:
-    file, names = function.__globals__, sorted(set(names_in(function.__code__)))
-    return Values(lambda: {key: file[key] for key in names if key in file}, file.__setitem__)
+@dataclass(slots=True)
+class _File:
+    """What functions name of a file."""
+
+    name: str
+    values: dict[str, Any]
+    names: list[str]
 
 
-def names_in(code: CodeType) -> Iterator[str]:
-    """What a function names, and functions inside of it."""
-    yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from names_in(each)
+def _of_file(file: _File) -> Values:
+    held = file.values
+    return Values(lambda: {key: held[key] for key in file.names if key in held}, held.__setitem__)
 
 
 def names_in_classes(module: nn.Module, name: str) -> bool:
@@ -218,10 +272,17 @@ def _holder_of(name: str, each: Any) -> Holder | None:
         return Holder(name, _of_dictionary(each))
     if type(each) is list:
         return Holder(name, _of_list(each))
-    if isinstance(each, FunctionType):
-        return Holder("", _of_file(each)) if is_theirs(each) else None
-    is_own = is_theirs(type(each)) and not isinstance(each, type) and hasattr(each, "__dict__")
-    return Holder(name, _of_dictionary(vars(each))) if is_own else None
+    if isinstance(each, _File):
+        return Holder(each.name, _of_file(each))
+    if isinstance(each, type):
+        return Holder(each.__name__, _of_class(each)) if is_theirs(each) else None
+    return Holder(name, _of_dictionary(vars(each))) if _is_own(each) else None
+
+
+def _is_own(each: Any) -> bool:
+    """Whether it is an object of the user's, that has attributes."""
+    is_own = isinstance(each, SPACES) or (is_theirs(type(each)) and not isinstance(each, type))
+    return is_own and hasattr(each, "__dict__")
 
 
 def _held_by(name: str, each: Any) -> _Next:
@@ -241,7 +302,7 @@ def _held_by(name: str, each: Any) -> _Next:
         return [(f"{name}[{key!r}]", value) for key, value in each.items()]
     if isinstance(each, (list, tuple)):
         return [(f"{name}[{key}]", value) for key, value in enumerate(each)]
-    if is_theirs(type(each)) and not isinstance(each, type) and hasattr(each, "__dict__"):
+    if _is_own(each):
         own = [(f"{name}.{key}".strip("."), value) for key, value in vars(each).items()]
         return [*own, (name, getattr(type(each), "__call__", None))]  # noqa: B004 - its function is wanted
     return ()
@@ -250,7 +311,12 @@ def _held_by(name: str, each: Any) -> _Next:
 def _held_by_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield key, cell
-    for key in names_in(function.__code__):
-        held = function.__globals__.get(key)
-        if isinstance(held, (FunctionType, partial, nn.Module, dict, list)) or is_theirs(type(held)):
-            yield key, held
+    names = sorted(set(names_in(function.__code__)))
+    for name, file in files_named(function.__globals__, names):
+        yield name, _File(name, file, names)
+        for key in names:
+            held = file.get(key)
+            if isinstance(held, (FunctionType, partial, nn.Module, dict, list, *SPACES)) or is_theirs(type(held)):
+                yield f"{name}.{key}".strip("."), held
+            elif isinstance(held, type) and is_own(held):
+                yield key, held

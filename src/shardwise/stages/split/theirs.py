@@ -1,0 +1,54 @@
+"""Whose code it is, and which files a function of the user's own reads."""
+
+import sys
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import cache
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+#: Objects of these packages are not looked into: none of them belongs to one module.
+_NOT_THEIRS = frozenset({"torch", "shardwise", "numpy", "transformers", "triton", *sys.stdlib_module_names})
+#: Where packages are installed.
+_INSTALLED = ("site-packages", "dist-packages")
+#: Objects of Python's own that hold what a user puts there.
+SPACES = (SimpleNamespace, Namespace)
+
+
+def files_named(file: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A function's file, and others of the user's own that it reads something of: `import config`, `config.scale`."""
+    waiting, seen = deque([("", file)]), {id(file)}
+    while waiting:
+        place, each = waiting.popleft()
+        yield place, each
+        for key in names:
+            held = each.get(key)
+            if type(held) is ModuleType and _is_own(_package_of(held.__name__)) and id(vars(held)) not in seen:
+                seen.add(id(vars(held)))
+                waiting.append((f"{place}.{key}".strip("."), vars(held)))
+
+
+def is_theirs(each: Any) -> bool:
+    """Whether a class or a function is of the user's own code, or of a package that knows no more of us."""
+    return _package_of(_module_of(each)) not in _NOT_THEIRS
+
+
+def is_own(each: Any) -> bool:
+    """Whether a class or a function is of a script and its files, and of no package that was installed: these hold
+    registries of all that they have, and nobody sets what is in them between two blocks."""
+    return _is_own(_package_of(_module_of(each)))
+
+
+def _module_of(each: Any) -> str:
+    return str(getattr(each, "__module__", None) or "torch")
+
+
+def _package_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+@cache
+def _is_own(package: str) -> bool:
+    file = str(getattr(sys.modules.get(package), "__file__", None) or "")
+    return package not in _NOT_THEIRS and not any(each in file for each in _INSTALLED)

@@ -208,27 +208,7 @@ class TriedAgain:
         if before.tried.problem is None and now.tried.problem is not None and before.tried.kind is not LossKind.UNTRIED:
             raise ShardwiseError(f"{begin} {now.tried.problem}", remedy=now.tried.remedy)
         self._weigh_as(now, begin)
-        mixed = before.apart.mixed_in(now.apart)
-        if mixed:
-            wholes = ", ".join(f'"{name}": "whole"' for name in mixed[:2])
-            raise ShardwiseError(
-                f"{begin} {some(mixed)} cannot be cut over {self._plan.tp} ranks, as tp={self._plan.tp} has done:"
-                " channels see each other, or are counted, or others read their weight, or a layer behind is whole",
-                remedy=f"tensor={{{wholes}}} in sw.parallelize; or the value set before it is called",
-            )
-        if now.apart.unshared and not before.apart.unshared:
-            raise ShardwiseError(
-                f"{begin} nothing can be shared out along the sequence, as sp=true has done: {now.apart.unshared}",
-                remedy="sp=false in the plan",
-            )
-        for unit, names in now.read.items():
-            more = sorted(names - before.read.get(unit, names))
-            if more:
-                raise ShardwiseError(
-                    f"{begin} {unit} reads {some(more)}, which it did not when the engine was made, and which is not"
-                    f" there for it ({self._plan})",
-                    remedy=_AGAIN,
-                )
+        _check_cuts(begin, before, now, self._plan)
 
     def _weigh_as(self, now: _Found, begin: str) -> None:
         """Have parts of the loss weighed as trials have come to, if that is not how it is done."""
@@ -332,6 +312,31 @@ def _twin(module: nn.Module) -> nn.Module:
     for name, each in twin.named_modules():
         vars(each).update(shared_by(module.get_submodule(name)))
     return twin
+
+
+def _check_cuts(begin: str, before: _Found, now: _Found, plan: Plan) -> None:
+    """Refuse what goes against how layers were cut, shared out, or come."""
+    mixed = before.apart.mixed_in(now.apart)
+    if mixed:
+        wholes = ", ".join(f'"{name}": "whole"' for name in mixed[:2])
+        raise ShardwiseError(
+            f"{begin} {some(mixed)} cannot be cut over {plan.tp} ranks, as tp={plan.tp} has done:"
+            " channels see each other, or are counted, or others read their weight, or a layer behind is whole",
+            remedy=f"tensor={{{wholes}}} in sw.parallelize; or the value set before it is called",
+        )
+    if now.apart.unshared and not before.apart.unshared:
+        raise ShardwiseError(
+            f"{begin} nothing can be shared out along the sequence, as sp=true has done: {now.apart.unshared}",
+            remedy="sp=false in the plan",
+        )
+    for unit, names in now.read.items():
+        more = sorted(names - before.read.get(unit, names))
+        if more:
+            raise ShardwiseError(
+                f"{begin} {unit} reads {some(more)}, which it did not when the engine was made, and which is not"
+                f" there for it ({plan})",
+                remedy=_AGAIN,
+            )
 
 
 def _words(value: Any) -> str:

@@ -29,7 +29,7 @@ from shardwise.kernels.widen_triton import (
 )
 
 
-class Tile(NamedTuple):
+class RowTile(NamedTuple):
     """Numbers of the weight that a program has at a time, the most columns of them, tiles that are on their way, and
     warps."""
 
@@ -41,9 +41,18 @@ class Tile(NamedTuple):
 
 #: Of weights as they are: without a gate, and with one, of narrow and of wide rows; and how many bytes of a row are
 #: fetched into the cache while the kernel before ends. `benchmarks/serving.py --cases rows` tries others.
-WIDE, GATED, GATED_WIDE, AHEAD = Tile(16384, 1024, 3, 8), Tile(16384, 1024, 2, 8), Tile(16384, 2048, 2, 4), 2048
+WIDE, GATED, GATED_WIDE, AHEAD = (
+    RowTile(16384, 1024, 3, 8),
+    RowTile(16384, 1024, 2, 8),
+    RowTile(16384, 2048, 2, 4),
+    2048,
+)
 #: In fewer bits: behind a norm, which every program makes for itself, and without.
-EIGHT_BITS_NORMED, EIGHT_BITS, FOUR_BITS = Tile(16384, 1024, 2, 8), Tile(16384, 2048, 2, 8), Tile(16384, 2048, 2, 4)
+EIGHT_BITS_NORMED, EIGHT_BITS, FOUR_BITS = (
+    RowTile(16384, 1024, 2, 8),
+    RowTile(16384, 2048, 2, 8),
+    RowTile(16384, 2048, 2, 4),
+)
 #: From so many columns on rows are wide.
 MANY_COLUMNS = 2048
 _RUN = tl.constexpr(RUN)
@@ -96,6 +105,67 @@ def _normed_piece(
 
 
 @triton.jit
+def _rstd(x, residual, norm, new, k, eps, HAS_RESIDUAL: tl.constexpr, COLUMNS: tl.constexpr):
+    """What the row is multiplied by in its norm. The first program writes what it is with the residual."""
+    squares = tl.zeros((COLUMNS,), tl.float32)
+    for begin in range(0, k, COLUMNS):
+        at = begin + tl.arange(0, COLUMNS)
+        value = _normed_piece(x, residual, norm, at, at < k, 1.0, HAS_RESIDUAL, False)
+        squares += value * value
+        if HAS_RESIDUAL:
+            if tl.program_id(0) == 0:
+                tl.store(new + at, value.to(new.dtype.element_ty), mask=at < k)
+    return 1.0 / tl.sqrt(tl.sum(squares, 0) / k + eps)
+
+
+@triton.jit
+def _times_eight_bits(
+    total, other, here, under, begin, k, is_row, x, residual, norm, rstd,
+    HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of the weight times what is given to it, and of what lies under it, one place of words after the
+    other."""
+    words = _words(here, begin, k, is_row, total.shape[1], EIGHTS)
+    if ACTIVATION != "":
+        beneath = _words(under, begin, k, is_row, total.shape[1], EIGHTS)
+    for place in tl.static_range(4):
+        at = _columns(begin, place, total.shape[1], EIGHTS)
+        value = _normed_piece(x, residual, norm, at, at < k, rstd, HAS_RESIDUAL, HAS_NORM) * HALF_SHIFT
+        total += eight_bits_shifted(words, place) * value[None]
+        if ACTIVATION != "":
+            other += eight_bits_shifted(beneath, place) * value[None]
+    return total, other
+
+
+@triton.jit
+def _times_four_bits(
+    total, other, here, under, steps, steps_under, begin, k, is_row, x, residual, norm, rstd,
+    HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """The same of 4 bits, one group after the other."""
+    words = _words(here, begin, k, is_row, total.shape[1], FOURS)
+    step = _steps(steps, begin, k, is_row, total.shape[1])
+    if ACTIVATION != "":
+        beneath = _words(under, begin, k, is_row, total.shape[1], FOURS)
+        step_under = _steps(steps_under, begin, k, is_row, total.shape[1])
+    for group in tl.static_range(2):
+        made = tl.zeros(total.shape, tl.float32)
+        under_made = tl.zeros(total.shape, tl.float32)
+        whole = tl.zeros(total.shape[1:], tl.float32)
+        for place in tl.static_range(4 * group, 4 * group + 4):
+            at = _columns(begin, place, total.shape[1], FOURS)
+            value = _normed_piece(x, residual, norm, at, at < k, rstd, HAS_RESIDUAL, HAS_NORM)
+            whole += value
+            made += four_bits_shifted(words, place) * value[None]
+            if ACTIVATION != "":
+                under_made += four_bits_shifted(beneath, place) * value[None]
+        total += _scaled(made, whole, step, group)
+        if ACTIVATION != "":
+            other += _scaled(under_made, whole, step_under, group)
+    return total, other
+
+
+@triton.jit
 def _row_linear(
     x, weight, scales, bias, residual, norm, out, new, n, k, stride, eps,
     CODES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -118,15 +188,7 @@ def _row_linear(
         tl.extra.cuda.gdc_wait()
     rstd = 1.0
     if HAS_NORM:
-        squares = tl.zeros((COLUMNS,), tl.float32)
-        for begin in range(0, k, COLUMNS):
-            at = begin + column
-            value = _normed_piece(x, residual, norm, at, at < k, 1.0, HAS_RESIDUAL, False)
-            squares += value * value
-            if HAS_RESIDUAL:
-                if tl.program_id(0) == 0:
-                    tl.store(new + at, value.to(new.dtype.element_ty), mask=at < k)
-        rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / k + eps)
+        rstd = _rstd(x, residual, norm, new, k, eps, HAS_RESIDUAL, COLUMNS)
     num_runs: tl.constexpr = COLUMNS // _RUN
     if CODES == "":
         total = tl.zeros((ROWS,), tl.float32)
@@ -136,35 +198,16 @@ def _row_linear(
         other = tl.zeros((ROWS, num_runs, EIGHTS if CODES == "fp8" else FOURS), tl.float32)
     for begin in tl.range(0, k, COLUMNS, num_stages=STAGES):
         if CODES == "fp8":
-            words = _words(here, begin, k, is_row, num_runs, EIGHTS)
-            if ACTIVATION != "":
-                beneath = _words(under, begin, k, is_row, num_runs, EIGHTS)
-            for place in tl.static_range(4):
-                at = _columns(begin, place, num_runs, EIGHTS)
-                value = _normed_piece(x, residual, norm, at, at < k, rstd, HAS_RESIDUAL, HAS_NORM) * HALF_SHIFT
-                total += eight_bits_shifted(words, place) * value[None]
-                if ACTIVATION != "":
-                    other += eight_bits_shifted(beneath, place) * value[None]
+            total, other = _times_eight_bits(
+                total, other, here, under, begin, k, is_row, x, residual, norm, rstd,
+                HAS_RESIDUAL, HAS_NORM, ACTIVATION,
+            )  # fmt: skip
         elif CODES == "int4":
-            words = _words(here, begin, k, is_row, num_runs, FOURS)
-            steps = _steps(scales + there * (stride // FOURS), begin, k, is_row, num_runs)
-            if ACTIVATION != "":
-                beneath = _words(under, begin, k, is_row, num_runs, FOURS)
-                others = _steps(scales + (there + n) * (stride // FOURS), begin, k, is_row, num_runs)
-            for group in tl.static_range(2):
-                made = tl.zeros((ROWS, num_runs, FOURS), tl.float32)
-                under_made = tl.zeros((ROWS, num_runs, FOURS), tl.float32)
-                whole = tl.zeros((num_runs, FOURS), tl.float32)
-                for place in tl.static_range(4 * group, 4 * group + 4):
-                    at = _columns(begin, place, num_runs, FOURS)
-                    value = _normed_piece(x, residual, norm, at, at < k, rstd, HAS_RESIDUAL, HAS_NORM)
-                    whole += value
-                    made += four_bits_shifted(words, place) * value[None]
-                    if ACTIVATION != "":
-                        under_made += four_bits_shifted(beneath, place) * value[None]
-                total += _scaled(made, whole, steps, group)
-                if ACTIVATION != "":
-                    other += _scaled(under_made, whole, others, group)
+            steps = scales + there * (stride // FOURS)
+            total, other = _times_four_bits(
+                total, other, here, under, steps, steps + n * (stride // FOURS), begin, k, is_row,
+                x, residual, norm, rstd, HAS_RESIDUAL, HAS_NORM, ACTIVATION,
+            )  # fmt: skip
         else:
             at = begin + column
             mask = is_row[:, None] & (at < k)[None, :]
@@ -217,7 +260,7 @@ def forward(
     return out, new
 
 
-def _tile_for(weight: Tensor | NarrowWeight, *, has_norm: bool, has_gate: bool) -> Tile:
+def _tile_for(weight: Tensor | NarrowWeight, *, has_norm: bool, has_gate: bool) -> RowTile:
     if isinstance(weight, NarrowWeight):
         eight = EIGHT_BITS_NORMED if has_norm else EIGHT_BITS
         return eight if weight.kind == "fp8" else FOUR_BITS

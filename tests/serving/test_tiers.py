@@ -103,6 +103,27 @@ def test_files_survive_a_restart_and_damaged_ones_are_misses(tmp_path: Path) -> 
     assert damaged.load().prefix_cache_hits == 0
 
 
+@pytest.mark.parametrize("place", [0, 9, 16, 40, 16 + 99, "shorter", "longer"])
+def test_a_file_that_is_damaged_anywhere_is_a_miss_and_goes(place: int | str, tmp_path: Path) -> None:
+    """Its checksum, its name, its words, and the bytes behind the last whole one."""
+    files = FileTier(tmp_path, 10_000, 100)
+    name, block = first_name("m", ""), torch.arange(100, dtype=torch.uint8)
+    assert files.put(name, block)
+    files.settle()
+    found = files.find(name)
+    assert found is not None
+    assert torch.equal(files.places.views[found], block)
+    (path,) = tmp_path.glob("*.kv")
+    content = bytearray(path.read_bytes())
+    if isinstance(place, int):
+        content[place] ^= 1
+    path.write_bytes(content[:-1] if place == "shorter" else content + b"!" if place == "longer" else content)
+    assert files.find(name) is None
+    assert name not in files
+    files.close()
+    assert not path.exists()
+
+
 def test_a_disk_that_cannot_be_written_to_turns_the_files_off_with_one_line(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder", encoding="utf-8")

@@ -236,7 +236,7 @@ def rows() -> None:
 
         num_bytes = sum(each.nbytes for each in weights)
         for tile, columns, stages in itertools.product((4096, 8192, 16384), (1024, 2048), (2, 3, 4)):
-            one.WIDE = one.RowTile(tile, columns, stages, 8)
+            one.WIDE = one.GATED = one.GATED_WIDE = one.RowTile(tile, columns, stages, 8)
             share = num_bytes / timed(run_one, 5) / BANDWIDTH
             print(f"  {width}, 1 row: tile {tile} columns {columns} stages {stages}: {share:.0%}")
         for plain, gated in itertools.product(

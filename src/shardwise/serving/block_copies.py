@@ -48,8 +48,9 @@ class BlockCopies:
         self._cuda = torch.cuda if data.is_cuda else cuda
         #: Whether copies run beside steps.
         self.are_beside = self._cuda is not None
-        #: What is to go out: blocks with their places, the first first; and whether one of them was let go.
+        #: What is to go out: blocks with their places, the first first; which blocks; whether one of them was let go.
         self._to_leave: list[tuple[int, HostPlaces, int]] = []
+        self._are_to_leave: set[int] = set()
         self._awaits_one = False
         #: Blocks on their way out, the oldest first.
         self._leaving: dict[int, _Lot] = {}
@@ -66,12 +67,14 @@ class BlockCopies:
         """Copy a block to a place: now, or with others when `begin` is called, or anything that has to do with it."""
         if self.are_beside:
             self._to_leave.append((block, places, place))
+            self._are_to_leave.add(block)
         else:
             self._copy(places.views[place], self._blocks[block])
 
     def begin(self) -> None:
         """Begin all copies that were asked for: from here on places have their events."""
         going, self._to_leave = self._to_leave, []
+        self._are_to_leave.clear()
         for first in range(0, len(going), _AT_ONCE):
             some = going[first : first + _AT_ONCE]
             self._come_behind()
@@ -86,7 +89,7 @@ class BlockCopies:
 
     def let_go(self, block: int) -> None:
         """Whoever writes to this block next waits until it has gone out."""
-        if any(block == each for each, *_ in reversed(self._to_leave)):
+        if block in self._are_to_leave:
             self._awaits_one = True
             return
         lot = self._leaving.get(block)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from tests.ports import free_ports
+
 NODES = ("node1", "node2", "node3", "node4")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 
@@ -128,7 +130,7 @@ class Site:
 @contextmanager
 def slurm_site(folder: Path) -> Iterator[Site]:
     """Started, and ended with all that it has started."""
-    port = _free_ports(len(NODES) + 1)
+    port = free_ports(len(NODES) + 1)
     host = socket.gethostname().partition(".")[0]
     nodes = [
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port[1 + number]} CPUs=2 RealMemory=1000"
@@ -213,12 +215,6 @@ def _parent_of(process: int) -> int:
 
 def _command_of(process: int) -> str:
     return (Path("/proc") / str(process) / "cmdline").read_bytes().decode(errors="replace")
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in servers]
 
 
 def _until(is_so: Callable[[], object], problem: str, seconds: float = 60) -> None:

@@ -17,6 +17,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.launch import at_node, membership
 from shardwise.trace.journal import note, read_journal
 from shardwise.trace.metrics import read_metrics
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -79,7 +80,7 @@ def test_where_no_other_host_is_left_it_is_over(ssh: str) -> None:
 
 
 def launch(ssh: str, *words: str) -> list[str]:
-    hosts = ["--hosts", ",".join(FOUR), "--port", "29733", "--env", "PYTHONPATH", "--env", "OMP_NUM_THREADS"]
+    hosts = ["--hosts", ",".join(FOUR), "--port", str(free_port()), "--env", "PYTHONPATH", "--env", "OMP_NUM_THREADS"]
     return ["launch", "--on", "hosts", "--device", "cpu", "--ssh", ssh, *hosts, *words]
 
 

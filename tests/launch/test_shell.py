@@ -20,6 +20,7 @@ from shardwise.launch import at_node
 from shardwise.launch.work import read_work
 from shardwise.trace.journal import note, read_journal
 from shardwise.trace.metrics import read_metrics
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 LOCAL = ["launch", "--on", "local", "--device", "cpu"]
@@ -215,9 +216,8 @@ def test_nodes_that_differ_are_named() -> None:
 
 
 def test_a_node_reports_whether_it_sees_the_folder_and_a_port_that_is_taken(tmp_path: Path) -> None:
-    mark = at_node.write_mark(tmp_path)
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
+    mark, port = at_node.write_mark(tmp_path), free_port()
+    with socket.create_server(("", port)):
         told = at_node.report(tmp_path, mark, port)
         assert told["is_shared"]
         assert not told["is_port_free"]
@@ -305,8 +305,7 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     (folder / "known").write_text((folder / "user.pub").read_text())
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     (folder / "config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/known\n"
         f"StrictModes no\nPidFile none\nUsePAM no\nPermitRootLogin yes\n"
@@ -345,7 +344,7 @@ def test_hosts_are_asked_before_anything_is_started(here: Path, ssh: str, capsys
 
 @pytest.mark.whole
 def test_two_hosts_train_together_over_ssh(here: Path, ssh: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = hosts_words(ssh, "--hosts", "127.0.0.1,localhost", "--port", "29717", "--follow")
+    words = hosts_words(ssh, "--hosts", "127.0.0.1,localhost", "--port", str(free_port()), "--follow")
     assert main([*words, "--", "train", "tiny", "--plan", "dp=2", "--set", "steps=4", "--folder", "run"]) == 0
     assert "plan dp=2 on 2 x cpu" in capsys.readouterr().out
     (start,) = [each for each in read_journal(here / "run") if each["event"] == "start"]

@@ -1,7 +1,6 @@
 """Jobs on a real Slurm: submitted, followed, stopped before their limit and queued again, cancelled, and lost nodes."""
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from shardwise.trace.journal import read_journal
 from shardwise.trace.metrics import read_metrics
 from tests.launch import site as slurm
 from tests.launch.site import Site
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 SLURM = ["launch", "--on", "slurm", "--device", "cpu"]
@@ -232,8 +232,7 @@ def test_the_limit_itself_makes_a_job_save_and_go_back_to_the_queue(site: Site) 
 def test_a_server_is_a_job_that_answers(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_API_KEY", "key")
     assert main(["train", "tiny", "--devices", "1", "--set", "steps=1", "--folder", "trained"]) == 0
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     assert main([*SLURM, "--folder", "run", "--", "serve", "trained", "--plan", "tp=1", "--port", str(port)]) == 0
 
     def health() -> bool:

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,17 +14,12 @@ from typing import Any
 from shardwise.copies.memory import find_id, memory_of
 from shardwise.trace.journal import read_journal
 from shardwise.trace.metrics import read_metrics
+from tests.ports import free_port
 from tests.training.programs import STEADY
 
 ROOT = Path(__file__).parents[2]
 #: Who does not answer for some seconds is gone, and others are waited for no longer than four.
 MEETING = "keep_alive_interval=2,keep_alive_max_attempt=8,last_call_timeout=4"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def train_words(folder: Path, plan: str, *, copies_every: int = 2, **changes: Any) -> list[str]:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from shardwise.ranks.spawn import Ranks
 from shardwise.training.checkpoint.index import saved_steps
 from shardwise.training.job import Job
 from shardwise.training.recipe import get_recipe
+from tests.ports import free_port
 from tests.training import test_restart as restart
 from tests.training.programs import losses_of
 from tests.training.test_restart import ROOT, undisturbed, workers
@@ -24,12 +24,6 @@ PLAN = "dp=2,zero=1"
 CHANGES = {**restart.CHANGES, "steps": STEPS}
 #: Who does not answer for eight seconds is gone, and others are waited for no longer than five.
 MEETING = "keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=5"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def start_agent(folder: Path, port: int, *, is_host: bool) -> subprocess.Popen[str]:

@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any
 from urllib.request import Request, urlopen
 
+from tests.ports import free_port
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 DRIVER = "chromedriver"
 _FLAGS = (
@@ -36,6 +38,24 @@ def find_browser() -> str | None:
     return next((path for name in BROWSERS if (path := shutil.which(name)) is not None), None)
 
 
+def _start_driver(tries: int = 10) -> tuple[subprocess.Popen[str], int]:
+    """Start chromedriver, and return it with the port on which it listens.
+
+    It wants the same port for IPv4 and IPv6. Where one of them is taken chromedriver ends, and is started again with
+    another.
+    """
+    for _ in range(tries):
+        driver = subprocess.Popen([DRIVER, f"--port={free_port()}"], stdout=subprocess.PIPE, text=True)
+        assert driver.stdout is not None, "its output is read"
+        for line in driver.stdout:
+            found = re.search(r"started successfully on port (\d+)", line)
+            if found is not None:
+                return driver, int(found[1])
+        driver.stdout.close()
+        driver.wait()
+    raise AssertionError(f"chromedriver was started {tries} times, and ended each time before it listened")
+
+
 class Browser:
     """One window. What it is asked to do it has done when the call returns."""
 
@@ -43,8 +63,8 @@ class Browser:
         binary = find_browser()
         assert binary is not None, "there is no browser"
         self._profile = tempfile.TemporaryDirectory(prefix="browser-")
-        self._driver = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, text=True)
-        self._address = f"http://127.0.0.1:{self._read_port()}"
+        self._driver, port = _start_driver()
+        self._address = f"http://127.0.0.1:{port}"
         flags = [*_FLAGS, f"--user-data-dir={self._profile.name}", f"--window-size={width},{height}"]
         wanted = {
             "browserName": "chrome",
@@ -136,11 +156,3 @@ class Browser:
         request = Request(self._address + path, data=data, method=method, headers={"Content-Type": "application/json"})
         with urlopen(request, timeout=60) as answer:
             return json.load(answer)["value"]
-
-    def _read_port(self) -> int:
-        assert self._driver.stdout is not None, "its output is read"
-        for line in self._driver.stdout:
-            found = re.search(r"started successfully on port (\d+)", line)
-            if found is not None:
-                return int(found[1])
-        raise AssertionError("chromedriver ended before it said where it listens")

@@ -248,11 +248,29 @@ def packed(case: Callable[..., Any]) -> Any:
 
 def variants() -> Iterator[tuple[str, ModuleType, list[dict[str, int]]]]:
     """For each kernel with settings of its own, its module and others to try."""
-    from shardwise.kernels import cross_entropy_triton, gated_triton, norm_triton
+    from shardwise.kernels import cross_entropy_triton, experts_triton, gated_triton, norm_triton, rotary_triton
 
-    norm = [{"A_WARP": warp, "BACKWARD_PROGRAMS": programs} for warp in (256, 512, 1024) for programs in (2, 4, 8)]
+    norm = [
+        {"A_WARP": warp, "STAGES": stages, "A_NUMBER": registers}
+        for warp in (256, 512, 1024)
+        for stages in (1, 2, 3)
+        for registers in (3, 5, 7)
+    ]
     yield "rms_norm_2048", norm_triton, norm
     yield "rms_norm_4096", norm_triton, norm
+    turns = [
+        {"PAIRS": pairs, "TOKENS": tokens, "WARPS": warps}
+        for pairs in (1024, 2048, 4096, 8192)
+        for tokens in (1, 2, 4, 8)
+        for warps in (4, 8)
+    ]
+    yield "rotary", rotary_triton, turns
+    yield (
+        "route",
+        experts_triton,
+        [{"SCORES": scores, "WARPS": warps} for scores in (256, 512, 1024, 2048) for warps in (1, 2, 4, 8)],
+    )
+    yield "permute", experts_triton, [{"BLOCK": block} for block in (512, 1024, 2048, 4096)]
     blocks = [{"BLOCK": block, "WARPS": warps} for block in (1024, 2048, 4096) for warps in (4, 8)]
     yield "gated", gated_triton, blocks
     large = [{"BLOCK": block, "WARPS": warps} for block in (2048, 4096, 8192, 16_384) for warps in (4, 8, 16)]

@@ -1,5 +1,7 @@
 """RMS and layer norm, with a residual and without."""
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +25,13 @@ def test_norms_are_those_of_their_definitions(shape: tuple[int, ...], dtype: tor
 
 def test_a_layer_norm_may_have_no_bias() -> None:
     assert_alike(kernels.layer_norm, (random_of(6, 48), random_of(48)))
+
+
+def test_the_sums_of_many_programs_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = importlib.import_module("shardwise.kernels.norm_triton")  # Not above: the interpreter is chosen first.
+    monkeypatch.setattr(programs, "SUMS", 2)
+    monkeypatch.setattr(programs, "TILE", 16)
+    assert_alike(kernels.layer_norm, (random_of(9, 24), random_of(24), random_of(24)))
 
 
 def test_rows_may_lie_apart_or_in_another_order() -> None:

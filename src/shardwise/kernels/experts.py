@@ -171,9 +171,9 @@ class _Permute(Function):
         ctx.num_chosen = rows.numel() // max(tokens.shape[0], 1)
         ctx.has_kernel = has_kernel
         if has_kernel:
-            from shardwise.kernels.experts_triton import gather_rows
+            from shardwise.kernels.experts_triton import copy_rows
 
-            return cast(Tensor, gather_rows(tokens, order, max(ctx.num_chosen, 1)))
+            return cast(Tensor, copy_rows(tokens, rows, max(ctx.num_chosen, 1), order.numel()))
         return tokens.index_select(0, order // max(ctx.num_chosen, 1))
 
     @staticmethod

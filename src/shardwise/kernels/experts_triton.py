@@ -11,84 +11,99 @@ from torch.library import custom_op
 
 #: Numbers of a row that a program takes at a time.
 BLOCK = 2048
+#: Scores of tokens that a program holds, and its warps: a processor has room for more warps than programs.
+#: `benchmarks/kernels.py --sweep` tries others.
+SCORES, WARPS = 1024, 4
 
 
 @triton.jit
 def _scores(logits, mask, IS_SIGMOID: tl.constexpr):
     if IS_SIGMOID:
         return tl.where(mask, tl.sigmoid(logits), 0.0)
-    shifted = tl.exp(logits - tl.max(logits, 0))
+    shifted = tl.exp(logits - tl.max(logits, 1)[:, None])
     shifted = tl.where(mask, shifted, 0.0)
-    return shifted / tl.sum(shifted, 0)
+    return shifted / tl.sum(shifted, 1)[:, None]
 
 
 @triton.jit
 def _route(
-    logits, correction, weights, experts, stride, num_experts, scale,
+    logits, correction, weights, experts, stride, tokens, num_experts, scale,
     CHOSEN: tl.constexpr, CHOSEN_BLOCK: tl.constexpr, IS_SIGMOID: tl.constexpr, NORMALISED: tl.constexpr,
-    HAS_CORRECTION: tl.constexpr, EXPERTS: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, EXPERTS)
-    mask = expert < num_experts
-    logit = tl.load(logits + token * stride + expert, mask=mask, other=-float("inf")).to(tl.float32)
-    scores = _scores(logit, mask, IS_SIGMOID)
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    expert = tl.arange(0, EXPERTS)[None, :]
+    is_expert = expert < num_experts
+    # Tokens behind the last one are a row of equal scores: no NaN of theirs, and nothing of it is written.
+    logit = tl.load(logits + token * stride + expert, mask=(token < tokens) & is_expert, other=0.0).to(tl.float32)
+    logit = tl.where(is_expert, logit, -float("inf"))
+    scores = _scores(logit, is_expert, IS_SIGMOID)
     ranked = scores
     if HAS_CORRECTION:
-        ranked += tl.load(correction + expert, mask=mask, other=0.0).to(tl.float32)
+        ranked += tl.load(correction + expert, mask=is_expert, other=0.0).to(tl.float32)
     # NaN is the highest, as for torch, and what is not taken yet is above what is.
     ranked = tl.where(ranked != ranked, 3.4e38, tl.minimum(tl.maximum(ranked, -3.4e38), 3.4e38))
-    ranked = tl.where(mask, ranked, -float("inf"))
-    slot = tl.arange(0, CHOSEN_BLOCK)
-    best = tl.zeros((CHOSEN_BLOCK,), tl.int32)
-    found = tl.zeros((CHOSEN_BLOCK,), tl.float32)
+    ranked = tl.where(is_expert, ranked, -float("inf"))
+    slot = tl.arange(0, CHOSEN_BLOCK)[None, :]
+    best = tl.zeros((TOKENS, CHOSEN_BLOCK), tl.int32)
+    found = tl.zeros((TOKENS, CHOSEN_BLOCK), tl.float32)
     for nth in tl.static_range(CHOSEN):
-        highest = tl.max(ranked, 0)
-        at = tl.min(tl.where(ranked == highest, expert, EXPERTS - 1), 0)
+        highest = tl.max(ranked, 1)[:, None]
+        at = tl.min(tl.where(ranked == highest, expert, EXPERTS - 1), 1)[:, None]
+        is_at = expert == at
         best = tl.where(slot == nth, at, best)
-        found = tl.where(slot == nth, tl.sum(tl.where(expert == at, scores, 0.0), 0), found)
-        ranked = tl.where(expert == at, -float("inf"), ranked)
+        found = tl.where(slot == nth, tl.sum(tl.where(is_at, scores, 0.0), 1)[:, None], found)
+        ranked = tl.where(is_at, -float("inf"), ranked)
     if NORMALISED:
-        found = found / (tl.sum(found, 0) + 1e-20)
-    tl.store(weights + token * CHOSEN + slot, found * scale, mask=slot < CHOSEN)
-    tl.store(experts + token * CHOSEN + slot, best.to(tl.int64), mask=slot < CHOSEN)
+        found = found / (tl.sum(found, 1)[:, None] + 1e-20)
+    mask = (token < tokens) & (slot < CHOSEN)
+    tl.store(weights + token * CHOSEN + slot, found * scale, mask=mask)
+    tl.store(experts + token * CHOSEN + slot, best.to(tl.int64), mask=mask)
 
 
 @triton.jit
 def _route_backward(
-    gradient, logits, experts, out, stride, num_experts, scale,
-    CHOSEN: tl.constexpr, IS_SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, EXPERTS: tl.constexpr,
+    gradient, logits, experts, out, stride, tokens, num_experts, scale,
+    CHOSEN: tl.constexpr, IS_SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, EXPERTS)
-    mask = expert < num_experts
-    logit = tl.load(logits + token * stride + expert, mask=mask, other=-float("inf")).to(tl.float32)
-    scores = _scores(logit, mask, IS_SIGMOID)
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    is_token = token < tokens
+    expert = tl.arange(0, EXPERTS)[None, :]
+    is_expert = expert < num_experts
+    logit = tl.load(logits + token * stride + expert, mask=is_token & is_expert, other=0.0).to(tl.float32)
+    logit = tl.where(is_expert, logit, -float("inf"))
+    scores = _scores(logit, is_expert, IS_SIGMOID)
     # The gradients of the chosen, each at its expert.
-    is_chosen = tl.zeros((EXPERTS,), tl.int32)
-    d = tl.zeros((EXPERTS,), tl.float32)
+    is_chosen = tl.zeros((TOKENS, EXPERTS), tl.int32)
+    d = tl.zeros((TOKENS, EXPERTS), tl.float32)
     for nth in tl.static_range(CHOSEN):
-        at = tl.load(experts + token * CHOSEN + nth).to(tl.int32)
-        d = tl.where(expert == at, tl.load(gradient + token * CHOSEN + nth).to(tl.float32) * scale, d)
+        at = tl.load(experts + token * CHOSEN + nth, mask=is_token, other=0).to(tl.int32)
+        value = tl.load(gradient + token * CHOSEN + nth, mask=is_token, other=0.0).to(tl.float32) * scale
+        d = tl.where(expert == at, value, d)
         is_chosen = tl.where(expert == at, 1, is_chosen)
     if NORMALISED:
         chosen = tl.where(is_chosen == 1, scores, 0.0)
-        total = tl.sum(chosen, 0) + 1e-20
-        d = tl.where(is_chosen == 1, (d - tl.sum(d * chosen, 0) / total) / total, 0.0)
+        total = tl.sum(chosen, 1)[:, None] + 1e-20
+        d = tl.where(is_chosen == 1, (d - tl.sum(d * chosen, 1)[:, None] / total) / total, 0.0)
     if IS_SIGMOID:
         d = d * scores * (1.0 - scores)
     else:
-        d = scores * (d - tl.sum(d * scores, 0))
-    tl.store(out + token * num_experts + expert, d.to(out.dtype.element_ty), mask=mask)
+        d = scores * (d - tl.sum(d * scores, 1)[:, None])
+    tl.store(out + token * num_experts + expert, d.to(out.dtype.element_ty), mask=is_token & is_expert)
 
 
 @triton.jit
-def _gather(x, order, out, stride, n, chosen, BLOCK: tl.constexpr):
+def _copy(x, rows, out, stride, num_rows, n, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    # By token: each is read once, wherever its rows are. By row, tokens would come from memory once for each choice.
     blocks = tl.cdiv(n, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(order + row) // chosen
-    tl.store(out + row * n + column, tl.load(x + token * stride + column, mask=column < n), mask=column < n)
+    value = tl.load(x + token * stride + column, mask=column < n)
+    for nth in tl.static_range(CHOSEN):
+        row = tl.load(rows + token * CHOSEN + nth).to(tl.int64)
+        end = tl.where(row < num_rows, n, 0)  # A dropped choice has no row.
+        tl.store(out + row * n + column, value, mask=column < end)
 
 
 @triton.jit
@@ -124,6 +139,11 @@ def _spread(gradient, outputs, weights, rows, d_outputs, d_weights, stride, num_
     tl.store(d_weights + choice, tl.sum(total, 0).to(d_weights.dtype.element_ty))
 
 
+def _tile(num_experts: int) -> dict[str, int]:
+    experts = triton.next_power_of_2(num_experts)
+    return {"TOKENS": max(1, SCORES // experts), "EXPERTS": experts, "num_warps": WARPS}
+
+
 def _lying(x: Tensor) -> Tensor:
     return x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous()
 
@@ -137,11 +157,11 @@ def choose_experts(
     weights = torch.empty((tokens, num_chosen), dtype=torch.float32, device=logits.device)
     experts = torch.empty((tokens, num_chosen), dtype=torch.int64, device=logits.device)
     if tokens:
-        _route[(tokens,)](
-            logits, correction, weights, experts, logits.stride(0), num_experts, scale,
+        tile = _tile(num_experts)
+        _route[(triton.cdiv(tokens, tile["TOKENS"]),)](
+            logits, correction, weights, experts, logits.stride(0), tokens, num_experts, scale,
             CHOSEN=num_chosen, CHOSEN_BLOCK=triton.next_power_of_2(num_chosen), IS_SIGMOID=is_sigmoid,
-            NORMALISED=normalised, HAS_CORRECTION=correction is not None,
-            EXPERTS=triton.next_power_of_2(num_experts), num_warps=1 if num_experts <= 256 else 4,
+            NORMALISED=normalised, HAS_CORRECTION=correction is not None, **tile,
         )  # fmt: skip
     return weights, experts
 
@@ -158,11 +178,12 @@ def choose_experts_backward(
 ) -> Tensor:
     logits = _lying(logits)
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    if logits.shape[0]:
-        _route_backward[(logits.shape[0],)](
-            gradient.contiguous(), logits, experts, out, logits.stride(0), logits.shape[1], scale,
-            CHOSEN=experts.shape[1], IS_SIGMOID=is_sigmoid, NORMALISED=normalised,
-            EXPERTS=triton.next_power_of_2(logits.shape[1]), num_warps=1 if logits.shape[1] <= 256 else 4,
+    tokens, num_experts = logits.shape
+    if tokens:
+        tile = _tile(num_experts)
+        _route_backward[(triton.cdiv(tokens, tile["TOKENS"]),)](
+            gradient.contiguous(), logits, experts, out, logits.stride(0), tokens, num_experts, scale,
+            CHOSEN=experts.shape[1], IS_SIGMOID=is_sigmoid, NORMALISED=normalised, **tile,
         )  # fmt: skip
     return out
 
@@ -172,20 +193,23 @@ def _(gradient, logits, experts, is_sigmoid, normalised, scale):
     return logits.new_empty(logits.shape)
 
 
-@custom_op("shardwise::gather_rows", mutates_args=())
-def gather_rows(x: Tensor, order: Tensor, num_chosen: int) -> Tensor:
+@custom_op("shardwise::copy_rows", mutates_args=())
+def copy_rows(x: Tensor, rows: Tensor, num_chosen: int, num_rows: int) -> Tensor:
+    """Each token at all of its rows, of which there are `num_rows`."""
     x = _lying(x)
     n = x.shape[1]
-    out = torch.empty((order.numel(), n), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     if out.numel():
         block = min(BLOCK, triton.next_power_of_2(n))
-        _gather[(order.numel() * triton.cdiv(n, block),)](x, order, out, x.stride(0), n, num_chosen, BLOCK=block)
+        _copy[(x.shape[0] * triton.cdiv(n, block),)](
+            x, rows, out, x.stride(0), num_rows, n, CHOSEN=num_chosen, BLOCK=block
+        )
     return out
 
 
-@gather_rows.register_fake
-def _(x, order, num_chosen):
-    return x.new_empty((order.numel(), x.shape[1]))
+@copy_rows.register_fake
+def _(x, rows, num_chosen, num_rows):
+    return x.new_empty((num_rows, x.shape[1]))
 
 
 @custom_op("shardwise::sum_rows", mutates_args=())

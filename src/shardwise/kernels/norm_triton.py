@@ -11,9 +11,14 @@ from torch.library import custom_op
 
 from shardwise.kernels.launch import num_processors, overlapping, rows_of
 
-#: Numbers that a program holds at once, where rows are short; how many of them a warp has; and how many programs of
-#: the backward a processor has. `benchmarks/kernels.py --sweep` tries others.
-TILE, A_WARP, BACKWARD_PROGRAMS = 2048, 512, 8
+#: Numbers that a program holds at once, where rows are short; how many of them a warp has; and how many rows of the
+#: backward are on their way or in use. `benchmarks/kernels.py --sweep` tries others.
+TILE, A_WARP, STAGES = 2048, 512, 2
+#: Registers of a multiprocessor, and how many of them a program of the backward has for each number of its tile; one
+#: more for the gradient of a residual, and one for that of a bias.
+REGISTERS, A_NUMBER = 65_536, 5
+#: Sums of programs, and columns of them, that are added up at a time.
+SUMS, COLUMNS = 256, 16
 #: Up to so many rows a norm of a decode step takes little more than its beginning and end, which overlap with those of
 #: the kernels beside it.
 FEW_ROWS = 256
@@ -58,7 +63,7 @@ def _forward(
 def _backward(
     d_normed, d_new, new, weight, means, rstds, dx, dw, db, d_normed_stride, d_new_stride, new_stride, rows, n,
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, IS_LAYER: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -66,7 +71,7 @@ def _backward(
     w = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
     w_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     b_sum = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tile in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    for tile in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         mask = (row < rows)[:, None] & is_column[None, :]
         value = tl.load(new + row[:, None] * new_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -96,10 +101,33 @@ def _backward(
         tl.store(db + program * n + column, tl.sum(b_sum, 0), mask=is_column)
 
 
+@triton.jit
+def _add_up(sums, dw, db, programs, n, SUMS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.program_id(1)
+    total = tl.zeros((SUMS, COLUMNS), tl.float32)
+    for begin in range(0, programs, SUMS):
+        program = begin + tl.arange(0, SUMS)
+        mask = (program < programs)[:, None] & (column < n)[None, :]
+        total += tl.load(sums + (part * programs + program)[:, None] * n + column[None, :], mask=mask, other=0.0)
+    found = tl.sum(total, 0).to(dw.dtype.element_ty)
+    if part == 0:
+        tl.store(dw + column, found, mask=column < n)
+    else:
+        tl.store(db + column, found, mask=column < n)
+
+
 def _tile(n: int) -> dict[str, int]:
     block = triton.next_power_of_2(max(n, 1))
     num_rows = max(1, TILE // block)
     return {"ROWS": num_rows, "BLOCK": block, "num_warps": min(16, max(1, num_rows * block // A_WARP))}
+
+
+def _num_programs(device: torch.device, tile: dict[str, int], num_more: int) -> int:
+    """As many as a GPU has room for at once: each takes one tile after the other, and a program that had to wait for
+    another's end would begin when all should be over."""
+    registers = tile["ROWS"] * tile["BLOCK"] * (A_NUMBER + num_more)
+    return num_processors(device) * max(1, REGISTERS // registers)
 
 
 @custom_op("shardwise::norm_forward", mutates_args=())
@@ -158,15 +186,16 @@ def norm_backward(
     if not new.numel():
         return dx, torch.zeros_like(weight), torch.zeros_like(weight) if has_bias else weight.new_empty(0)
     tile = _tile(n)
-    programs = min(triton.cdiv(rows, tile["ROWS"]), num_processors(new.device) * BACKWARD_PROGRAMS)
+    programs = min(triton.cdiv(rows, tile["ROWS"]), _num_programs(new.device, tile, (d_new is not None) + has_bias))
     sums = torch.empty((1 + has_bias, programs, n), dtype=torch.float32, device=new.device)
+    dw, db = torch.empty_like(weight), weight.new_empty(n if has_bias else 0)
     _backward[(programs,)](
         d_normed, d_new, new, weight.contiguous(), mean, rstd, dx, sums[0], sums[-1],
         *(0 if each is None else each.stride(0) for each in (d_normed, d_new, new)), rows, n,
-        HAS_RESIDUAL=d_new is not None, HAS_BIAS=has_bias, IS_LAYER=is_layer, **tile,
+        HAS_RESIDUAL=d_new is not None, HAS_BIAS=has_bias, IS_LAYER=is_layer, STAGES=STAGES, **tile,
     )  # fmt: skip
-    found = sums.sum(1).to(weight.dtype)
-    return dx, found[0].clone() if has_bias else found[0], found[1].clone() if has_bias else weight.new_empty(0)
+    _add_up[(triton.cdiv(n, COLUMNS), 1 + has_bias)](sums, dw, db, programs, n, SUMS=SUMS, COLUMNS=COLUMNS)
+    return dx, dw, db
 
 
 @norm_backward.register_fake

@@ -1,4 +1,4 @@
-"""The program of `rotary.py`: one token a program, all heads of its query and its key."""
+"""The program of `rotary.py`: a few tokens a program, all heads of their queries and keys."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803, ARG001
@@ -9,52 +9,59 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
+#: Pairs of a query that a program turns at a time (a token of 32 heads of 128 has so many), its tokens at most, and its
+#: warps. `benchmarks/kernels.py --sweep` tries others.
+PAIRS, TOKENS, WARPS = 2048, 4, 4
+
 
 @triton.jit
 def _turn(
-    x, y, batch, token, cosine, sine, x_batch, x_head, x_token, y_batch, y_head, y_token, half, num_heads, sign,
-    FROM: tl.constexpr, TO: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    x, y, batch, token, is_token, cosine, sine, x_batch, x_head, x_token, y_batch, y_head, y_token, half, num_heads,
+    sign, FROM: tl.constexpr, TO: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    pair = tl.arange(0, HALF)
+    pair = tl.arange(0, HALF)[None, None, :]
     for begin in range(0, num_heads, HEADS):
-        head = begin + tl.arange(0, HEADS)
-        mask = (head < num_heads)[:, None] & (pair < half)[None, :]
-        here = x + batch * x_batch + token * x_token + head.to(tl.int64)[:, None] * x_head
+        head = (begin + tl.arange(0, HEADS))[None, :, None]
+        mask = is_token[:, None, None] & (head < num_heads) & (pair < half)
+        here = x + (batch * x_batch + token * x_token)[:, None, None] + head.to(tl.int64) * x_head
         # Pairs beside each other lie at 2i and 2i + 1, those half a head apart at i and half + i.
         step = 2 if FROM else 1
         apart = 1 if FROM else half
-        first = tl.load(here + pair[None, :] * step, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(here + pair[None, :] * step + apart, mask=mask, other=0.0).to(tl.float32)
-        there = y + batch * y_batch + token * y_token + head.to(tl.int64)[:, None] * y_head
+        first = tl.load(here + pair * step, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(here + pair * step + apart, mask=mask, other=0.0).to(tl.float32)
+        there = y + (batch * y_batch + token * y_token)[:, None, None] + head.to(tl.int64) * y_head
         step = 2 if TO else 1
         apart = 1 if TO else half
-        c, s = cosine[None, :], sine[None, :] * sign
-        tl.store(there + pair[None, :] * step, (first * c - second * s).to(y.dtype.element_ty), mask=mask)
-        tl.store(there + pair[None, :] * step + apart, (second * c + first * s).to(y.dtype.element_ty), mask=mask)
+        c, s = cosine[:, None, :], sine[:, None, :] * sign
+        tl.store(there + pair * step, (first * c - second * s).to(y.dtype.element_ty), mask=mask)
+        tl.store(there + pair * step + apart, (second * c + first * s).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _rotate(
-    query, key, cosine, sine, positions, query_out, key_out, num_tokens, half, query_heads, key_heads, sign,
+    query, key, cosine, sine, positions, query_out, key_out, all_tokens, num_tokens, half, query_heads, key_heads, sign,
     q_batch, q_head, q_token, k_batch, k_head, k_token, qo_batch, qo_head, qo_token, ko_batch, ko_head, ko_token,
     c_batch, c_token, s_batch, s_token, p_batch, p_token,
     HAS_POSITIONS: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr,
-    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr,
+    TOKENS: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    batch = (tl.program_id(0) // num_tokens).to(tl.int64)
-    token = (tl.program_id(0) % num_tokens).to(tl.int64)
+    index = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = index < all_tokens
+    batch = (index // num_tokens).to(tl.int64)
+    token = (index % num_tokens).to(tl.int64)
     position = token
     if HAS_POSITIONS:
-        position = tl.load(positions + batch * p_batch + token * p_token).to(tl.int64)
-    pair = tl.arange(0, HALF)
-    c = tl.load(cosine + batch * c_batch + position * c_token + pair, mask=pair < half, other=0.0).to(tl.float32)
-    s = tl.load(sine + batch * s_batch + position * s_token + pair, mask=pair < half, other=0.0).to(tl.float32)
+        position = tl.load(positions + batch * p_batch + token * p_token, mask=is_token, other=0).to(tl.int64)
+    pair = tl.arange(0, HALF)[None, :]
+    mask = is_token[:, None] & (pair < half)
+    c = tl.load(cosine + (batch * c_batch + position * c_token)[:, None] + pair, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(sine + (batch * s_batch + position * s_token)[:, None] + pair, mask=mask, other=0.0).to(tl.float32)
     _turn(
-        query, query_out, batch, token, c, s, q_batch, q_head, q_token, qo_batch, qo_head, qo_token,
+        query, query_out, batch, token, is_token, c, s, q_batch, q_head, q_token, qo_batch, qo_head, qo_token,
         half, query_heads, sign, FROM, TO, QUERY_HEADS, HALF,
     )  # fmt: skip
     _turn(
-        key, key_out, batch, token, c, s, k_batch, k_head, k_token, ko_batch, ko_head, ko_token,
+        key, key_out, batch, token, is_token, c, s, k_batch, k_head, k_token, ko_batch, ko_head, ko_token,
         half, key_heads, sign, FROM, TO, KEY_HEADS, HALF,
     )  # fmt: skip
 
@@ -75,16 +82,19 @@ def rotate_into(
         return (0 if table.shape[0] == 1 else table.stride(0)), (0 if table.shape[1] == 1 else table.stride(1))
 
     def tile(num_heads: int) -> int:
-        # 2048 pairs at a time: a token of 32 heads of 128 at once.
-        return min(triton.next_power_of_2(num_heads), max(1, 2048 // triton.next_power_of_2(half)))
+        return min(triton.next_power_of_2(num_heads), max(1, PAIRS // triton.next_power_of_2(half)))
 
-    _rotate[(batch * num_tokens,)](
-        query, key, cosine, sine, positions, query_out, key_out, num_tokens, half, query_heads, key.shape[1], sign,
+    all_tokens = batch * num_tokens
+    tokens = max(1, min(TOKENS, PAIRS // (tile(query_heads) * triton.next_power_of_2(half))))
+    _rotate[(triton.cdiv(all_tokens, tokens),)](
+        query, key, cosine, sine, positions, query_out, key_out, all_tokens, num_tokens, half, query_heads,
+        key.shape[1], sign,
         *(stride for each in (query, key, query_out, key_out) for stride in each.stride()[:3]),
         *steps(cosine), *steps(sine),
         *((0, 0) if positions is None else steps(positions[..., None])),
         HAS_POSITIONS=positions is not None, FROM=from_beside, TO=to_beside,
-        QUERY_HEADS=tile(query_heads), KEY_HEADS=tile(key.shape[1]), HALF=triton.next_power_of_2(half), num_warps=4,
+        TOKENS=tokens, QUERY_HEADS=tile(query_heads), KEY_HEADS=tile(key.shape[1]), HALF=triton.next_power_of_2(half),
+        num_warps=WARPS,
     )  # fmt: skip
 
 

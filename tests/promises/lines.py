@@ -1,6 +1,6 @@
 """The tables of lines in docs/structure.md: the one place that says which package stands where.
 
-One table is of the rooms, and has five columns. One is of rooms inside rooms, and has three:
+One table is of the rooms, and has four columns. One is of rooms inside rooms, and has three:
 
     | line | sub-room                      | one sentence                |
     |------|-------------------------------|-----------------------------|
@@ -27,7 +27,6 @@ class Row:
     line: int
     rooms: tuple[str, ...]
     may_use_torch: bool
-    is_here: bool
 
 
 @cache
@@ -48,16 +47,15 @@ def rows_in(text: str) -> tuple[Row, ...]:
             line=int(cells[0]),
             rooms=_rooms_in(cells[1]),
             may_use_torch=cells[3] == "yes",
-            is_here=cells[4] == "yes",
         )
         for cells in _tables_in(text)
-        if len(cells) == 5
+        if len(cells) == 4
     )
 
 
 def sub_rows_in(text: str) -> tuple[Row, ...]:
     return tuple(
-        Row(line=int(cells[0]), rooms=_rooms_in(cells[1]), may_use_torch=True, is_here=True)
+        Row(line=int(cells[0]), rooms=_rooms_in(cells[1]), may_use_torch=True)
         for cells in _tables_in(text)
         if len(cells) == 3
     )

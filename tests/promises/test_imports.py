@@ -27,7 +27,7 @@ def test_the_table_of_lines_is_read_whole_and_in_order() -> None:
 
 def test_every_room_is_in_the_table_and_the_table_says_which_are_here() -> None:
     here = {room for source in all_sources() if (room := room_of(source.module)) is not None}
-    assert {room for row in read_rows() if row.is_here for room in row.rooms} == here
+    assert {room for row in read_rows() for room in row.rooms} == here
 
 
 def test_every_sub_room_of_a_room_that_has_lines_is_in_the_table_and_here() -> None:
@@ -90,12 +90,12 @@ def test_a_sub_room_imports_only_from_lines_above_its_own_among_its_siblings() -
 
 
 TABLE = """
-| line | package | one sentence | torch? | here? |
-|---|---|---|---|---|
-| 0 | `errors.py` `units.py` | what all use | no | yes |
-| 1 | `model/` | what is computed | no | yes |
-| 1 | `cluster/` | what it runs on | no | yes |
-| 2 | `cost/` | what it costs | yes | |
+| line | package | one sentence | torch? |
+|---|---|---|---|
+| 0 | `errors.py` `units.py` | what all use | no |
+| 1 | `model/` | what is computed | no |
+| 1 | `cluster/` | what it runs on | no |
+| 2 | `cost/` | what it costs | yes |
 
 | line | sub-room | one sentence |
 |---|---|---|

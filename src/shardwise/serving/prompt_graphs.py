@@ -22,7 +22,7 @@ from torch import Tensor
 
 #: Tokens of a step. Beyond the largest the GPU has enough to do while Python begins the next kernel.
 SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)
-PATIENCE = 8
+PATIENCE = 2
 
 #: A piece by its number, of what it is given and of the residual: what comes out of both.
 RunPiece = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor]]

@@ -13,6 +13,7 @@ from pathlib import Path
 from record import record
 
 from shardwise.cluster.file import load
+from shardwise.cluster.kernel import meeting_seconds
 from shardwise.cluster.probed import cluster_of
 from shardwise.planner.account import account
 from shardwise.planner.plan import Plan
@@ -43,16 +44,19 @@ def main() -> int:
         plan = Plan.parse(text)
         software = software_for(recipe, cluster.pools[0].device)
         question = make_question(**asked_of(recipe), cluster=cluster, software=software)
-        predicted = account(question, plan).seconds
+        priced = account(question, plan)
+        predicted = priced.seconds
         with tempfile.TemporaryDirectory() as folder:
             job = Job(recipe=recipe, plan=plan, folder=Path(folder) / "run", command="benchmark")
             told = measure(job, 2, STEPS, gpus="none")
         assert told is not None, "of local ranks the first tells"
         seconds = settled(told.step_seconds).seconds
-        rows.append({"plan": text, "predicted": predicted, "measured": seconds, "error": predicted / seconds - 1})
+        parts = {name: round(float(part), 4) for name, part in priced.parts.items() if part}
+        error = predicted / seconds - 1
+        rows.append({"plan": text, "predicted": predicted, "measured": seconds, "error": error, "parts": parts})
         print(rows[-1], flush=True)
     print("largest error", max(abs(float(row["error"])) for row in rows))
-    record("probed_steps", {"plans": rows})
+    record("probed_steps", {"meeting_seconds": meeting_seconds(cluster.pools[0].device.kernels), "plans": rows})
     return 0
 
 

@@ -1,6 +1,7 @@
 """What a run survives, and how soon it goes on: random kills, restarts from memory beside torchrun's own from disk.
 
     python benchmarks/survive.py --kills 20 --restarts 5        [--seconds 900: no more kills after that]
+    python benchmarks/survive.py --kills 60 --restarts 0 --seed 304 --shared        other work runs here: no times kept
 
 1. Two machines (agents of torchrun with names and memory of their own) train a small model while ranks, agents,
    keepers and whole machines are killed at random. The losses are compared with those of a run that nobody disturbed,
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -34,6 +36,8 @@ from tests.training.programs import losses_of
 PLAN = "dp=2,zero=1"
 #: As docs/clusters.md says it: who does not answer for 5 s is gone.
 MEETING = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=3"
+#: What says more of other work than of ours where a machine is shared.
+TIMES = ("seconds to the next step", "median seconds to the next step", "worst")
 
 
 def calm(folder: Path, steps: int) -> list[float]:
@@ -122,6 +126,7 @@ def main() -> None:
     parser.add_argument("--restarts", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shared", action="store_true", help="other work runs on this machine: keep no times of kills")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -140,7 +145,11 @@ def main() -> None:
                 print(each, result, flush=True)
                 # Whether anything else was going on, part by part.
                 load = [round(number, 1) for number in os.getloadavg()]
-                told = {**result, "load": load, "processor": environment.processor_name()}
+                told = {**result, "date": datetime.now(UTC).date().isoformat(), "load": load}
+                told["processor"] = environment.processor_name()
+                if asked.shared:
+                    told = {key: value for key, value in told.items() if key not in TIMES}
+                    told["times"] = "not kept: the machine was shared with other work"
                 record("survive", {**kept("survive"), each: told})
 
 

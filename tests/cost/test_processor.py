@@ -89,6 +89,24 @@ def test_what_was_fitted_on_gpus_is_left_out_on_processors_alone() -> None:
     assert found.step_seconds < CONSTANTS.step_seconds
 
 
+def test_a_meeting_is_paid_for_at_every_sum_hop_gather_and_exchange() -> None:
+    pricer = pricer_with()
+    layouts = Layouts.of(dp=[1, 2, 2, 2, 1, 1], zero=[0, 0, 1, 3, 0, 0], tp=[1, 1, 1, 1, 2, 1], pp=[1, 1, 1, 1, 1, 2])
+    found = []
+    for seconds in (0.0, 1e-3):
+        others = tuple(each for each in pricer.pool.device.kernels if each.kind != "meeting")
+        meeting = Kernel(kind="meeting", forward=1e30, backward=1e30, forward_call=seconds)
+        pool = replace(pricer.pool, device=replace(pricer.pool.device, kernels=(*others, meeting)))
+        found.append(price(pricer.model, Cluster(pools=(pool,)), layouts, sequence=128))
+    longer = found[1].seconds - found[0].seconds
+    blocks = pricer.model.blocks
+    num_sums = 2 * sum(block.num_reductions for block in blocks)
+    # One rank meets nobody; of gradients, and with ZeRO of weights, there is one; ZeRO-3 has three for each layer and
+    # for the ends; one microbatch passes a stage forward and backward.
+    expected = [0, 1, 2, 3 * (pricer.model.num_layers + 1), num_sums, 2]
+    assert longer.tolist() == pytest.approx([1e-3 * each for each in expected])
+
+
 def test_bytes_move_beside_the_compute_only_where_there_are_spare_cores() -> None:
     pool = Cluster.parse("2xcpu").pools[0]
     for cores, hidden in ((2, 0.0), (3, CONSTANTS.dp_hidden / 2), (64, CONSTANTS.dp_hidden)):

@@ -17,8 +17,8 @@ class Schema:
 
 
 POD_TEMPLATE, JOB_SPEC = Schema("pod template"), Schema("job spec")
-ENV, RESOURCES, VOLUMES, MOUNTS, POD_SECURITY, SECURITY, AFFINITY, METADATA = map(
-    Schema, ("env", "resources", "volumes", "mounts", "pod security", "security", "affinity", "metadata")
+ENV, RESOURCES, VOLUMES, MOUNTS, POD_SECURITY, SECURITY, AFFINITY, TOLERATIONS, METADATA = map(
+    Schema, ("env", "resources", "volumes", "mounts", "pod security", "security", "affinity", "tolerations", "metadata")
 )
 
 FACTS: dict[str, dict[str, Any]] = {
@@ -35,6 +35,21 @@ FACTS: dict[str, dict[str, Any]] = {
             "failurePolicy": {
                 "maxRestarts": int,
                 "restartStrategy": ("Recreate", "BlockingRecreate", "InPlaceRestart"),
+                "rules": [
+                    {
+                        "name": str,
+                        "action": (
+                            "FailJobSet",
+                            "RestartJobSet",
+                            "RestartJobSetAndIgnoreMaxRestarts",
+                            "RestartJob",
+                            "RestartJobAndIgnoreMaxRestarts",
+                        ),
+                        "onJobFailureReasons": [str],
+                        "onJobFailureMessagePatterns": [str],
+                        "targetReplicatedJobs": [str],
+                    }
+                ],
             },
             "suspend": bool,
             "coordinator": {"replicatedJob": str, "jobIndex": int, "podIndex": int},
@@ -100,6 +115,7 @@ FACTS: dict[str, dict[str, Any]] = {
                                                         ],
                                                         "securityContext": POD_SECURITY,
                                                         "affinity": AFFINITY,
+                                                        "tolerations": TOLERATIONS,
                                                     },
                                                 }
                                             },

@@ -73,6 +73,7 @@ def whole_object(schema: Schema, value: Any) -> dict[str, Any] | None:
         return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": value["spec"]}
     places = {"env": "env", "resources": "resources", "mounts": "volumeMounts", "security": "securityContext"}
     of_pod = {"volumes": "volumes", "pod security": "securityContext", "affinity": "affinity"}
+    of_pod["tolerations"] = "tolerations"
     if schema.name in places:
         container[places[schema.name]] = value
     elif schema.name in of_pod:

@@ -1,12 +1,17 @@
 """Fewer machines, and more: four ranks become three, two and four again in one run, and the losses stay the same."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardwise.planner.plan import Plan
 from shardwise.ranks.spawn import Ranks
+from shardwise.trace.journal import note, read_journal
 from shardwise.training.choose import find_resized
+from shardwise.training.health import Health
+from shardwise.training.outcome import Result
+from shardwise.training.run import train_rank
 from tests.training.kills import stop
 from tests.training.nodes import Nodes, train_words
 from tests.training.programs import losses_of, make_job
@@ -31,6 +36,28 @@ def test_a_plan_keeps_all_but_its_replicas(plan: str, num_ranks: int, num_rows: 
     found = find_resized(Plan.parse(plan), num_ranks, num_rows)
     assert (None if found is None else str(found)) == resized
     assert found is None or found.num_ranks == num_ranks
+
+
+def test_a_run_ends_at_a_checkpoint_for_hosts_that_are_back_and_goes_on_from_it_with_more(
+    two: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path / "wild", "dp=1", steps=6, checkpoint__every=2)
+    plain = Health.before_keeping
+
+    def before_keeping(self: Health, step: int) -> None:
+        plain(self, step)
+        if step == 4:
+            note(job.folder, "back", hosts=["b"])
+
+    monkeypatch.setattr(Health, "before_keeping", before_keeping)
+    result = train_rank(job)
+    assert isinstance(result, Result)
+    assert (result.step, result.take_in, result.stopped_by) == (4, ("b",), "b can take part again")
+    two.run(undisturbed, replace(job, plan=Plan.parse("dp=2,zero=1")))
+    starts = [(each["step"], each.get("source")) for each in read_journal(job.folder) if each["event"] == "start"]
+    assert starts == [(0, None), (4, "disk")]
+    train_rank(calm := make_job(tmp_path / "calm", "dp=1", steps=6))
+    assert losses_of(job.folder) == pytest.approx(losses_of(calm.folder), rel=1e-5)
 
 
 @pytest.mark.whole

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 #: What is measured by itself. Matmuls and attention are counted in FLOPs, `operands` in the bytes that matmuls read and
 #: write, `scores` in pairs of a query and a key, and so are `masks`: what attention takes longer where it is given one.
 #: Everything else is counted in the bytes that pass through memory where nothing is fused; `elementwise` is every
-#: operation without a kind of its own, and `optimizer` has no backward, and a call for each tensor.
+#: operation without a kind of its own, and `optimizer` has no backward, and a call for each tensor. A `meeting` is a
+#: call alone: the seconds that ranks lose where they wait for each other, beside those of the message.
 KINDS = (
     "matmul", "operands", "attention", "scores", "masks", "norm", "nonlinearity", "rotation", "loss", "elementwise",
-    "optimizer",
+    "optimizer", "meeting",
 )  # fmt: skip
 
 
@@ -32,6 +33,11 @@ class Kernel:
             forward_call=self.forward_call / share,
             backward_call=self.backward_call / share,
         )
+
+
+def meeting_seconds(kernels: Sequence[Kernel]) -> float:
+    """What is lost at each meeting of ranks; nothing where that was not measured."""
+    return next((kernel.forward_call for kernel in kernels if kernel.kind == "meeting"), 0.0)
 
 
 def get_kernel(kernels: Sequence[Kernel], kind: str) -> Kernel:

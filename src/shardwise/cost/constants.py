@@ -82,6 +82,9 @@ class Constants:
     # Fitted [aleph, bloom, sc21, korth: tensor parallel rows].
     sync_seconds: float = 84e-6
     sync_rate: float = 0.924
+    # What each hop, gather and exchange of gradients loses beside its message where ranks wait for each other. On GPUs
+    # it is part of the shares below; on processors it is measured (`probing/meetings.py`).
+    meeting_seconds: float = 0.0
     # The same of exchanges of gradients and of hops between stages. Fitted [aleph, bloom, sc21, zb].
     exchange_rate: float = 0.44
     hop_rate: float = 0.983

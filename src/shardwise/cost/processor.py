@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardwise.cluster.cluster import Pool
-from shardwise.cluster.kernel import Kernel, get_kernel
+from shardwise.cluster.kernel import Kernel, get_kernel, meeting_seconds
 from shardwise.cost.compute import ZERO, Engine, Seconds
 from shardwise.cost.constants import Constants
 from shardwise.cost.numbers import Floats, Number
@@ -129,7 +129,8 @@ def engine_on(engine: Engine) -> Engine:
 
 
 def constants_on(pool: Pool, constants: Constants) -> Constants:
-    """The constants on a pool. Where kernels were measured, so were collectives, as they are between processes.
+    """The constants on a pool. Where kernels were measured, so were collectives, as they are between processes, and
+    what is lost where ranks wait for each other.
 
     Bytes are moved by the cores that compute: what runs beside compute takes its time from it, unless there are more
     cores than processes.
@@ -137,9 +138,11 @@ def constants_on(pool: Pool, constants: Constants) -> Constants:
     if not pool.device.kernels:
         return constants
     spare = min(max(pool.node.host.num_cores / pool.node.devices_per_node - 1.0, 0.0), 1.0)
+    waits = meeting_seconds(pool.device.kernels)
     return replace(
         constants,
-        sync_seconds=0.0,
+        sync_seconds=waits,
+        meeting_seconds=waits,
         sync_rate=1.0,
         exchange_rate=1.0,
         hop_rate=1.0,

@@ -87,7 +87,8 @@ def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) ->
     if software.overlap_parameters:
         parameters = parameters - np.minimum(parameters * hidden, forward)
     earlier = np.where(layouts.zero == 2, (layouts.num_microbatches - 1) * before, 0.0)
-    return gradients + earlier + parameters
+    meetings = pricer.constants.meeting_seconds * (layouts.replicas > 1) * (1 + (layouts.zero >= 1))
+    return gradients + earlier + parameters + meetings
 
 
 def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, pace: Work) -> Floats:
@@ -102,6 +103,8 @@ def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, p
     scatter = wires.all_gather((made - made_expert) * software.reduce_bytes, group)
     scatter = scatter + wires.all_gather(made_expert * software.reduce_bytes, experts)
     gather, scatter = gather / pricer.constants.gather_rate, scatter / pricer.constants.gather_rate
+    # For a layer's forward, for its backward, and for its gradients; of the ends as of a layer.
+    meetings = 3 * pricer.constants.meeting_seconds * (layouts.replicas > 1)
     num_layers = pricer.model.num_layers / layouts.pp
     # Rows on their way to experts inside a domain leave the links between domains free.
     spread = wires.group(layouts.ep, layouts.tp if software.cuts_experts else 1)
@@ -132,4 +135,5 @@ def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, p
         num_bytes = num_bytes + counts.trained.dense.max(axis=1) * (software.width + software.reduce_bytes)
         copied = num_bytes / (pricer.pool.device.streaming_bytes_per_second * pricer.constants.streaming)
         often = np.where((layouts.pp > 1) | software.stays_gathered, 1, often)
-    return often * (num_layers * (exposed_forward + exposed_backward) + once + copied) + between
+    waited = (num_layers + 1) * meetings
+    return often * (num_layers * (exposed_forward + exposed_backward) + once + copied + waited) + between

@@ -169,7 +169,7 @@ def hop_seconds(pricer: Pricer, layouts: Layouts) -> Floats:
     stride = layouts.tp * layouts.cp * np.where(layouts.order == 1, 1, layouts.dp)
     hop = pricer.wires.hop(num_bytes, stride, layouts.pp)
     exposed = 1.0 - pricer.constants.hop_hidden * pricer.software.overlap_hops
-    return hop / pricer.constants.hop_rate * exposed
+    return hop / pricer.constants.hop_rate * exposed + pricer.constants.meeting_seconds * (layouts.pp > 1)
 
 
 def optimizer_seconds(pricer: Pricer, layouts: Layouts, counts: Counts) -> Floats:

@@ -3,14 +3,17 @@
     begin    on the first node: choose a port, or see that the one that was chosen is free; note the attempt
     report   on every node: its versions, and whether it sees what the first has written
     judge    reads all reports: a sentence on what differs, and on which node
-    end      notes how the attempt ended, and says what is to be done: requeue, again or over
+    watch    beside ranks on hosts over ssh, asks for those that do not take part, and notes who could again
+    end      notes how the attempt ended, and says what is to be done: requeue, again, more or over
 
 It needs no torch, so that all of it takes a moment.
 """
 
 import argparse
 import json
+import os
 import secrets
+import shlex
 import socket
 import subprocess
 import sys
@@ -23,7 +26,8 @@ from zlib import crc32
 
 from shardwise import environment
 from shardwise.errors import ShardwiseError, os_errors_as
-from shardwise.launch.membership import left_out, take_part
+from shardwise.launch.membership import await_hosts, failed_with, left_out, take_part
+from shardwise.launch.tools import try_asking
 from shardwise.trace.journal import Event, note, read_journal
 from shardwise.units import format_seconds
 
@@ -154,19 +158,68 @@ def _nodes_that_are_gone(nodes: Iterable[str]) -> list[str]:
     return [f"{node} ({state})" for node, state in states.items() if state.startswith(words) or state.endswith("*")]
 
 
+def watch(
+    folder: Path, hosts: Sequence[str], taking: Sequence[str], job: str, mark: str, *, ssh: str, report: str
+) -> None:
+    """Note who could take part again, of the hosts that do not: who answers, has the versions of the first that does,
+    and sees the folder. `report` is what asks a host for that; it ends with the shell that has started it."""
+    parent, slow, said = os.getppid(), left_out(read_journal(folder), job), set[str]()
+
+    def is_back(host: str) -> bool:
+        try:
+            found = _ask_for_report(host, ssh, report, mark)
+        except ShardwiseError:
+            return False
+        try:
+            judge([_ask_for_report(taking[0], ssh, report, mark), found], folder)
+        except ShardwiseError as error:
+            # Ranks are not ended for a host that could not take part.
+            if error.problem not in said:
+                print(f"{host} is back, and cannot take part: {error.problem}", file=sys.stderr, flush=True)
+            said.add(error.problem)
+            return False
+        return True
+
+    await_hosts(
+        [host for host in hosts if host not in taking and host not in slow],
+        is_back,
+        tell=lambda host: note(folder, "back", hosts=[host]),
+        goes_on=lambda: os.getppid() == parent,
+    )
+
+
+def _ask_for_report(host: str, ssh: str, report: str, mark: str) -> dict[str, Any]:
+    """What a host tells of itself, by the name that it was given here."""
+    answer = try_asking([*shlex.split(ssh), host, f"{report} --mark {mark}"])
+    try:
+        if answer.returncode == 0:
+            return {**json.loads(answer.stdout), "node": host}
+    except ValueError:
+        pass
+    said = answer.stderr.strip().splitlines() or [f"status {answer.returncode}"]
+    raise ShardwiseError(f"{host} does not answer: {said[-1]}", remedy=f"{ssh} {host}, until that works")
+
+
 def end(folder: Path, status: int, script: str | None = None, nodes: Sequence[str] = ()) -> str:
-    """What is to be done when ranks have ended: `requeue` if time was up, `again` if they had begun, else `over`.
+    """What is to be done when ranks have ended: `requeue` if time was up, `again` if they had begun, `more` if they
+    have ended to go on with hosts that are back, else `over`.
 
     With a `script` of Slurm, a run that is to go on without a host is handed over anew, and is `over` here; of several
     `nodes` it goes on with the others.
     """
-    note(folder, "attempt end", status=status)
+    # Without hosts that came back, and with which no ranks could be started, it would go on.
+    without = failed_with(read_journal(folder)) if status != 0 and nodes else ()
+    note(folder, "attempt end", status=status, leave_out=list(without) or None)
+    if without:
+        return "again"
     events = read_journal(folder)
     begun = max((number for number, each in enumerate(events) if each["event"] == "attempt"), default=0)
     started = [number for number, each in enumerate(events) if each["event"] == "start" and number > begun]
     ends = [each for each in events[started[-1] :] if each["event"] == "end"] if started else []
     if status == 0:
         return "requeue" if ends and ends[-1]["why"] == "SIGUSR1" else "over"
+    if any(each.get("take_in") for each in ends):
+        return "more"
     hosts = [host for each in ends for host in each.get("leave_out", ())]
     if hosts and set(nodes) - set(hosts):
         return "again"
@@ -209,7 +262,7 @@ def _sources() -> str:
 def main(words: Sequence[str]) -> int:
     """One verb. What is wrong is a sentence on stderr, and status 1."""
     parser = argparse.ArgumentParser(prog="python -m shardwise.launch.at_node")
-    parser.add_argument("verb", choices=("begin", "report", "judge", "end"))
+    parser.add_argument("verb", choices=("begin", "report", "judge", "watch", "end"))
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--port", type=int)
     parser.add_argument("--mark", default="")
@@ -219,6 +272,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--status", type=int, default=0)
     parser.add_argument("--ssh", help="nodes are hosts that this reaches")
     parser.add_argument("--least", type=int, default=1)
+    parser.add_argument("--taking", default="", help="of the nodes, those that take part")
+    parser.add_argument("--report", default="", help="what asks a host for its report")
     parser.add_argument("--script", help="of Slurm, to be handed over again where a host is left out")
     told = parser.parse_args(words)
     try:
@@ -233,6 +288,9 @@ def main(words: Sequence[str]) -> int:
             print(json.dumps(report(told.folder, told.mark, told.port)), flush=True)
         elif told.verb == "judge":
             judge([json.loads(line) for line in sys.stdin if line.strip()], told.folder)
+        elif told.verb == "watch":
+            hosts, taking = told.nodes.split(), told.taking.split()
+            watch(told.folder, hosts, taking, told.job, told.mark, ssh=told.ssh, report=told.report)
         else:
             print(end(told.folder, told.status, told.script, told.nodes.split()))
     except ShardwiseError as error:

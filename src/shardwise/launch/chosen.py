@@ -69,6 +69,7 @@ def target_of(arguments: argparse.Namespace, work: Work, layout: Layout) -> Targ
     return OnHosts(
         work=work, layout=layout, python=arguments.python, hosts=hosts, ssh=arguments.ssh, port=arguments.port,
         restarts=arguments.restarts, variables=_variables(arguments.env), least=_least(arguments.least_hosts, hosts),
+        save_seconds=_save_seconds(arguments),
     )  # fmt: skip
 
 
@@ -86,18 +87,25 @@ def _kubernetes(arguments: argparse.Namespace, work: Work, layout: Layout) -> On
     cluster = OfCluster(
         image=arguments.image, namespace=arguments.namespace, claim=arguments.claim, rack=arguments.rack,
         queue=arguments.queue, secret=arguments.secret, cpus=arguments.cpus, memory=arguments.memory,
-        replicas=arguments.replicas, num_restarts=arguments.restarts,
+        replicas=arguments.replicas, num_restarts=arguments.restarts, save_seconds=_save_seconds(arguments),
         variables=tuple(_variables(arguments.env).items()),
     )  # fmt: skip
     check_cluster(work, layout, cluster)
     return OnKubernetes(work=work, layout=layout, cluster=cluster, made_as=arguments.made_as)
 
 
+def _save_seconds(arguments: argparse.Namespace) -> int:
+    save = round(parse_seconds(arguments.save_before))
+    if save < 1:
+        raise ShardwiseError(f"--save-before {arguments.save_before}: ranks need a moment", remedy="--save-before 2min")
+    return save
+
+
 def _slurm_job(arguments: argparse.Namespace) -> SlurmJob:
     minutes = None if arguments.time is None else math.ceil(parse_seconds(arguments.time) / 60)
     if minutes is not None and minutes < 1:
         raise ShardwiseError(f"--time {arguments.time}: Slurm counts from 1 min", remedy="--time 4h")
-    save = round(parse_seconds(arguments.save_before))
+    save = _save_seconds(arguments)
     if minutes is not None and save >= minutes * 60:
         raise ShardwiseError(
             f"--save-before {arguments.save_before} is not before the end of --time {arguments.time}",

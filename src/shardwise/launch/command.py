@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restarts", type=int, default=3, metavar="N", help="how often failed ranks are started again (3)"
     )
+    parser.add_argument(
+        "--save-before", default="2min", metavar="T", help="how long it has to save, before a limit or an end (2min)"
+    )
     parser.add_argument("--cpus", type=int, metavar="N", help="cores of a node (Slurm: one for each device; pods: 8)")
     parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the ranks")
     parser.add_argument("--folder", metavar="FOLDER", help="of a server: where its script and log go")
@@ -53,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slurm.add_argument(
         "--time", metavar="T", help="a limit like 4h; when it is near the run saves, and is queued again"
     )
-    slurm.add_argument("--save-before", default="2min", metavar="T", help="how long before the limit it saves (2min)")
     slurm.add_argument(
         "--switches", type=int, metavar="N", help="how many switches nodes may hang on (as few as can be)"
     )

@@ -1,13 +1,14 @@
 """Which of the hosts of a run take part in its next attempt: those that answer, and that it has not been slow on.
 
-A host that comes back takes part again from the next attempt on. Left out are those that the run has named since it was
-started with these hosts; whoever starts it anew with one of them asks for it.
+A host that comes back takes part again from the next attempt on, and the run begins one for it at its next checkpoint:
+while it goes on with fewer, somebody asks for those that are missing (`await_hosts`). Left out are those that the run
+has named since it was started with these hosts; whoever starts it anew with one of them asks for it.
 """
 
 import shlex
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from shardwise.errors import ShardwiseError
@@ -16,6 +17,8 @@ from shardwise.units import counted
 
 #: A host that does not answer in time is asked once more, after a pause: it may be about to come back.
 _ANSWER_SECONDS, _PAUSE_SECONDS = 15.0, 3.0
+#: How often hosts that are missing are asked.
+_LOOK_SECONDS = 10.0
 
 
 def left_out(events: Sequence[Event], job: str | None = None) -> tuple[str, ...]:
@@ -25,14 +28,29 @@ def left_out(events: Sequence[Event], job: str | None = None) -> tuple[str, ...]
     return tuple(dict.fromkeys(str(host) for each in since for host in each.get("leave_out", ())))
 
 
+def failed_with(events: Sequence[Event]) -> tuple[str, ...]:
+    """Hosts that came back for a job's last attempt, if no ranks were started in it: those before were without them."""
+    known: Sequence[str] = ()
+    last: Event = {}
+    for each in events:
+        if each["event"] == "attempt":
+            known = known if each.get("job") == last.get("job") else ()
+            last = each
+        elif each["event"] == "start":
+            known = last.get("nodes", ())
+    return tuple(host for host in last.get("nodes", ()) if known and host not in known)
+
+
 def take_part(
     hosts: Sequence[str], ssh: str, events: Sequence[Event], job: str, *, least: int
 ) -> tuple[list[str], str | None]:
     """Those that take part, in their order, and why others do not. Fewer than the least are refused."""
-    slow = [host for host in left_out(events, job) if host in hosts]
-    lost = _silent([host for host in hosts if host not in slow], ssh)
-    taking = [host for host in hosts if host not in slow and host not in lost]
-    whys = [f"{host} does not answer" for host in lost] + [f"{host} is left out as it was slow" for host in slow]
+    named = [host for host in left_out(events, job) if host in hosts]
+    lost = _silent([host for host in hosts if host not in named], ssh)
+    taking = [host for host in hosts if host not in named and host not in lost]
+    failed = {host for each in events if each["event"] == "attempt end" for host in each.get("leave_out", ())}
+    whys = [f"{host} does not answer" for host in lost]
+    whys += [f"{host} is left out as {'ranks failed with it' if host in failed else 'it was slow'}" for host in named]
     why = ", ".join(whys) or None
     if len(taking) < least:
         raise ShardwiseError(
@@ -62,3 +80,16 @@ def _answers(host: str, ssh: str) -> bool:
     except (OSError, subprocess.SubprocessError):
         return False
     return told.returncode == 0
+
+
+def await_hosts(
+    missing: Sequence[str], is_back: Callable[[str], bool], tell: Callable[[str], None], goes_on: Callable[[], bool]
+) -> None:
+    """Ask for hosts, again and again, until all are back. Each is told of once."""
+    waited = list(missing)
+    while waited and goes_on():
+        for host in [host for host in waited if is_back(host)]:
+            waited.remove(host)
+            tell(host)
+        if waited:
+            time.sleep(_LOOK_SECONDS)

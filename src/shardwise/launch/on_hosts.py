@@ -31,6 +31,7 @@ class OnHosts:
     ssh: str = "ssh"
     port: int | None = None
     restarts: int = 3
+    save_seconds: int = 120
     least: int = 1
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -50,11 +51,13 @@ class OnHosts:
         directory = str(Path.cwd())
         if not self.hosts:
             return local_script(
-                self.work, self.layout, python=self.python, directory=directory, port=self.port, restarts=self.restarts
-            )
+                self.work, self.layout, python=self.python, directory=directory, port=self.port,
+                restarts=self.restarts, save_seconds=self.save_seconds,
+            )  # fmt: skip
         return hosts_script(
             self.work, self.layout, self.hosts, python=self.python, directory=directory, ssh=self.ssh,
             port=self._port, restarts=self.restarts, variables=self.variables, least=self.least,
+            save_seconds=self.save_seconds,
         )  # fmt: skip
 
     def check(self) -> None:

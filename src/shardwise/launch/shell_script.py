@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from shardwise.launch.layout import Layout
-from shardwise.launch.torchrun import module_words, torchrun_module, torchrun_options
+from shardwise.launch.torchrun import SHUTDOWN, module_words, torchrun_module, torchrun_options
 from shardwise.launch.work import Work, as_comment
 
 _HEAD = """#!/bin/bash
@@ -32,15 +32,17 @@ _KNOWN = {
 }
 
 #: Every node's processes in the background; the first that fails ends the others, and all are started again: of hosts
-#: those that are left. `exec`: what is ended is what was started, and no shell around it.
+#: those that are left. `exec`: what is ended is what was started, and no shell around it. To go on with hosts that are
+#: back is no failure, and does not count as one.
 _TRAIN = """at_node() {{ "$python" -m shardwise.launch.at_node "$@" --folder "$folder"; }}
 start() {{ {start}; }}
 started=()
 stop() {{ [ ${{#started[@]}} = 0 ] || kill -TERM "${{started[@]}}" 2>/dev/null; started=(); }}
-told=
+told= watcher=
 trap 'told=1; stop' TERM INT HUP
 
-for restart in $(seq 0 {restarts}); do
+restart=0 failed=0
+while :; do
     begun=$(at_node begin --nodes {nodes} --job $$ --restart "$restart"{asked}) || exit 1
     read -r port mark taking <<<"$begun"
     read -ra nodes <<<"${{taking:-localhost}}"
@@ -49,44 +51,67 @@ for restart in $(seq 0 {restarts}); do
     for number in "${{!nodes[@]}}"; do
         start "${{nodes[$number]}}" &
         started+=($!)
-    done
+    done{watch}
     status=0
     # 127: nobody is left. A signal ends a wait too, and `stop` has been called by then.
     while wait -n; ended=$?; [ "$ended" != 127 ]; do
         if [ "$ended" != 0 ] && [ "$status" = 0 ]; then status=$ended; stop; fi
     done
+    [ -z "$watcher" ] || kill "$watcher" 2>/dev/null
+    watcher=
     next=$(at_node end --status "$status"{left})
-    [ "$next" = again ] && [ -z "$told" ] || break
+    [ "$next" = more ] || failed=$((failed + 1))
+    case "$next" in more|again) ;; *) break ;; esac
+    [ "$failed" -le {restarts} ] && [ -z "$told" ] || break
+    restart=$((restart + 1))
 done
 exit "$status"
 """
 
 
-def local_script(work: Work, layout: Layout, *, python: str, directory: str, port: int | None, restarts: int) -> str:
+#: Beside them, if some hosts do not take part: somebody who asks for these, and whom no `wait` waits for.
+_WATCH = """
+    "$python" -m shardwise.launch.at_node watch --nodes {nodes} --taking "${{nodes[*]}}" --job $$ \\
+        --mark "$mark" --ssh {ssh} --report {report} --folder "$folder" </dev/null &
+    watcher=$!
+    disown "$watcher" """
+
+
+def local_script(
+    work: Work, layout: Layout, *, python: str, directory: str, port: int | None, restarts: int, save_seconds: int = 120
+) -> str:
     """All ranks on this machine."""
     head = _head(work, "this machine", python, directory)
     if work.kind == "serve":
         return head + _SERVE.format(start=f'"$python" {module_words(work)}')
     options = torchrun_options(layout, address="127.0.0.1", port='"$port"')
+    torchrun = f'"$python" {torchrun_module(work)} --node-rank 0 {options} {module_words(work)}'
     return head + _TRAIN.format(
-        start=f'exec "$python" {torchrun_module(work)} --node-rank 0 {options} {module_words(work)}',
+        start=f"exec env {SHUTDOWN}={save_seconds} {torchrun}",
         restarts=restarts, nodes="localhost", asked="" if port is None else f" --port {port}", on="local", left="",
+        watch="",
     )  # fmt: skip
 
 
 def hosts_script(
     work: Work, layout: Layout, hosts: Sequence[str], *,
     python: str, directory: str, ssh: str, port: int, restarts: int, variables: Mapping[str, str], least: int = 1,
+    save_seconds: int = 120,
 ) -> str:  # fmt: skip
     """One node for each host that takes part, numbered as they are named. A host that loses this shell ends its ranks.
 
     Where ranks meet is a port of the first host, which is no other in the next attempt.
     """
-    given = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    known = {SHUTDOWN: str(save_seconds), **variables}
+    given = " ".join(f"{name}={shlex.quote(value)}" for name, value in known.items())
     options = torchrun_options(layout, address=_ADDRESS, port=port, num_nodes=_COUNT)
     inner = (
         f"cd {shlex.quote(directory)} && exec env {given} NODE_NAME={_HOST} {shlex.quote(python)}"
         f" {torchrun_module(work)} --node-rank {_NUMBER} {options} {module_words(work)}"
+    )
+    report = (
+        f"cd {shlex.quote(directory)} && env {given} {shlex.quote(python)} -m shardwise.launch.at_node report"
+        f" --folder {shlex.quote(str(work.folder))}"
     )
     # With a terminal of its own, what runs there hears when the connection is gone.
     start = f'exec {ssh} -tt "$1" {_filled(inner)} </dev/null'
@@ -97,6 +122,7 @@ def hosts_script(
         asked=f" --ssh {shlex.quote(ssh)} --least {least}",
         on="hosts",
         left=' --nodes "${nodes[*]}"',
+        watch=_WATCH.format(nodes=shlex.quote(" ".join(hosts)), ssh=shlex.quote(ssh), report=shlex.quote(report)),
     )
 
 

@@ -9,6 +9,9 @@ import shlex
 from shardwise.launch.layout import Layout
 from shardwise.launch.work import Work
 
+#: How long `torchrun` waits, when it is told to end, for ranks that save; by itself 30 s, and then it kills them.
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
 
 def torchrun_options(layout: Layout, *, address: str, port: str | int, num_nodes: str | None = None) -> str:
     """Its options but for the node's number, for a shell: `address`, `port` and `num_nodes` may be variables of it."""

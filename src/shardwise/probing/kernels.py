@@ -22,12 +22,13 @@ from shardwise.kernels.rotary import rotate_plain
 from shardwise.model.load import load_model
 from shardwise.model.operations import Attention, Matmul, Operation, Width
 from shardwise.model.share import Share
+from shardwise.probing.meetings import measure_meetings
 from shardwise.probing.steady import settled
 
 #: One kind of one size takes so long, on every rank.
 LIMIT_SECONDS = 0.15
-#: Kinds and sizes that are timed.
-NUM_FIGURES = 26
+#: Kinds and sizes that are timed; meetings take as long as seven of them.
+NUM_FIGURES = 33
 _KEPT = 8
 _TURNS = 3
 _ROWS, _TOKENS, _WIDTH, _MLP, _HEADS, _VOCABULARY = 8, 128, 256, 688, 4, 512
@@ -75,7 +76,11 @@ def measure_kernels(timing: Timing) -> tuple[Kernel, ...]:
         found.append(_kernel(kind, _amount(trial, _ROWS, _TOKENS)[0], much, _amount(trial, 1, _FEW)[0], few))
     found += _two_ways("matmul", "operands", [_linear(_NARROW), _linear(_WIDE)], timing)
     found += _two_ways("attention", "scores", [_attention(_SHORT_HEAD), _attention(_LONG_HEAD)], timing)
-    return (*found, _masks(timing), _optimizer(timing))
+    found += [_masks(timing), _optimizer(timing)]
+    meetings = measure_meetings(timing.meet)
+    # Kernels were timed by their quickest moments, and steps are long.
+    longer = [each.taking_turns(1.0 / meetings.slower) for each in found]
+    return (*longer, Kernel(kind="meeting", forward=_FREE, backward=_FREE, forward_call=meetings.seconds))
 
 
 def _simple() -> dict[str, Trial]:

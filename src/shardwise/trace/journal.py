@@ -7,8 +7,10 @@
     {"event": "copy", "step": 64}                                            when all ranks have copies in memory
     {"event": "slow", "rank": 1, "host": ..., "cause": "data", ...}          a rank is slow; `slow over`: no more
     {"event": "corrupt", "step": 64, "ranks": [1], "what": ...}              numbers were wrong, by ranks' fault
+    {"event": "back", "hosts": ["node3"]}                                    by the job: these could take part again
     {"event": "end", "step": 80, "why": "SIGUSR1"}                           by the first rank; none where it was killed
                                                                              `leave_out`: hosts to go on without
+                                                                             `take_in`: hosts that it ended for
     {"event": "attempt end", "status": 0}                                    by the job
 
 Lines are only ever added, each by one write, so that several machines may. A disk without room ends no run: what cannot
@@ -16,7 +18,7 @@ be written is left out.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,3 +52,10 @@ def read_journal(folder: Path) -> list[Event]:
             if isinstance(event, dict) and {"event", "when"} <= event.keys():
                 found.append(event)
     return found
+
+
+def hosts_back(events: Sequence[Event]) -> tuple[str, ...]:
+    """Hosts that could take part again, by what was told since ranks were last started."""
+    begun = max((number for number, each in enumerate(events) if each["event"] == "start"), default=0)
+    told = (each.get("hosts", ()) for each in events[begun:] if each["event"] == "back")
+    return tuple(dict.fromkeys(str(host) for hosts in told for host in hosts))

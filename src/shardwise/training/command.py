@@ -40,8 +40,8 @@ _OPTIONS_OF_OTHERS = {
 #: Exit statuses of a run that a signal stopped, as shells have them. After SIGUSR1 it has done what it was asked for.
 _STATUS = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 
-#: Of a run that has stopped so that it goes on without a host: EX_TEMPFAIL.
-STATUS_OF_LEFT_OUT = 75
+#: Of a run that has stopped so that it goes on without a host, or with one more: EX_TEMPFAIL.
+STATUS_OF_OTHER_HOSTS = 75
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -307,5 +307,6 @@ def _answer(result: "Result") -> Answer:
         if result.stopped_by:
             canvas.print(f"it goes on with: shardwise train --folder {result.run}")
 
-    status = STATUS_OF_LEFT_OUT if result.leave_out else _STATUS.get(result.stopped_by or "", 0)
+    is_for_hosts = result.leave_out or result.take_in
+    status = STATUS_OF_OTHER_HOSTS if is_for_hosts else _STATUS.get(result.stopped_by or "", 0)
     return Answer(data=asdict(result), render=render, status=status)

@@ -10,7 +10,7 @@ from typing import Any
 from shardwise import environment
 from shardwise.engine.update import LaunchedStep
 from shardwise.trace.events import Trace
-from shardwise.trace.journal import note, read_journal
+from shardwise.trace.journal import hosts_back, note, read_journal
 from shardwise.trace.slowness import SlowCause, Slowness, SlowRank
 from shardwise.trace.stretches import parts_of_ranks
 from shardwise.training.data.rows import Batch
@@ -27,7 +27,8 @@ _SECONDS_BETWEEN_COPIES_NOTED = 60.0
 
 
 class Health:
-    """That of one run on one rank. `leave_out` are hosts that the run should end for, to go on without them."""
+    """That of one run on one rank. `leave_out` are hosts that the run should end for, to go on without them, `take_in`
+    those to go on with."""
 
     def __init__(self, job: Job, world: World, setup: Setup, progress: Progress) -> None:
         self._job, self._world, self._setup, self._progress = job, world, setup, progress
@@ -39,6 +40,7 @@ class Health:
         self._saved = setup.step
         self._copy_noted: float | None = None
         self.leave_out: tuple[str, ...] = ()
+        self.take_in: tuple[str, ...] = ()
         self.why: str | None = None
         self._exporter: Exporter | None = None
         if world.is_first and (job.watching.port is not None or job.watching.file is not None):
@@ -75,6 +77,14 @@ class Health:
             facts = self._exporter.facts
             facts.saved = now if saved else facts.saved
             facts.copied = now if copied else facts.copied
+
+    def look_for_hosts(self) -> None:
+        """A checkpoint was begun, from which more ranks could go on: whether hosts are back. The job tells, of whose
+        machines one may not see at once what another wrote: the first rank looks for all."""
+        told = hosts_back(read_journal(self._job.folder)) if self._world.is_first else ()
+        self.take_in = self._world.first(told)
+        if self.take_in:
+            self.why = f"{', '.join(self.take_in)} can take part again"
 
     def tell(self, step: int, trace: Trace | None, measured: Mapping[str, Any], loss: float) -> None:
         """A line of progress has been printed of this step, which was recorded."""

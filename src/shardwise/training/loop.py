@@ -94,6 +94,10 @@ class Loop:
                     self._progress.say(f"{stopped_by}: saving, to go on without {', '.join(self._health.leave_out)}")
                     break
                 self._look_up(step)
+                if self._health.take_in and step < recipe.steps:
+                    stopped_by = self._health.why
+                    self._progress.say(f"{stopped_by}: going on from the checkpoint of step {step} with more ranks")
+                    break
             self._read()
             self._speed.stop(step)
         if stopped_by is None and recipe.data.held_out and self._evaluated != step:
@@ -128,6 +132,7 @@ class Loop:
             expert_imbalance=self._imbalance,
             stopped_by=stopped_by,
             leave_out=self._health.leave_out,
+            take_in=self._health.take_in if stopped_by else (),
         )
 
     def close(self, *, is_over: bool, has_failed: bool) -> None:
@@ -225,7 +230,10 @@ class Loop:
         if self._safe.is_due(step):
             self._read()
             self._health.before_keeping(step)
-            self._health.kept(step, **self._safe.look_up(step)._asdict())
+            kept = self._safe.look_up(step)
+            self._health.kept(step, **kept._asdict())
+            if kept.saved:
+                self._health.look_for_hosts()
         self._speed.go_on()
 
     def _evaluate(self, step: int) -> None:

@@ -64,9 +64,11 @@ def _note_start(job: Job, world: World, setup: Setup) -> None:
 
 def note_end(
     job: Job, world: World, why: str, *,
-    step: int | None = None, is_final: bool = False, leave_out: Sequence[str] = (), lost: int | None = None,
+    step: int | None = None, is_final: bool = False, leave_out: Sequence[str] = (), take_in: Sequence[str] = (),
+    lost: int | None = None,
 ) -> None:  # fmt: skip
-    """It has ended, well or not. `is_final`: it would end so again. `leave_out` are hosts that it should do without.
+    """It has ended, well or not. `is_final`: it would end so again. `leave_out` are hosts that it should do without,
+    `take_in` those that it has ended for, to go on with them.
 
     The first rank tells; of one that is `lost` the next.
     """
@@ -79,5 +81,6 @@ def note_end(
     places = [each.strip() for each in more if each.strip().startswith("rank ")]
     note(
         job.folder, "end", step=step, why=line[:_MOST_LETTERS], is_final=is_final or None,
-        leave_out=list(leave_out) or None, places=[each[:_MOST_LETTERS] for each in places[:_MOST_PLACES]] or None,
+        leave_out=list(leave_out) or None, take_in=list(take_in) or None,
+        places=[each[:_MOST_LETTERS] for each in places[:_MOST_PLACES]] or None,
     )  # fmt: skip

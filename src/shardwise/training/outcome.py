@@ -31,7 +31,7 @@ class Result:
 
     `tokens_per_second` and `mfu` are of the steps after the first, in which memory is allocated and kernels are chosen
     and compiled; there are none where no step was left to do. `memory_bytes` is the most that a rank has held.
-    `leave_out` are hosts that it has stopped for, to go on without them.
+    `leave_out` are hosts that it has stopped for, to go on without them; `take_in` those to go on with.
     """
 
     run: str
@@ -50,6 +50,7 @@ class Result:
     expert_imbalance: float | None = None
     stopped_by: str | None = None
     leave_out: tuple[str, ...] = ()
+    take_in: tuple[str, ...] = ()
     sample: str | None = None
     report: str | None = None
 

@@ -95,7 +95,10 @@ def _run(job: Job, world: World, stop: StopSignals, progress: Progress) -> Outco
             outcome = loop.run()
             has_failed = False
             ended = outcome.result
-            note_end(job, world, ended.stopped_by or "finished", step=ended.step, leave_out=ended.leave_out)
+            note_end(
+                job, world, ended.stopped_by or "finished", step=ended.step, leave_out=ended.leave_out,
+                take_in=ended.take_in,
+            )  # fmt: skip
             return outcome
         except StoppedError as error:
             is_over, has_failed = error.is_final, False

@@ -9,10 +9,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shardwise.launch.layout import Layout
+from shardwise.launch.torchrun import SHUTDOWN
 from shardwise.launch.work import Work
 
 RUNS, RECIPES = "/runs", "/etc/shardwise"
 _USER = 1000
+#: What a pod may write to its node's disk: caches of compilers, and logs. Beyond, it is evicted, and no neighbour is.
+_SCRATCH = "16Gi"
+#: What is left of the time to end when ranks have been waited for.
+_LAST_SECONDS = 10
 
 Tree = dict[str, Any]
 
@@ -22,7 +27,8 @@ class OfCluster:
     """What is said of the cluster beside nodes and devices.
 
     `image` is by its digest. `claim` is a PersistentVolumeClaim that all nodes share. `rack` is the label by which
-    nodes say in which rack they stand; `queue` one of Kueue's. `secret` has a server's API key under `key`.
+    nodes say in which rack they stand; `queue` one of Kueue's. `secret` has a server's API key under `key`. Ranks that
+    are told to end have `save_seconds` to save.
     """
 
     image: str
@@ -35,6 +41,7 @@ class OfCluster:
     memory: str | None = None
     replicas: int = 1
     num_restarts: int = 3
+    save_seconds: int = 120
     variables: tuple[tuple[str, str], ...] = ()
 
 
@@ -43,6 +50,9 @@ def words_in_pod(work: Work) -> list[str]:
     words = list(work.words)
     if work.kind == "train":
         words[words.index("--folder") + 1] = folder_in_pod(work)
+        if not any(word.partition("=")[0] == "--copies-every" for word in words):
+            # Memory goes with the pod, and all pods of a run are made anew together: copies there would save nothing.
+            words += ["--copies-every", "0"]
     if work.recipe is not None:
         words = [f"{RECIPES}/{work.recipe.name}" if Path(word) == work.recipe else word for word in words]
     # What looks like a variable of Kubernetes' own is none.
@@ -74,11 +84,12 @@ def container(work: Work, layout: Layout, cluster: OfCluster, command: Sequence[
         given["nvidia.com/gpu"] = layout.devices_per_node
     given["cpu"] = cluster.cpus or layout.devices_per_node * (8 if layout.has_gpus else 1)
     given["memory"] = cluster.memory or f"{layout.devices_per_node * (64 if layout.has_gpus else 2)}Gi"
+    given["ephemeral-storage"] = _SCRATCH
     return {
         "name": "node",
         "image": cluster.image,
         "command": list(command),
-        "env": [*_variables(cluster), *env],
+        "env": [*_variables(work, cluster), *env],
         "resources": {"requests": given, "limits": dict(given)},
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -89,19 +100,28 @@ def container(work: Work, layout: Layout, cluster: OfCluster, command: Sequence[
     }
 
 
-def pod_spec(work: Work, cluster: OfCluster, inside: Tree, near: Tree | None) -> Tree:
+def pod_spec(work: Work, layout: Layout, cluster: OfCluster, inside: Tree, near: Tree | None) -> Tree:
     """A pod around one container. It is not root, and knows nothing of the cluster."""
     spec: Tree = {
         "automountServiceAccountToken": False,
+        # No variables of every service of the namespace.
+        "enableServiceLinks": False,
         # A signal to end: ranks save first.
-        "terminationGracePeriodSeconds": 120,
+        "terminationGracePeriodSeconds": cluster.save_seconds,
         "securityContext": pod_security(),
         "containers": [inside],
         "volumes": [each for each, _ in volumes_of(work, cluster)],
     }
+    if layout.has_gpus:
+        spec["tolerations"] = tolerations()
     if near is not None:
         spec["affinity"] = near
     return spec
+
+
+def tolerations() -> list[Tree]:
+    """Nodes with GPUs are often kept for those who ask for GPUs."""
+    return [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
 
 
 def pod_security() -> Tree:
@@ -110,6 +130,8 @@ def pod_security() -> Tree:
         "runAsUser": _USER,
         "runAsGroup": _USER,
         "fsGroup": _USER,
+        # Else every file of the claim changes hands, one by one, before a pod starts.
+        "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
 
@@ -118,7 +140,7 @@ def volumes_of(work: Work, cluster: OfCluster) -> list[tuple[Tree, str]]:
     """Volumes, and where each is seen: shared memory, room for what is not kept, runs and recipe."""
     found: list[tuple[Tree, str]] = [
         ({"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, "/dev/shm"),
-        ({"name": "scratch", "emptyDir": {}}, "/tmp"),
+        ({"name": "scratch", "emptyDir": {"sizeLimit": _SCRATCH}}, "/tmp"),
     ]
     if cluster.claim is not None:
         found.append(({"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}}, RUNS))
@@ -153,10 +175,12 @@ def topology_annotations(work: Work, layout: Layout, cluster: OfCluster) -> dict
     return {f"kueue.x-k8s.io/podset-{word}-topology": cluster.rack}
 
 
-def _variables(cluster: OfCluster) -> list[Tree]:
+def _variables(work: Work, cluster: OfCluster) -> list[Tree]:
+    patience = str(max(cluster.save_seconds - _LAST_SECONDS, 1))
     return [
         # The root file system is read-only: caches of compilers go to the scratch volume.
         {"name": "HOME", "value": "/tmp"},
         {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        *([{"name": SHUTDOWN, "value": patience}] if work.kind == "train" else []),
         *({"name": name, "value": value} for name, value in cluster.variables),
     ]

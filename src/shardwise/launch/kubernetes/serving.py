@@ -6,6 +6,8 @@ from shardwise.launch.work import Work
 
 #: How long weights may take to be read before the first answer: so many times so many seconds.
 _STARTS, _START_SECONDS = 180, 10
+#: How long a busy server may take to answer, and how long requests may still come to one that is to end.
+_ANSWER_SECONDS, _LATE_SECONDS = 5, 5
 
 
 def leaderworkerset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree]:
@@ -17,17 +19,21 @@ def leaderworkerset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree
     health = {"httpGet": {"path": "/health", "port": "http"}}
     inside |= {
         "ports": [{"containerPort": work.port, "name": "http"}],
-        "startupProbe": {**health, "periodSeconds": _START_SECONDS, "failureThreshold": _STARTS},
-        "readinessProbe": {**health, "periodSeconds": 5, "failureThreshold": 2},
+        "startupProbe": {
+            **health, "periodSeconds": _START_SECONDS, "timeoutSeconds": _ANSWER_SECONDS, "failureThreshold": _STARTS,
+        },
+        "readinessProbe": {**health, "periodSeconds": 5, "timeoutSeconds": _ANSWER_SECONDS, "failureThreshold": 2},
         "livenessProbe": {**health, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 6},
-    }
+        # It is told to end when others have learnt that it gets no more requests.
+        "lifecycle": {"preStop": {"sleep": {"seconds": _LATE_SECONDS}}},
+    }  # fmt: skip
     labels = {"app.kubernetes.io/instance": work.safe_name, "app.kubernetes.io/name": "shardwise"}
     annotations = {
         "prometheus.io/scrape": "true",
         "prometheus.io/port": str(work.port),
         "prometheus.io/path": "/metrics",
     }
-    spec = pod_spec(work, cluster, inside, None)
+    spec = pod_spec(work, layout, cluster, inside, None)
     if cluster.replicas > 1:
         # Replicas apart: a host that is lost takes one of them.
         spec["topologySpreadConstraints"] = [
@@ -67,7 +73,17 @@ def leaderworkerset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree
             "ports": [{"name": "http", "port": work.port, "targetPort": "http"}],
         },
     }
-    return [workers, service]
+    return [workers, service, *_budget(work, cluster, labels)]
+
+
+def _budget(work: Work, cluster: OfCluster, pods: dict[str, str]) -> list[Tree]:
+    """Of several replicas, who empties nodes takes one at a time."""
+    if cluster.replicas == 1:
+        return []
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": pods}}
+    return [
+        {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": metadata(work, cluster), "spec": spec}
+    ]
 
 
 def _key(cluster: OfCluster) -> list[Tree]:

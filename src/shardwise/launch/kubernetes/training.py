@@ -8,6 +8,7 @@ from shardwise.launch.kubernetes.pod import (
     metadata,
     pod_security,
     pod_spec,
+    tolerations,
     topology_annotations,
     volumes_of,
     words_in_pod,
@@ -18,10 +19,14 @@ from shardwise.launch.work import Work
 _PORT = 29500
 #: Where Kubeflow's runtime has its pods, and the runtime itself.
 _RUNTIME, _JOB = "torch-distributed", "node"
+#: How long what has ended stays to be looked at: a week.
+_KEPT_SECONDS = 7 * 24 * 3600
 
 
 def jobset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree]:
-    """One Job whose pods are the nodes, by their index. If one fails all are made anew, and go on from a checkpoint."""
+    """One Job whose pods are the nodes, by their index. If one fails all are made anew, and go on from a checkpoint.
+
+    A pod that is evicted, preempted or lost with its node has not failed by itself: that is not counted."""
     name = work.safe_name
     command = [
         "python", "-m", "torch.distributed.run", "--nnodes", str(layout.num_nodes),
@@ -38,7 +43,7 @@ def jobset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree]:
     inside = container(work, layout, cluster, command, [index, attempt])
     inside["ports"] = [{"containerPort": _PORT, "name": "ranks"}]
     near = affinity(work, layout, cluster, {"jobset.sigs.k8s.io/jobset-name": name})
-    template: Tree = {"spec": {**pod_spec(work, cluster, inside, near), "restartPolicy": "Never"}}
+    template: Tree = {"spec": {**pod_spec(work, layout, cluster, inside, near), "restartPolicy": "Never"}}
     annotations = topology_annotations(work, layout, cluster)
     if annotations:
         template = {"metadata": {"annotations": annotations}, **template}
@@ -47,6 +52,9 @@ def jobset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree]:
         "completions": layout.num_nodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+        },
         "template": template,
     }
     document: Tree = {
@@ -54,7 +62,18 @@ def jobset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree]:
         "kind": "JobSet",
         "metadata": metadata(work, cluster),
         "spec": {
-            "failurePolicy": {"maxRestarts": cluster.num_restarts, "restartStrategy": "BlockingRecreate"},
+            "ttlSecondsAfterFinished": _KEPT_SECONDS,
+            "failurePolicy": {
+                "maxRestarts": cluster.num_restarts,
+                "restartStrategy": "BlockingRecreate",
+                "rules": [
+                    {
+                        "name": "disrupted",
+                        "action": "RestartJobSetAndIgnoreMaxRestarts",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                    }
+                ],
+            },
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "replicatedJobs": [{"name": "ranks", "replicas": 1, "template": {"spec": job}}],
         },
@@ -72,6 +91,8 @@ def trainjob(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree]:
         "volumes": [each for each, _ in volumes_of(work, cluster)],
         "containers": [{key: inside[key] for key in ("name", "volumeMounts", "securityContext")}],
     }
+    if layout.has_gpus:
+        patch["tolerations"] = tolerations()
     if near is not None:
         patch["affinity"] = near
     pod: Tree = {"spec": patch}

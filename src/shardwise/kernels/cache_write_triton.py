@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.launch import overlapping
+from shardwise.kernels.launch import launch, overlapping
 
 #: Heads that a program takes at most: of one kind, queries, keys or values.
 MOST_HEADS = 8
@@ -40,7 +40,7 @@ def _normed_and_turned(
     return one.to(first.dtype), other.to(first.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _write(
     given, query, keys, values, positions, slots, q_norm, k_norm, cosine, sine, epsilon,
     given_stride, block_stride, head_stride, token_stride, num_heads, num_kv_heads,
@@ -106,7 +106,8 @@ def write(given: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots:
     # A program has heads of one kind: as many as divide the numbers of both.
     together = num_heads | num_kv_heads
     heads = min(MOST_HEADS, together & -together)
-    _write[(num_tokens, (num_heads + 2 * num_kv_heads) // heads)](
+    launch(
+        _write, (num_tokens, (num_heads + 2 * num_kv_heads) // heads),
         given, query, keys, values, positions, slots, turn.q_norm, turn.k_norm, turn.cosine, turn.sine, turn.epsilon,
         given.stride(0), *keys.stride()[:3], num_heads, num_kv_heads,
         BLOCK_SIZE=size, HALF_DIM=dim // 2, HALF=triton.next_power_of_2(dim // 2), HEADS=heads,

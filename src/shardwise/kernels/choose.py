@@ -1,6 +1,7 @@
 """Whether a call goes to its kernel or to its definition.
 
-on a CPU, a meta device, a subclass of Tensor      the definition; in Triton's interpreter a CPU has kernels too
+on a CPU, a meta device, a subclass of Tensor      the definition; in Triton's interpreter a CPU has kernels too, and
+                                                   in a rehearsal the meta device (`launch.py`)
 while a dispatch mode looks at operators           the definition: whoever looks sees operators that it knows
 while torch compiles                               what `WHEN_COMPILED` says
 a type or size that the kernel lacks               the definition, and one line, once
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import environment
+from shardwise.kernels.launch import is_rehearsed
 from shardwise.torch_private import is_compiled_function, is_watched
 
 #: The types of numbers that kernels take.
@@ -40,7 +42,7 @@ def takes_kernel(name: str, *tensors: Tensor | None, lacks: Callable[[], str | N
     """
     given = [each for each in tensors if each is not None]
     first = given[0]
-    if not (first.is_cuda or (first.device.type == "cpu" and is_interpreted())):
+    if not (first.is_cuda or is_rehearsed(first) or (first.device.type == "cpu" and is_interpreted())):
         return False
     if torch.compiler.is_compiling():
         if name not in WHEN_COMPILED:

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from shardwise.kernels.choose import takes_kernel
 from shardwise.kernels.gated import Activation, gated
-from shardwise.kernels.launch import overlapping
+from shardwise.kernels.launch import is_on_gpu, overlapping
 from shardwise.kernels.narrow import RUN, NarrowWeight
 from shardwise.kernels.widen import widen
 
@@ -58,7 +58,7 @@ def few_rows_linear(
 
 def _are_few(x: Tensor, weight: Tensor) -> bool:
     """That there are more of them, fp32, or an older GPU, is no lack: a library has those."""
-    if x.is_cuda and not overlapping(x.device)["OVERLAPS"]:
+    if is_on_gpu(x) and not overlapping(x.device)["OVERLAPS"]:
         return False
     is_half = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
     lies = x.is_contiguous() and weight.is_contiguous() and x.shape[1] % COLUMNS == 0

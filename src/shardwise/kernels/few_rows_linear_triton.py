@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.device_functions import activate, dot, precision_of, prefetch_rows
-from shardwise.kernels.launch import overlapping
+from shardwise.kernels.launch import is_on_gpu, launch, overlapping
 from shardwise.kernels.narrow import RUN, NarrowWeight
 from shardwise.kernels.widen_triton import (
     EIGHTS,
@@ -84,7 +84,7 @@ def _times_four_bits(total, words, steps, x, item, m, begin, k, PRECISION: tl.co
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _few_rows_linear(
     x, weight, scales, bias, out, m, n, k, stride,
     CODES: tl.constexpr, FAST: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, M: tl.constexpr,
@@ -161,11 +161,12 @@ def forward(x: Tensor, weight: Tensor | NarrowWeight, bias: Tensor | None, activ
     while k % columns:
         columns //= 2
     rows_of_x = min(max(FEWEST, triton.next_power_of_2(m)), MOST)
-    _few_rows_linear[(triton.cdiv(m, rows_of_x), triton.cdiv(n, tile.rows))](
+    launch(
+        _few_rows_linear, (triton.cdiv(m, rows_of_x), triton.cdiv(n, tile.rows)),
         x, codes, scales_of(weight) if is_narrow else None, bias, out, m, n, k, codes.shape[1],
         CODES=weight.kind if is_narrow else "", FAST=is_narrow and is_fast(weight), HAS_BIAS=bias is not None,
         ACTIVATION=activation or "", M=rows_of_x, ROWS=tile.rows, COLUMNS=columns, STAGES=tile.stages,
-        AHEAD=AHEAD if x.is_cuda else 0,
+        AHEAD=AHEAD if is_on_gpu(x) else 0,
         PRECISION=precision_of(x.dtype), num_warps=tile.warps, **overlapping(x.device),
     )  # fmt: skip
     return out

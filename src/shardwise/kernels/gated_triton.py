@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from shardwise.kernels.device_functions import activate, slope_of
-from shardwise.kernels.launch import rows_of
+from shardwise.kernels.launch import launch, rows_of
 
 #: Numbers that a program takes. `benchmarks/kernels.py --sweep` tries others.
 BLOCK, WARPS = 2048, 8
@@ -62,9 +62,10 @@ def launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if gate.numel():
         gate, up = rows_of(gate), rows_of(up)
         rows, n = _shape(gate, up)
-        _forward[(rows * triton.cdiv(n, BLOCK),)](
-            gate, up, out, gate.stride(0), up.stride(0), n, ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
-        )
+        launch(
+            _forward, (rows * triton.cdiv(n, BLOCK),),
+            gate, up, out, gate.stride(0), up.stride(0), n, ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
     return out
 
 

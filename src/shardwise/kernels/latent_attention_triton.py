@@ -13,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.device_functions import dot, precision_of
-from shardwise.kernels.launch import num_processors, overlapping
+from shardwise.kernels.launch import launch, num_processors, overlapping
 from shardwise.kernels.paged_functions import (
+    ANY_PLACE,
+    ANY_SIZE,
     LOG2_E,
     MOST_PARTS,
     count_parts,
@@ -28,7 +30,7 @@ from shardwise.kernels.paged_functions import (
 HEADS, KEYS, WARPS, STAGES, PROGRAMS = 64, 32, 8, 3, 1
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=ANY_SIZE, do_not_specialize_on_alignment=ANY_PLACE)
 def _latent_decode(
     query, cache, tables, lengths, out, sums, logs, scale, window, fewest,
     q_row, q_head, block_stride, token_stride, table_stride, num_heads,
@@ -86,7 +88,7 @@ def _latent_decode(
         tl.store(logs + row, highest + tl.log2(total), mask=head < num_heads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_SIZE, do_not_specialize_on_alignment=ANY_PLACE)
 def _put_together(
     sums, logs, lengths, out, window, fewest, num_heads, num_parts,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -127,13 +129,14 @@ def decode(
     tiles = triton.cdiv(num_heads, HEADS)
     longest = tables.shape[1] * block_size
     parts, fewest = count_parts(num_sequences, tiles, longest, num_processors(query.device), PROGRAMS)
-    sums = logs = out
-    if parts > 1:
-        sums = torch.empty((num_sequences, num_heads, parts, rank), dtype=torch.float32, device=query.device)
-        logs = torch.empty((num_sequences, num_heads, parts), dtype=torch.float32, device=query.device)
+    # Of one part nothing is kept; it is given something of the same type, so that one program does for all.
+    rows = num_sequences if parts > 1 else 0
+    sums = torch.empty((rows, num_heads, parts, rank), dtype=torch.float32, device=query.device)
+    logs = torch.empty((rows, num_heads, parts), dtype=torch.float32, device=query.device)
     dim, turned_dim = (max(16, triton.next_power_of_2(each)) for each in (rank, width - rank))
     has_window = window is not None
-    _latent_decode[(tiles, parts, num_sequences)](
+    launch(
+        _latent_decode, (tiles, parts, num_sequences),
         query, cache, tables, lengths, out, sums, logs, scale * LOG2_E, window or 0, fewest,
         query.stride(0), query.stride(1), cache.stride(0), cache.stride(1), tables.stride(0), num_heads,
         RANK=rank, RANK_DIM=dim, TURNED=width - rank, TURNED_DIM=turned_dim, HEADS=HEADS, BLOCK_SIZE=block_size,
@@ -152,7 +155,8 @@ def _join_parts(
     num_sequences, num_heads, parts, _ = sums.shape
     # Of one size for few sequences, and of another for many: each is compiled once.
     most = 8 if parts <= 8 else MOST_PARTS
-    _put_together[(num_heads, num_sequences)](
+    launch(
+        _put_together, (num_heads, num_sequences),
         sums, logs, lengths, out, window or 0, fewest, num_heads, parts, DIM=DIM, PARTS=most, **sizes,
         num_warps=max(2 if most == 8 else 4, most * DIM // 2048), **overlapping(out.device),
     )  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardwise.kernels.launch import overlapping
+from shardwise.kernels.launch import is_on_gpu, overlapping
 
 KINDS = ("fp8", "int4")
 #: Bits of a weight.
@@ -49,7 +49,7 @@ class NarrowWeight:
     def has_kernels(self) -> bool:
         """From Hopper on: older GPUs convert no e4m3, or overlap no kernels. They have the definition."""
         lies = self.codes.is_contiguous() and self.scales.is_contiguous()
-        return lies and (not self.codes.is_cuda or overlapping(self.codes.device)["OVERLAPS"])
+        return lies and (not is_on_gpu(self.codes) or overlapping(self.codes.device)["OVERLAPS"])
 
     def wide(self) -> Tensor:
         """The weight as it is multiplied with: the definition. `widen` may have a kernel for it."""

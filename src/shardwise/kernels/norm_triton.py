@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from shardwise.kernels.launch import num_processors, overlapping, rows_of
+from shardwise.kernels.launch import launch, num_processors, overlapping, rows_of
 
 #: Numbers that a program holds at once, where rows are short; how many of them a warp has; and how many rows of the
 #: backward are on their way or in use. `benchmarks/kernels.py --sweep` tries others.
@@ -24,7 +24,7 @@ SUMS, COLUMNS = 256, 16
 FEW_ROWS = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward(
     x, residual, weight, bias, normed, new, means, rstds, x_stride, residual_stride, rows, n, eps,
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, IS_LAYER: tl.constexpr,
@@ -150,7 +150,8 @@ def launch_norm(
     if x.numel():
         tile = _tile(n)
         is_decode = rows <= FEW_ROWS and torch.is_inference_mode_enabled()
-        _forward[(triton.cdiv(rows, tile["ROWS"]),)](
+        launch(
+            _forward, (triton.cdiv(rows, tile["ROWS"]),),
             x, residual, weight.contiguous(), None if bias is None else bias.contiguous(), normed, new, mean, rstd,
             x.stride(0), 0 if residual is None else residual.stride(0), rows, n, eps,
             HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None, IS_LAYER=is_layer, **tile,

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.device_functions import dot, precision_of
-from shardwise.kernels.launch import num_processors
-from shardwise.kernels.paged_functions import LOG2_E, leave, rows_of_tokens, softmax_step
+from shardwise.kernels.launch import launch, num_processors
+from shardwise.kernels.paged_functions import ANY_PLACE, ANY_SIZE, LOG2_E, leave, rows_of_tokens, softmax_step
 
 #: Keys of a tile, and stages: for one tile on its way, and for two where queries are few (`paged_decode_triton.py`).
 PREFILL_KEYS, PREFILL_STAGES, SHORT_STAGES = 64, 3, 5
@@ -50,7 +50,7 @@ def _prefill_tiles(
     return highest, total, seen
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=ANY_SIZE, do_not_specialize_on_alignment=ANY_PLACE)
 def _prefill(
     query, keys, values, tables, lengths, starts, tiles, out, sums, logs, counters, scale, window,
     q_row, q_head, block_stride, head_stride, token_stride, table_stride, num_heads,
@@ -128,7 +128,8 @@ def prefill(
         rows = query.shape[0] * num_heads * parts
         sums, logs = (query.new_empty(size, dtype=torch.float32) for size in (rows * head_dim, rows))
         counters = query.new_zeros(num_heads * len(tiles), dtype=torch.int32)
-    _prefill[(num_heads, len(tiles), parts)](
+    launch(
+        _prefill, (num_heads, len(tiles), parts),
         query, keys, values, tables, lengths, starts, tiles, out, sums, logs, counters, scale * LOG2_E, window or 0,
         query.stride(0), query.stride(1), *keys.stride()[:3], tables.stride(0), num_heads,
         SHARING=num_heads // keys.shape[1], HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=keys.shape[2],

@@ -16,8 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.device_functions import dot, precision_of, prefetch
-from shardwise.kernels.launch import num_processors, overlapping
-from shardwise.kernels.paged_functions import LOG2_E, count_parts, in_parts, leave, rows_of_tokens, softmax_step
+from shardwise.kernels.launch import launch, num_processors, overlapping
+from shardwise.kernels.paged_functions import (
+    ANY_PLACE,
+    ANY_SIZE,
+    LOG2_E,
+    count_parts,
+    in_parts,
+    leave,
+    rows_of_tokens,
+    softmax_step,
+)
 
 #: Keys of a tile, warps, and tiles on their way. `benchmarks/serving.py --cases sweep` tries others.
 DECODE_KEYS, DECODE_WARPS, DECODE_TILES = 64, 4, 2
@@ -130,7 +139,7 @@ def _see_one(q, key, value, highest, total, seen, scale):
     return new, total * kept + share, seen
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=ANY_SIZE, do_not_specialize_on_alignment=ANY_PLACE)
 def _decode(
     query, keys, values, tables, lengths, out, sums, logs, counters, q_norm, k_norm, cosine, sine, epsilon,
     scale, window, fewest, q_row, q_head, block_stride, head_stride, token_stride, table_stride, num_heads,
@@ -215,18 +224,18 @@ def decode(
         return out
     longest = tables.shape[1] * block_size
     parts, fewest = count_parts(num_sequences, num_kv_heads, longest, num_processors(query.device))
-    sums = logs = out
+    # Of one part nothing is kept or counted; it is given something of the same types, so that one program does for all.
+    rows = num_sequences * num_heads * parts if parts > 1 else 0
+    sums, logs = (torch.empty(count, dtype=torch.float32, device=query.device) for count in (rows * head_dim, rows))
     if parts == 1:
-        counters = lengths  # Nothing is counted.
-    else:
-        sums = torch.empty((num_sequences, num_heads, parts, head_dim), dtype=torch.float32, device=query.device)
-        logs = torch.empty((num_sequences, num_heads, parts), dtype=torch.float32, device=query.device)
-        if counters is None:
-            counters = torch.zeros(num_sequences * num_kv_heads, dtype=torch.int32, device=query.device)
+        counters = lengths
+    elif counters is None:
+        counters = torch.zeros(num_sequences * num_kv_heads, dtype=torch.int32, device=query.device)
     sharing, is_step = num_heads // num_kv_heads, turn is not None
     dim = max(16, triton.next_power_of_2(head_dim))
     overlap = overlapping(query.device)
-    _decode[(num_kv_heads, parts, num_sequences)](
+    launch(
+        _decode, (num_kv_heads, parts, num_sequences),
         query, keys, values, tables, lengths, out, sums, logs, counters,
         *((turn.q_norm, turn.k_norm, turn.cosine, turn.sine, turn.epsilon) if is_step else (*4 * (None,), 0.0)),
         scale * LOG2_E, window or 0, fewest,

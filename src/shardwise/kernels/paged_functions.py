@@ -1,8 +1,8 @@
 """What programs of attention over blocks share: where rows lie, the online softmax, and parts of a context, which the
 last of them puts together.
 
-How wide tables are changes from step to step: programs are not compiled anew for widths that happen to be 1, or whole
-sixteens (`do_not_specialize`).
+How wide tables are changes from step to step, and where they and lengths begin in what the host has sent: programs are
+not compiled anew for widths and places that happen to be whole sixteens.
 """
 
 # mypy: ignore-errors
@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
+#: Arguments of programs, by their names, that are whole sixteens in one step and not in the next.
+ANY_SIZE, ANY_PLACE = ["table_stride", "fewest", "num_parts"], ["tables", "lengths", "starts", "tiles", "counters"]
 #: Programs of a decode that a processor should have, the fewest tokens of a part, also where there are as many programs
 #: anyway, and the most parts.
 PROGRAMS, FEWEST_TOKENS, MANY_TOKENS, MOST_PARTS = 6, 64, 512, 64

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.device_functions import activate, prefetch_rows
-from shardwise.kernels.launch import overlapping
+from shardwise.kernels.launch import is_on_gpu, launch, overlapping
 from shardwise.kernels.narrow import RUN, NarrowWeight
 from shardwise.kernels.widen_triton import (
     EIGHTS,
@@ -251,11 +251,12 @@ def forward(
     rows = max(tile.numbers // columns // (1 if activation is None else 2), 1)
     # Older processors have less shared memory for what is on its way.
     stages = tile.stages if overlap["OVERLAPS"] and x.element_size() == 2 else 2
-    _row_linear[(triton.cdiv(n, rows),)](
+    launch(
+        _row_linear, (triton.cdiv(n, rows),),
         x, codes, scales_of(weight) if is_narrow else None, bias, residual, norm, out, new, n, k, codes.shape[1], eps,
         CODES=weight.kind if is_narrow else "", HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         HAS_NORM=norm is not None, ACTIVATION=activation or "", ROWS=rows, COLUMNS=columns, STAGES=stages,
-        AHEAD=AHEAD if x.is_cuda else 0, num_warps=tile.warps, **overlap,
+        AHEAD=AHEAD if is_on_gpu(x) else 0, num_warps=tile.warps, **overlap,
     )  # fmt: skip
     return out, new
 

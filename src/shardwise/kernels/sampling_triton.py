@@ -14,8 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.launch import launch
+
 #: Words that a program has at a time.
 PIECE, CUT_PIECE = 4096, 8192
+#: What lies somewhere in what the host has sent, or behind the numbers of other rows: programs are not compiled anew
+#: where one of them happens to begin at a whole 16 bytes.
+_ANY_PLACE = [
+    "temperatures", "top_ks", "top_ps", "min_ps", "lowest", "keys", "positions", "best", "words", "highests", "totals",
+]  # fmt: skip
 
 
 @triton.jit
@@ -82,7 +89,7 @@ def _find_lowest(logits, num_words, temperature, highest, least, goal, BY_SHARE:
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANY_PLACE)
 def _cut(logits, temperatures, top_ks, top_ps, min_ps, lowest, stride, num_words, PIECE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
@@ -115,7 +122,7 @@ def _cut(logits, temperatures, top_ks, top_ps, min_ps, lowest, stride, num_words
     tl.store(lowest + row, tl.where(least == 0, -float("inf"), _float_of(least)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANY_PLACE)
 def _draw(
     logits, temperatures, lowest, keys, positions, best, words, highests, totals, stride, num_words, num_pieces,
     HAS_CUTS: tl.constexpr, PIECE: tl.constexpr,
@@ -144,7 +151,7 @@ def _draw(
     tl.store(words + there, tl.min(tl.where(x == value, word, 2147483647), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANY_PLACE)
 def _choose(
     logits, best, words, highests, totals, tokens, logprobs, stride, num_pieces, PIECES: tl.constexpr
 ):  # fmt: skip
@@ -185,14 +192,17 @@ def sample_rows(
         return tokens, logprobs
     if has_cuts:
         piece = min(CUT_PIECE, triton.next_power_of_2(num_words))
-        _cut[(num_rows,)](
-            logits, temperature, top_k, top_p, min_p, lowest, logits.stride(0), num_words, PIECE=piece, num_warps=16
-        )
-    _draw[(num_rows, num_pieces)](
+        launch(
+            _cut, (num_rows,),
+            logits, temperature, top_k, top_p, min_p, lowest, logits.stride(0), num_words, PIECE=piece, num_warps=16,
+        )  # fmt: skip
+    launch(
+        _draw, (num_rows, num_pieces),
         logits, temperature, lowest, keys, positions, floats[0], words, floats[1], floats[2], logits.stride(0),
         num_words, num_pieces, HAS_CUTS=has_cuts, PIECE=min(PIECE, triton.next_power_of_2(num_words)), num_warps=8,
     )  # fmt: skip
-    _choose[(num_rows,)](
+    launch(
+        _choose, (num_rows,),
         logits, floats[0], words, floats[1], floats[2], tokens, logprobs, logits.stride(0), num_pieces,
         PIECES=triton.next_power_of_2(num_pieces), num_warps=1,
     )  # fmt: skip

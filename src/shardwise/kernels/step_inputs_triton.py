@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.launch import launch
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["table_stride"])
 def _unpack(
     packed, before, tokens, positions, slots, lengths, tables, keys, temperature, top_k, top_p, min_p, drawn,
     table_stride, BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, WIDTH: tl.constexpr,
@@ -55,7 +57,8 @@ def _unpack(
 
 def unpack(packed: Tensor, before: Tensor, out: Any, block_size: int, header: int, fields: int) -> None:
     """See `unpack_inputs`."""
-    _unpack[(out.tokens.shape[0],)](
+    launch(
+        _unpack, (out.tokens.shape[0],),
         packed, before, out.tokens, out.positions, out.slots, out.lengths, out.tables, out.keys, out.temperature,
         out.top_k, out.top_p, out.min_p, out.drawn, out.tables.stride(0),
         BLOCK_SIZE=block_size, HEADER=header, FIELDS=fields, WIDTH=256, num_warps=2,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.launch import is_on_gpu, launch
 from shardwise.kernels.narrow import RUN, NarrowWeight
 
 #: Rows and columns that a program makes wide.
@@ -131,7 +132,7 @@ def _widen(
 
 
 def is_fast(weight: NarrowWeight) -> bool:
-    return weight.codes.is_cuda and weight.dtype == torch.bfloat16
+    return is_on_gpu(weight.codes) and weight.dtype == torch.bfloat16
 
 
 def scales_of(weight: NarrowWeight) -> Tensor:
@@ -144,7 +145,8 @@ def forward(weight: NarrowWeight) -> Tensor:
     out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.codes.device)
     stride, k = weight.codes.shape[-1], weight.inputs
     num_rows = out.numel() // k
-    _widen[(triton.cdiv(num_rows, ROWS), triton.cdiv(k, COLUMNS))](
+    launch(
+        _widen, (triton.cdiv(num_rows, ROWS), triton.cdiv(k, COLUMNS)),
         weight.codes, scales_of(weight), out, num_rows, k, stride,
         CODES=weight.kind, FAST=is_fast(weight), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip

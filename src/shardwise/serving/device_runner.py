@@ -141,7 +141,7 @@ class DeviceRunner:
     def _to_device(self, numbers: Whole) -> Tensor:
         given = torch.from_numpy(np.ascontiguousarray(numbers))
         if self.device.type != "cuda":
-            return given
+            return given.to(self.device)
         # Pinned memory comes from a pool that waits for its copies before it is used again.
         return given.pin_memory().to(self.device, non_blocking=True)
 

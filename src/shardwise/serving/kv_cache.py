@@ -81,8 +81,7 @@ def spans_of(lengths: list[int], starts: list[int], device: torch.device) -> Spa
     numbers = torch.tensor(
         [*lengths, *starts, *(each for tile in tiles for each in tile)], dtype=torch.int32, device="cpu"
     )
-    if device.type == "cuda":
-        numbers = numbers.pin_memory().to(device, non_blocking=True)
+    numbers = numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
     first, second = len(lengths), 2 * len(lengths) + 1
     return Spans(
         lengths=numbers[:first], starts=numbers[first:second], tiles=numbers[second:].view(-1, 2), tile=tile,

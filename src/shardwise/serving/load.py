@@ -15,7 +15,8 @@ from shardwise.serving.limits import Limits
 from shardwise.serving.narrow_weights import check_kind
 from shardwise.serving.replicas import Replicas
 from shardwise.serving.sharded import load_sharded
-from shardwise.serving.sources import PRECISIONS, describe_source, find_newest_run, read_source
+from shardwise.serving.sources import PRECISIONS, describe_source, find_newest_run, find_shape, read_source
+from shardwise.serving.warm_up import begin_warm_up
 from shardwise.training.machine import cluster_here
 
 
@@ -76,10 +77,14 @@ def load_engine(
             named, chosen, limits, random_weights=random_weights, dtype=dtype, seed=seed, cluster=cluster
         )
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    warm_up = None
+    if place.type == "cuda":
+        shape = find_shape(named, random_weights=random_weights, dtype=dtype, device=place)
+        warm_up = None if shape is None else begin_warm_up(*shape, limits, place)
     model, identity = read_source(
         named,
         random_weights=random_weights,
         dtype=dtype,
         device=place,
     )
-    return assemble(model, limits, identity, seed=seed)
+    return assemble(model, limits, identity, seed=seed, warm_up=warm_up)

@@ -80,15 +80,16 @@ def check_kind(kind: str | None) -> None:
 
 
 @torch.no_grad()
-def narrow(model: Transformer, kind: str | None) -> None:
-    """Make the weights of all layers narrow, in place. What a rank does not have (on the meta device) stays there."""
+def narrow(model: Transformer, kind: str | None, *, is_rehearsed: bool = False) -> None:
+    """Make the weights of all layers narrow, in place. What a rank does not have (on the meta device) stays there, unless
+    all of it is rehearsed."""
     if kind is None:
         return
     for module in [each for layer in model.layers for each in layer.modules()]:
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and not child.weight.is_meta:
+            if isinstance(child, nn.Linear) and (is_rehearsed or not child.weight.is_meta):
                 setattr(module, name, NarrowLinear(child, kind))
-            elif isinstance(child, Experts) and not child.gate_proj.is_meta:
+            elif isinstance(child, Experts) and (is_rehearsed or not child.gate_proj.is_meta):
                 setattr(module, name, NarrowExperts(child, kind))
     if model.embed.weight.is_cuda:
         torch.cuda.empty_cache()  # What wide weights took is for KV blocks, which are counted from what is free.

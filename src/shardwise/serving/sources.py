@@ -86,6 +86,18 @@ def describe_source(
     return model.settings, model.embed.weight.dtype, identity
 
 
+def find_shape(
+    source: str, *, random_weights: bool, dtype: torch.dtype | None, device: torch.device
+) -> tuple[Settings, torch.dtype] | None:
+    """The shape of a model and the type that its weights will have on a device, where no weight is read to tell."""
+    path = Path(source)
+    if random_weights:
+        dtype = dtype or _random_type(device)
+    elif not path.is_dir() or find_source(path)[1] != THEIRS:
+        return None
+    return describe_source(source, random_weights=random_weights, dtype=dtype)[:2]
+
+
 def _random_settings(source: str) -> Settings:
     path = Path(source) / CONFIG
     if path.is_file():
@@ -105,11 +117,15 @@ def _random_identity(source: str) -> Identity:
     return Identity(name=Path(source).name, fingerprint="random", tokenizer_source="bytes")
 
 
+def _random_type(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def _random(source: str, dtype: torch.dtype | None, device: torch.device) -> tuple[Transformer, Identity]:
     with torch.device("meta"):
         model = Transformer(_random_settings(source))
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32))
+        parameter.data = parameter.data.to(dtype or _random_type(device))
     initialise(model, 0, device=device, drawn_there=device.type == "cuda")
     return model, _random_identity(source)
 

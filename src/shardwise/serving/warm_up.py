@@ -1,0 +1,93 @@
+"""What an engine will launch, known before its weights are there: its runner is rehearsed on the meta device.
+
+Steps of every kind are begun there as requests would have them (`kernels/launch.py`): prompts short and long, alone,
+behind a long beginning and beside others' single tokens; and single tokens of as many sequences as there are graphs
+for. What is launched in them is compiled while weights are read.
+"""
+
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Several
+from concurrent.futures import Future
+from dataclasses import replace
+
+import torch
+
+from shardwise.kernels.compile_ahead import begin_to_compile
+from shardwise.kernels.launch import Gpu, Launch, Rehearsal, gpu_of
+from shardwise.nets.settings import Settings
+from shardwise.nets.transformer import Transformer
+from shardwise.serving.decode_graphs import SIZES
+from shardwise.serving.device_layers import can_be_launched
+from shardwise.serving.device_runner import DeviceRunner
+from shardwise.serving.kv_cache import make_cache
+from shardwise.serving.limits import Limits
+from shardwise.serving.narrow_weights import narrow
+from shardwise.serving.request import Request, Sampling
+from shardwise.serving.sequence import Piece, Sequence
+
+#: Of a prompt's piece, how many of the prompt's tokens lie before it, and how many it has. The first is the likeliest
+#: to come first.
+_PIECES = ((0, 100), (0, 12), (0, 24), (0, 300), (1000, 12), (1000, 100), (1000, 300))
+_SINGLE = (200, 1)
+#: Longer than any of them.
+_LENGTH = 2048
+
+
+def begin_warm_up(settings: Settings, dtype: torch.dtype, limits: Limits, device: torch.device) -> "Future[int]":
+    """Compile what an engine of such a model will launch, beside whatever is done meanwhile."""
+    return begin_to_compile(lambda: find_launches(settings, dtype, limits, gpu_of(device)), device)
+
+
+def find_launches(settings: Settings, dtype: torch.dtype, limits: Limits, gpu: Gpu) -> Collection[Launch]:
+    """All that the engine's runner launches on a GPU, what is needed first coming first."""
+    meta, size, settings = torch.device("meta"), limits.block_size, _few_layers(settings)
+    with meta:
+        model = Transformer(settings)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    narrow(model, limits.weights, is_rehearsed=True)
+    cache = make_cache(settings, settings.num_layers, 1, size, dtype, meta)
+    if not can_be_launched(model, cache):
+        return ()
+    _, max_running = limits.of_device(torch.device("cuda"))
+    with Rehearsal(gpu) as rehearsal:
+        runner = DeviceRunner(model, cache, max_running=max_running, max_length=_LENGTH, uses_graphs=False)
+        for asked, top_k in _steps(max_running):
+            pieces = [_piece(*each, size, top_k) for each in asked]
+            try:
+                runner.launch(pieces)
+            except NotImplementedError:  # Mixtures ask their routers what to compute, which nobody knows here.
+                break
+            for piece in pieces:
+                piece.sequence.is_gone = True
+    return rehearsal.launches.values()
+
+
+def _few_layers(settings: Settings) -> Settings:
+    """As many layers as have one of each kind, and one behind the first."""
+    kinds = [(settings.is_windowed(each), settings.is_mixture(each)) for each in range(settings.num_layers)]
+    count = max(kinds.index(kind) + 1 for kind in kinds)
+    return replace(settings, num_layers=min(max(count, 2), settings.num_layers))
+
+
+def _steps(max_running: int) -> Iterator[tuple[Several[tuple[int, int]], int]]:
+    """The pieces of each step, and how many words are drawn from, where not from all."""
+    yield _PIECES[:1], 0
+    yield [_SINGLE], 0
+    for piece in _PIECES:
+        yield [piece], 0
+        yield [_SINGLE, piece], 0
+    for count in (*(each for each in SIZES if each < max_running), max_running):
+        yield count * [_SINGLE], 0
+    yield [_SINGLE], 10
+
+
+def _piece(start: int, count: int, block_size: int, top_k: int) -> Piece:
+    """Of a sequence with so many tokens, all of whose blocks are the first."""
+    num_tokens = start + count
+    request = Request(id="", prompt=(0,), sampling=Sampling(max_tokens=1, temperature=0.6, top_k=top_k))
+    sequence = Sequence(
+        request=request, arrival=0, seed=0, root=b"", tokens=[0] * num_tokens,
+        blocks=[0] * (num_tokens // block_size + 1),
+    )  # fmt: skip
+    return Piece(sequence=sequence, start=start, count=count)

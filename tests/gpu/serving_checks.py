@@ -36,6 +36,7 @@ from shardwise.serving.device_runner import DeviceRunner
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.limits import Limits
 from shardwise.serving.runner import LocalRunner
+from shardwise.serving.warm_up import begin_warm_up
 from tests.serving.answers import ask, run, tokens_of
 
 
@@ -261,7 +262,10 @@ def check_warm_up(weights: str | None) -> None:
     graphs of some sizes, with cuts and without."""
     from triton import knobs  # type: ignore[import-untyped]
 
-    engine = assemble.assemble(small().bfloat16(), Limits(kv_bytes=2**28, max_length=2048, weights=weights), seed=0)
+    model, limits = small().bfloat16(), Limits(kv_bytes=2**28, max_length=2048, weights=weights)
+    begun = begin_warm_up(model.settings, torch.bfloat16, limits, model.embed.weight.device)
+    engine = assemble.assemble(model, limits, seed=0)
+    assert begun.result() > 20
     compiled: list[str] = []
     with knobs.compilation.scope():
         knobs.compilation.listener = lambda **told: compiled.append(told["src"].name)

@@ -187,15 +187,12 @@ class TierStore:
     def begin(self) -> None:
         """Begin the copies of all blocks that were put here, and tell the threads of those that go to files."""
         self._copies.begin()
-        going, self._to_write = self._to_write, {}
-        for name, place in going.items():
-            if not self._write(name, place):  # The disk has not kept up meanwhile, or was turned off.
-                self.host.places.give_back(place)
+        self._begin_to_write()
 
     def fence(self) -> None:
         """The next step comes behind all copies that it has to do with."""
-        self.begin()
         self._copies.fence()
+        self._begin_to_write()
 
     def least_seconds(self, num_blocks: int) -> float:
         """What the link takes for as many: on a GPU copies are begun, and nobody waits for them."""
@@ -224,8 +221,8 @@ class TierStore:
 
     def settle(self) -> None:
         """Wait for all copies: blocks are about to be written that nobody has let go."""
-        self.begin()
         self._copies.settle()
+        self._begin_to_write()
 
     def close(self) -> None:
         self.settle()
@@ -256,8 +253,14 @@ class TierStore:
         else:
             places.give_back(place)
 
+    def _begin_to_write(self) -> None:
+        """What goes to files, whose copies have begun: a thread waits for the event of its place."""
+        going, self._to_write = self._to_write, {}
+        for name, place in going.items():
+            if not self._write(name, place):  # The disk has not kept up meanwhile, or was turned off.
+                self.host.places.give_back(place)
+
     def _write(self, name: bytes, place: int) -> bool:
-        """Its copy was begun: a thread waits for the event of the place."""
         assert self.files is not None, "whoever writes has looked"
         places = self.host.places
         return self.files.put(

@@ -53,6 +53,8 @@ class Bench:
             self.model, _ = read_source(name, random_weights=True, dtype=None, device=self.device)
         self.longest = 512 if quick else 8192
         self.count = 0
+        #: Of what was asked last: the longest that the host was at bringing blocks in one step.
+        self.reload_seconds = 0.0
 
     def engine(self, num_tokens: int, **tiers: Any) -> LLMEngine:
         limits = Limits(kv_bytes=num_tokens // 16 * self.block_bytes, max_length=min(num_tokens, 32_768), **tiers)
@@ -76,8 +78,10 @@ class Bench:
             engine.add(Request(id=f"r{self.count}", prompt=tuple(each), sampling=sampling))
         self.wait()
         begun, first, told = time.perf_counter(), 0.0, []
+        self.reload_seconds = 0.0
         while engine.has_work():
             found = engine.step()
+            self.reload_seconds = max(self.reload_seconds, engine.scheduler.reload_seconds)
             if found and not first:
                 first = time.perf_counter() - begun
             told += [each.token for each in found if each.request == f"r{self.count}" and each.token is not None]
@@ -178,6 +182,7 @@ def prompt(bench: Bench) -> dict[str, float]:
             before = tiers_of(engine).loaded_bytes
             again, _, same = bench.ask(engine, asked[:1], 8)
             found[tier], found[f"{tier}, bytes"] = again, tiers_of(engine).loaded_bytes - before
+            found[f"{tier}, host at it"] = bench.reload_seconds
             found[f"{tier}, sooner"] = found["computed"] / again
             found[f"{tier}, same tokens"] = float(same == tokens)
             engine.close()

@@ -36,6 +36,7 @@ from shardwise.serving.device_runner import DeviceRunner
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.limits import Limits
 from shardwise.serving.runner import LocalRunner
+from shardwise.serving.warm_up import begin_warm_up
 from tests.serving.answers import ask, run, tokens_of
 
 
@@ -256,6 +257,27 @@ def check_narrow_tokens(kind: str) -> None:
     assert without == with_graphs
 
 
+def check_warm_up(weights: str | None) -> None:
+    """Whatever is asked, nothing is compiled behind the warm-up. Prompts that are computed, cached and beside others;
+    graphs of some sizes, with cuts and without."""
+    from triton import knobs  # type: ignore[import-untyped]
+
+    model, limits = small().bfloat16(), Limits(kv_bytes=2**28, max_length=2048, weights=weights)
+    begun = begin_warm_up(model.settings, torch.bfloat16, limits, model.embed.weight.device)
+    engine = assemble.assemble(model, limits, seed=0)
+    assert begun.result() > 20
+    compiled: list[str] = []
+    with knobs.compilation.scope():
+        knobs.compilation.listener = lambda **told: compiled.append(told["src"].name)
+        for count in (3, 17, 65, 270, 1500):
+            run(engine, [ask([each % 1000 for each in range(count)], "alone", 4)])
+            engine.add(ask(range(1, 7), "goes on", 9, temperature=0.5, top_k=5))
+            engine.step()
+            run(engine, [ask([*(each % 1000 for each in range(count)), 9, 9, 9], "again", 4)])
+        run(engine, [ask(range(number, number + 2), f"{number}", 1 + number // 4) for number in range(200)])
+    assert not compiled, compiled
+
+
 def small(**others: Any) -> Transformer:
     attention = Heads(num_heads=8, num_kv_heads=4, head_dim=64, qk_norm=True)
     given = {"attention": attention, **others}
@@ -349,6 +371,7 @@ def check_logprobs() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     "tokens": check_tokens,
     "logprobs": check_logprobs,
+    **{f"warm-up {weights}": partial(check_warm_up, weights) for weights in (None, *KINDS)},
     "tiers host": partial(check_tiers, 400, 0),
     "tiers files": partial(check_tiers, 0, 400),
     "tiers host, files": partial(check_tiers, 60, 400),

@@ -1,5 +1,7 @@
 """Products with weights of fewer bits, of one row, of some, and of many."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -45,6 +47,51 @@ def test_one_row_comes_out_as_by_the_definition(
     assert (made.dtype, made.shape) == (plain.dtype, plain.shape)
     assert (new.double() - plain_new.double()).abs().max() <= 2 * STEP[dtype] * float(plain_new.abs().max())
     assert (made.double() - plain.double()).abs().max() <= 8 * STEP[dtype] * float(plain.abs().max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_of_columns_that_are_split_over_programs_are_added(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, as products follow each other: what one leaves in its counters is what the next begins with."""
+    from shardwise.kernels import few_rows_linear_triton as kernel
+
+    monkeypatch.setattr(kernel, "FEWEST_TILES", 1)
+    x, weight, bias = (
+        random_of(*shape, dtype=torch.bfloat16, gradient=False) for shape in ((3, 640), (70, 640), (70,))
+    )
+    narrow = make_narrow(weight, kind)
+    asked: list[int] = []
+
+    def launch(program: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> None:
+        asked.append(grid[2])
+        program[grid](*given, **options)
+
+    monkeypatch.setattr(kernel, "launch", launch)
+    activations: tuple[Activation | None, ...] = (None, "silu")
+    for activation in activations:
+        made, plain = (
+            few_rows_linear(x, narrow, bias, activation=activation, kernels=kernels) for kernels in (True, False)
+        )
+        assert (made.double() - plain.double()).abs().max() <= 8 * STEP[torch.bfloat16] * float(plain.abs().max())
+    assert min(asked) > 1
+    assert not kernel.counters_of(x.device).any()
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "num_columns", "wanted", "parts"),
+    [
+        (64, 16, 396, 4),
+        (192, 16, 264, 1),
+        (64, 48, 396, 6),
+        (2, 16, 396, 4),
+        (8, 22, 40, 5),
+        (64, 16, 0, 1),
+        (9999, 16, 396, 1),
+    ],
+)
+def test_columns_are_split_where_programs_are_few(num_tiles: int, num_columns: int, wanted: int, parts: int) -> None:
+    from shardwise.kernels.few_rows_linear_triton import count_column_parts
+
+    assert count_column_parts(num_tiles, num_columns, wanted) == parts
 
 
 @pytest.mark.parametrize("dtype", HALVES)

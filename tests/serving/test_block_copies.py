@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,3 +70,41 @@ def test_steps_of_a_late_device_read_what_names_say(
     assert len(seen) == num_steps
     assert all(seen)
     assert tiers.loaded_bytes > 16 * num_steps / 10
+
+
+def test_blocks_that_go_on_to_files_and_come_from_there_are_copied_in_lots(tmp_path: Path) -> None:
+    """To begin a copy takes a host longer than a link takes for a block: twelve blocks have one event, not twelve."""
+    device, data = LateDevice(0), torch.arange(16 * 16, dtype=torch.uint8).view(16, 16)
+    lots: list[int] = []
+
+    class Counted(BlockCopies):
+        def _run(self, stream: Any, pairs: Any) -> Any:
+            pairs = list(pairs)
+            lots.append(len(pairs))
+            return super()._run(stream, pairs)
+
+    files = FileTier(tmp_path, 12 * 32, 16)
+    store = TierStore(
+        data, HostTier(4 * 16, 16, num_leaving=8), files, copies=Counted(data, cuda=device, copy=device.copy)
+    )
+    names = [f"{block:016}".encode() for block in range(12)]
+    for block, name in enumerate(names):
+        assert store.put(block, name)
+    store.begin()
+    assert lots == [12]
+    files.settle()
+    assert store.tiers_of(names) == 8 * ["files"] + 4 * ["host"]
+    wanted, before = data[:12].clone(), data[:12]
+    store.settle()
+    before.zero_()
+    store.prefetch(names)
+    for reading, _ in files._reading.values():
+        reading.result()
+    assert store.bring(list(zip(names, range(12), strict=True))) == 12
+    assert lots == [12, 12]
+    store.fence()
+    store.settle()
+    assert torch.equal(data[:12], wanted)
+    assert store.host.places.num_free == 8
+    assert files.places.num_free == len(files.places)
+    store.close()

@@ -1,4 +1,4 @@
-"""Kernels that are compiled ahead are those that requests launch: an engine on the meta device tells which those are."""
+"""Kernels that are compiled ahead are those that requests launch, as an engine on the meta device tells."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -46,9 +46,7 @@ def test_requests_launch_what_was_rehearsed_and_nothing_else(
     with torch.device("meta"):
         model = Transformer(settings).bfloat16().eval().requires_grad_(False)
     narrow(model, weights, is_rehearsed=True)
-    monkeypatch.setattr(
-        assemble, "make_runner", lambda *a, **o: device_runner.DeviceRunner(*a, **o, uses_graphs=False)
-    )
+    monkeypatch.setattr(assemble, "make_runner", lambda *a, **o: device_runner.DeviceRunner(*a, **o, uses_graphs=False))
     monkeypatch.setattr(device_runner._Copied, "wait", lambda told: [0] * len(told.tokens))
     engine = assemble.assemble(model, limits, seed=0)
     with Rehearsal(GPU) as seen:
@@ -99,15 +97,14 @@ def test_all_are_compiled_and_loaded_and_an_error_leaves_them_to_the_first_launc
             raise ValueError("not here")
         assert given == (StandIn(torch.float32), 16)
         assert options == {"grid": (1,), "ROWS": 2}
-        return SimpleNamespace(run=loaded.append(name) or name)
+        loaded.append(name)
+        return SimpleNamespace(run=name)
 
     def of(name: str) -> Launch:
-        return Launch(
-            SimpleNamespace(warmup=partial(warmup, name)), (StandIn(torch.float32), 16), {"ROWS": 2}
-        )
+        return Launch(SimpleNamespace(warmup=partial(warmup, name)), (StandIn(torch.float32), 16), {"ROWS": 2})
 
-    monkeypatch.setattr(compile_ahead, "compiles", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(compile_ahead, "compiles", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     device = torch.device("cuda", 0)
     assert compile_ahead.begin_to_compile(lambda: map(of, "abc"), device).result() == 3
     assert sorted(loaded) == ["a", "b", "c"]

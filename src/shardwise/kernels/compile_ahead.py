@@ -20,6 +20,8 @@ _MOST_THREADS = 16
 
 def begin_to_compile(find: Callable[[], Iterable[Launch]], device: torch.device) -> "Future[int]":
     """In a thread beside this one: find what will be launched, and compile it for a GPU. How many were."""
+    if device.index is None:  # A thread of its own has a current device of its own.
+        device = torch.device(device.type, torch.cuda.current_device())
     beside = ThreadPoolExecutor(1)
     compiled = beside.submit(_compile_all, find, device)
     beside.shutdown(wait=False)
@@ -39,19 +41,20 @@ def _compile_all(find: Callable[[], Iterable[Launch]], device: torch.device) -> 
 
 
 def compile_all(launches: Iterable[Launch], *, before: Callable[[], object] | None = None) -> int:
-    """Compile these for the current GPU, and load them there. `before` is called in each thread."""
-    from triton import AsyncCompileMode
+    """Compile these for the current GPU, and load them there; how many there was nothing wrong with, which a launch
+    would meet again. `before` is called in each thread."""
+    from triton import AsyncCompileMode  # type: ignore[import-untyped]
 
     threads = min(os.cpu_count() or 1, _MOST_THREADS)
     with ThreadPoolExecutor(threads, initializer=before) as pool:
-        with AsyncCompileMode(pool):
+        with AsyncCompileMode(pool, ignore_errors=True):
             made: list[Any] = [each.kernel.warmup(*each.arguments, grid=(1,), **each.options) for each in launches]
-        # Loading a program makes what launches it, too.
-        for _ in pool.map(_load, made):
-            pass
-    return len(made)
+        return sum(pool.map(_is_loaded, made))
 
 
-def _load(kernel: Any) -> None:
-    kernel = kernel.result() if hasattr(kernel, "result") else kernel
-    assert kernel.run is not None, "a program that can be launched"
+def _is_loaded(kernel: Any) -> bool:
+    """Loading a program makes what launches it, too."""
+    try:
+        return (kernel.result() if hasattr(kernel, "result") else kernel).run is not None
+    except Exception:
+        return False

@@ -1,11 +1,16 @@
 """The program of `few_rows_linear.py`: some rows of the weight a program, and all rows of x, or a tile of them.
 
 `CODES` is the kind of a weight in fewer bits (`narrow.py`), or nothing. In fp8 a row's scale is put on its sums.
+
+Where that makes fewer programs than a GPU should have, columns are split over several, too: each leaves its sums, and
+whoever comes last adds them, in the order of columns. So numbers do not hang on who that is. Programs of fewer rows
+would read x more often: of a narrow weight that is more than what they read of the weight.
 """
 
 # mypy: ignore-errors
 # ruff: noqa: N803
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -14,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.device_functions import activate, dot, precision_of, prefetch_rows
-from shardwise.kernels.launch import is_on_gpu, launch, overlapping
+from shardwise.kernels.launch import is_on_gpu, launch, num_processors, overlapping
 from shardwise.kernels.narrow import RUN, NarrowWeight
 from shardwise.kernels.widen_triton import (
     EIGHTS,
@@ -29,25 +34,36 @@ from shardwise.kernels.widen_triton import (
 
 
 class Tile(NamedTuple):
-    """Rows and columns of the weight that a program has at a time, how many tiles are on their way, and warps."""
+    """Rows and columns of the weight that a program has at a time, how many tiles are on their way, and warps; and how
+    many programs a processor should have, if there are fewer columns for each."""
 
     rows: int
     columns: int
     stages: int
     warps: int
+    programs: int = 0
 
 
 #: Without a gate, of weights with narrow and with wide rows, and with one, whose program has two tiles at a time; and
 #: how many bytes of a row are fetched into the cache while the kernel before ends. `benchmarks/serving.py --cases rows`
 #: tries others.
 NARROW, WIDE, GATED, AHEAD = Tile(64, 128, 6, 4), Tile(32, 256, 6, 2), Tile(64, 64, 5, 4), 1024
-#: Of weights in fewer bits: what is read of x is as much as what is read of them, so programs have many rows. In 4 bits
-#: the columns are those that share words.
-EIGHT_BITS, FOUR_BITS = Tile(64, 256, 3, 4), Tile(64, RUN, 4, 4)
+#: Of weights in fewer bits, by kind and whether there is a gate, for up to so many rows of x. What is read of x is as
+#: much as what is read of the weight, so programs have many rows. Products of a program wait for each other, so a
+#: processor should have some programs, with tiles small enough that they have room there (chosen by that, and by what
+#: is on its way; not measured yet: `benchmarks/narrow_tiles.py`). In 4 bits the columns are those that share words.
+NARROW_TILES = {
+    ("fp8", False): {16: Tile(64, 128, 5, 4, 3), 32: Tile(64, 128, 4, 4, 3), 64: Tile(64, 128, 4, 4, 2)},
+    ("fp8", True): {16: Tile(64, 128, 4, 4, 3), 32: Tile(64, 128, 3, 4, 3), 64: Tile(64, 128, 3, 4, 2)},
+    ("int4", False): {16: Tile(64, RUN, 4, 4, 3), 32: Tile(64, RUN, 4, 4, 3), 64: Tile(64, RUN, 4, 4, 2)},
+    ("int4", True): {16: Tile(64, RUN, 4, 4, 3), 32: Tile(64, RUN, 4, 4, 3), 64: Tile(64, RUN, 3, 4, 2)},
+}
 #: From so many columns on rows are wide: then programs of fewer of them have enough on its way, and there are more.
 MANY_COLUMNS = 4096
 #: The fewest columns of a tile of x, as tensor cores ask, and the most.
 FEWEST, MOST = 16, 64
+#: A program has so many tiles at least; and so many tiles of an output, on all GPUs, may be split at a time.
+FEWEST_TILES, MOST_COUNTED = 4, 4096
 _RUN = tl.constexpr(RUN)
 
 
@@ -84,12 +100,52 @@ def _times_four_bits(total, words, steps, x, item, m, begin, k, PRECISION: tl.co
     return total
 
 
+@triton.jit
+def _in_order(sums, tile, num_parts, ROWS: tl.constexpr, M: tl.constexpr):
+    """The sums of all parts of a tile, added in their order. Others wrote them just now: they are read past the near
+    cache."""
+    at = tl.arange(0, ROWS)[:, None] * M + tl.arange(0, M)[None, :]
+    total = tl.zeros((ROWS, M), tl.float32)
+    for part in range(num_parts):
+        total += tl.load(sums + (tile * num_parts + part) * (ROWS * M) + at, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _leave(sums, tile, part, num_parts, total, ROWS: tl.constexpr, M: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * M + tl.arange(0, M)[None, :]
+    tl.store(sums + (tile * num_parts + part) * (ROWS * M) + at, total)
+
+
+@triton.jit
+def _finish(
+    total, other, scales, bias, out, row, item, m, n,
+    CODES: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """What is done to sums, and written."""
+    is_row = row < n
+    if CODES == "fp8":
+        total *= tl.load(scales + row, mask=is_row, other=0.0)[:, None]
+        if ACTIVATION != "":
+            other *= tl.load(scales + n + row, mask=is_row, other=0.0)[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    made = total.to(out.dtype.element_ty)
+    if ACTIVATION != "":
+        if HAS_BIAS:
+            other += tl.load(bias + n + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        # Rounded where the definition rounds.
+        gate = activate(made.to(tl.float32), ACTIVATION).to(made.dtype).to(tl.float32)
+        made = (gate * other.to(made.dtype).to(tl.float32)).to(made.dtype)
+    tl.store(out + item[None, :] * n + row[:, None], made, mask=(item < m)[None, :] & is_row[:, None])
+
+
 @triton.jit(do_not_specialize=["m"])
 def _few_rows_linear(
-    x, weight, scales, bias, out, m, n, k, stride,
+    x, weight, scales, bias, out, sums, counters, m, n, k, stride,
     CODES: tl.constexpr, FAST: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, M: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, IS_SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -99,16 +155,22 @@ def _few_rows_linear(
     there = tl.minimum(row, n - 1).to(tl.int64)[:, None]
     here = weight + there * stride
     under = weight + (there + n) * stride
+    first, end = 0, k
+    if IS_SPLIT:
+        each = tl.cdiv(tl.cdiv(k, COLUMNS), tl.num_programs(2)) * COLUMNS
+        first = tl.program_id(2) * each
+        end = tl.minimum(first + each, k)
     if AHEAD > 0:
-        prefetch_rows(here, stride, AHEAD)
+        word = first // (4 if CODES == "fp8" else (8 if CODES == "int4" else 1))
+        prefetch_rows(here + word, stride - word, AHEAD)
         if ACTIVATION != "":
-            prefetch_rows(under, stride, AHEAD)
+            prefetch_rows(under + word, stride - word, AHEAD)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     item = tl.program_id(0) * M + tl.arange(0, M)
     total = tl.zeros((ROWS, M), tl.float32)
     other = tl.zeros((ROWS, M), tl.float32)
-    for begin in tl.range(0, k, COLUMNS, num_stages=STAGES):
+    for begin in tl.range(first, end, COLUMNS, num_stages=STAGES):
         if CODES == "fp8":
             column = begin // 4 + tl.arange(0, COLUMNS // 4)[None, :]
             words = tl.load(here + column, eviction_policy="evict_first")
@@ -133,21 +195,21 @@ def _few_rows_linear(
             total += dot(tile, given, PRECISION)
             if ACTIVATION != "":
                 other += dot(tl.load(under + at[None, :], eviction_policy="evict_first"), given, PRECISION)
-    is_row = row < n
-    if CODES == "fp8":
-        total *= tl.load(scales + row, mask=is_row, other=0.0)[:, None]
+    if IS_SPLIT:
+        number, parts = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.num_programs(2)
+        beneath = sums + tl.num_programs(0) * tl.num_programs(1) * parts * (ROWS * M)
+        _leave(sums, number, tl.program_id(2), parts, total, ROWS, M)
         if ACTIVATION != "":
-            other *= tl.load(scales + n + row, mask=is_row, other=0.0)[:, None]
-    if HAS_BIAS:
-        total += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
-    made = total.to(out.dtype.element_ty)
-    if ACTIVATION != "":
-        if HAS_BIAS:
-            other += tl.load(bias + n + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
-        # Rounded where the definition rounds.
-        gate = activate(made.to(tl.float32), ACTIVATION).to(made.dtype).to(tl.float32)
-        made = (gate * other.to(made.dtype).to(tl.float32)).to(made.dtype)
-    tl.store(out + item[None, :] * n + row[:, None], made, mask=(item < m)[None, :] & is_row[:, None])
+            _leave(beneath, number, tl.program_id(2), parts, other, ROWS, M)
+        tl.debug_barrier()  # All of it is written before this part is counted.
+        if tl.atomic_add(counters + number, 1) == parts - 1:
+            total = _in_order(sums, number, parts, ROWS, M)
+            if ACTIVATION != "":
+                other = _in_order(beneath, number, parts, ROWS, M)
+            _finish(total, other, scales, bias, out, row, item, m, n, CODES, HAS_BIAS, ACTIVATION)
+            tl.store(counters + number, 0)  # For the next launch, which comes behind this one.
+    else:
+        _finish(total, other, scales, bias, out, row, item, m, n, CODES, HAS_BIAS, ACTIVATION)
 
 
 def forward(x: Tensor, weight: Tensor | NarrowWeight, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -156,23 +218,44 @@ def forward(x: Tensor, weight: Tensor | NarrowWeight, bias: Tensor | None, activ
     n = num_rows if activation is None else num_rows // 2
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     is_narrow = isinstance(weight, NarrowWeight)
-    codes, tile = (weight.codes if is_narrow else weight), _tile_for(weight, k, activation is not None)
+    rows_of_x = min(max(FEWEST, triton.next_power_of_2(m)), MOST)
+    codes, tile = (weight.codes if is_narrow else weight), _tile_for(weight, k, rows_of_x, activation is not None)
     columns = tile.columns
     while k % columns:
         columns //= 2
-    rows_of_x = min(max(FEWEST, triton.next_power_of_2(m)), MOST)
+    grid = (triton.cdiv(m, rows_of_x), triton.cdiv(n, tile.rows))
+    parts = count_column_parts(grid[0] * grid[1], k // columns, tile.programs * num_processors(x.device))
+    sums = counters = None
+    if parts > 1:
+        size = grid[0] * grid[1] * parts * tile.rows * rows_of_x * (1 if activation is None else 2)
+        sums, counters = torch.empty(size, dtype=torch.float32, device=x.device), counters_of(x.device)
     launch(
-        _few_rows_linear, (triton.cdiv(m, rows_of_x), triton.cdiv(n, tile.rows)),
-        x, codes, scales_of(weight) if is_narrow else None, bias, out, m, n, k, codes.shape[1],
+        _few_rows_linear, (*grid, parts),
+        x, codes, scales_of(weight) if is_narrow else None, bias, out, sums, counters, m, n, k, codes.shape[1],
         CODES=weight.kind if is_narrow else "", FAST=is_narrow and is_fast(weight), HAS_BIAS=bias is not None,
         ACTIVATION=activation or "", M=rows_of_x, ROWS=tile.rows, COLUMNS=columns, STAGES=tile.stages,
-        AHEAD=AHEAD if is_on_gpu(x) else 0,
+        IS_SPLIT=parts > 1, AHEAD=AHEAD if is_on_gpu(x) else 0,
         PRECISION=precision_of(x.dtype), num_warps=tile.warps, **overlapping(x.device),
     )  # fmt: skip
     return out
 
 
-def _tile_for(weight: Tensor | NarrowWeight, k: int, has_gate: bool) -> Tile:
+def count_column_parts(num_tiles: int, num_columns: int, wanted: int) -> int:
+    """Over how many programs the columns of a tile are split, where so many programs are wanted."""
+    if num_tiles > MOST_COUNTED:
+        return 1
+    parts = max(min(wanted // num_tiles, num_columns // FEWEST_TILES), 1)
+    return triton.cdiv(num_columns, triton.cdiv(num_columns, parts))  # None of them is empty.
+
+
+@cache
+def counters_of(device: torch.device) -> Tensor:
+    """Zeros, and every launch leaves zeros: kernels of a device come one behind the other. Whoever captures a graph has
+    run its kernels before, so that these are in no graph's memory."""
+    return torch.zeros(MOST_COUNTED, dtype=torch.int32, device=device)
+
+
+def _tile_for(weight: Tensor | NarrowWeight, k: int, rows_of_x: int, has_gate: bool) -> Tile:
     if isinstance(weight, NarrowWeight):
-        return EIGHT_BITS if weight.kind == "fp8" else FOUR_BITS
+        return NARROW_TILES[weight.kind, has_gate][rows_of_x]
     return GATED if has_gate else WIDE if k >= MANY_COLUMNS else NARROW

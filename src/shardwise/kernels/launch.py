@@ -45,9 +45,7 @@ class Launch:
     def key(self) -> tuple[Any, ...]:
         """What Triton compiles anew for: types, sizes that are 1 or whole sixteens, and all that is constant."""
         told = getattr(self.kernel, "kwargs", None) or vars(self.kernel)
-        any_size, any_place = (
-            told.get(name) or () for name in ("do_not_specialize", "do_not_specialize_on_alignment")
-        )
+        any_size, any_place = (told.get(name) or () for name in ("do_not_specialize", "do_not_specialize_on_alignment"))
         kinds: list[Any] = []
         for name, each in zip(self.kernel.arg_names, self.arguments, strict=False):
             if isinstance(each, StandIn):
@@ -78,7 +76,9 @@ class Rehearsal:
 
     def note(self, kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         given = tuple(
-            StandIn(each.dtype, each.storage_offset() * each.element_size() % 16) if isinstance(each, Tensor) else each
+            StandIn(each.dtype, int(each.storage_offset()) * each.element_size() % 16)
+            if isinstance(each, Tensor)
+            else each
             for each in arguments
         )
         made = Launch(kernel, given, options)

@@ -1,7 +1,6 @@
 """An engine put together over a model that has its weights: how many blocks there is room for, and who uses them."""
 
 from collections.abc import Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +20,6 @@ from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.summary import Summary
 from shardwise.serving.tier_store import make_store
 from shardwise.serving.tiers import Tiers
-from shardwise.serving.warm_up import begin_warm_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +36,12 @@ class Identity:
 
 
 def assemble(
-    model: Transformer,
-    limits: Limits | None = None,
-    identity: Identity | None = None,
-    *,
-    seed: int | None = None,
-    warm_up: "Future[int] | None" = None,
+    model: Transformer, limits: Limits | None = None, identity: Identity | None = None, *, seed: int | None = None
 ) -> LLMEngine:
-    """An engine on the device that the model is on, with its kernels compiled. They may be under way already."""
+    """An engine on the device that the model is on."""
     limits, identity = limits or Limits(), identity or Identity()
-    settings, device, dtype = model.settings, model.embed.weight.device, model.embed.weight.dtype
-    if warm_up is None and device.type == "cuda":
-        warm_up = begin_warm_up(settings, dtype, limits, device)
     narrow(model, limits.weights)
+    settings, device, dtype = model.settings, model.embed.weight.device, model.embed.weight.dtype
     token_budget, max_running = limits.of_device(device)
     size = block_bytes(settings, settings.num_layers, dtype, limits.block_size)
     reserve = reserve_bytes(settings, token_budget, max_running, dtype)
@@ -67,8 +58,6 @@ def assemble(
         block_bytes=size,
     )
     runner = make_runner(model, cache, max_running=max_running, max_length=limits.length(settings, num_blocks))
-    if warm_up is not None:
-        warm_up.result()
     return make_engine(
         runner, scheduler, settings, limits, identity, room, dtype=dtype, device=device, tiers=tiers,
         seed=seed,

@@ -117,6 +117,10 @@ class FileTier:
             if place is not None:
                 self._begin_to_read(name, place)
 
+    def is_read(self, name: bytes) -> bool:
+        """Whether its bytes, or that they are none, can be had without waiting."""
+        return name in self._reading and self._reading[name][0].done()
+
     def find(self, name: bytes, until: float | None = None) -> int | None:
         """The one of `places` where its bytes are, if they are whole, and there until this time (`perf_counter`).
         Whoever has taken them gives the place back."""

@@ -77,14 +77,22 @@ def load_engine(
             named, chosen, limits, random_weights=random_weights, dtype=dtype, seed=seed, cluster=cluster
         )
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    warm_up = None
-    if place.type == "cuda":
-        shape = find_shape(named, random_weights=random_weights, dtype=dtype, device=place)
-        warm_up = None if shape is None else begin_warm_up(*shape, limits, place)
-    model, identity = read_source(
-        named,
-        random_weights=random_weights,
-        dtype=dtype,
-        device=place,
-    )
-    return assemble(model, limits, identity, seed=seed, warm_up=warm_up)
+    return _load_here(named, place, limits, random_weights=random_weights, dtype=dtype, seed=seed)
+
+
+def _load_here(
+    source: str, device: torch.device, limits: Limits, *, random_weights: bool, dtype: torch.dtype | None,
+    seed: int | None,
+) -> LLMEngine:  # fmt: skip
+    """On one device. A GPU's kernels are compiled meanwhile, as soon as the model's shape is known."""
+    is_gpu, warm_up = device.type == "cuda", None
+    shape = find_shape(source, random_weights=random_weights, dtype=dtype, device=device) if is_gpu else None
+    if shape is not None:
+        warm_up = begin_warm_up(*shape, limits, device)
+    model, identity = read_source(source, random_weights=random_weights, dtype=dtype, device=device)
+    if is_gpu and warm_up is None:
+        warm_up = begin_warm_up(model.settings, model.embed.weight.dtype, limits, device)
+    engine = assemble(model, limits, identity, seed=seed)
+    if warm_up is not None:
+        warm_up.result()
+    return engine

@@ -81,8 +81,8 @@ def check_kind(kind: str | None) -> None:
 
 @torch.no_grad()
 def narrow(model: Transformer, kind: str | None, *, is_rehearsed: bool = False) -> None:
-    """Make the weights of all layers narrow, in place. What a rank does not have (on the meta device) stays there, unless
-    all of it is rehearsed."""
+    """Make the weights of all layers narrow, in place. What a rank does not have (on the meta device) stays as it is,
+    unless all of it is rehearsed."""
     if kind is None:
         return
     for module in [each for layer in model.layers for each in layer.modules()]:

@@ -6,7 +6,8 @@
 
 Copies between a GPU and the host run beside its steps (`block_copies.py`), and files are written and read by threads
 (`file_tier.py`). A block on its way to a file stays in its place on the host until it is written: a thread waits for
-its copy, and gives the place back. Nobody else waits. If there is no place left, the block is not kept.
+its copy, and gives the place back. Nobody else waits. If there is no place left, the block is not kept. Copies are
+begun some at a time (`begin`), and only then are threads told of what they carry.
 """
 
 from collections.abc import Container, Sequence
@@ -97,6 +98,8 @@ class TierStore:
         self._data, self.host, self.files = data, host, files
         self._copies = copies or BlockCopies(data)
         self._block_seconds = self._copies.block_seconds(host.places if files is None else files.places)
+        #: What goes to files once its copies have begun, by name, and where it lies.
+        self._to_write: dict[bytes, int] = {}
 
     @property
     def copies_beside(self) -> bool:
@@ -154,33 +157,42 @@ class TierStore:
         begun = perf_counter()
         for name, _ in wanted:
             self._read_ahead(name)
-        from_host: list[tuple[HostPlaces, int, int]] = []
+        lot: list[tuple[HostPlaces, int, int]] = []
         num_found = 0
         for name, block in wanted:
             place, places = self.host.find(name), self.host.places
-            if place is not None:
-                from_host.append((places, place, block))
-            else:
-                until = None if within is None else begun + within[0] + num_found * within[1]
-                place = None if self.files is None else self.files.find(name, until)
-                if self.files is None or place is None:
+            if place is None:
+                if self.files is None:
                     break
-                # What comes from a disk is not waited for by what comes after it.
-                self._copies.bring([*from_host, (self.files.places, place, block)])
-                self.files.places.give_back(place)
-                from_host = []
+                if lot and not self.files.is_read(name):  # What is here does not wait for a disk.
+                    lot = self._bring(lot)
+                until = None if within is None else begun + within[0] + num_found * within[1]
+                place, places = self.files.find(name, until), self.files.places
+                if place is None:
+                    break
+            lot.append((places, place, block))
             num_found += 1
-        if from_host:
-            self._copies.bring(from_host)
+        self._bring(lot)
         return num_found
 
+    def _bring(self, lot: list[tuple[HostPlaces, int, int]]) -> list[tuple[HostPlaces, int, int]]:
+        """Begin to copy these. Places of what was read are free again behind it; none is left."""
+        if lot:
+            self._copies.bring(lot)
+        for places, place, _ in lot:
+            if places is not self.host.places:
+                places.give_back(place)
+        return []
+
     def begin(self) -> None:
-        """Begin the copies of all blocks that were put here."""
+        """Begin the copies of all blocks that were put here, and tell the threads of those that go to files."""
         self._copies.begin()
+        self._begin_to_write()
 
     def fence(self) -> None:
         """The next step comes behind all copies that it has to do with."""
         self._copies.fence()
+        self._begin_to_write()
 
     def least_seconds(self, num_blocks: int) -> float:
         """What the link takes for as many: on a GPU copies are begun, and nobody waits for them."""
@@ -199,7 +211,7 @@ class TierStore:
     def flush(self) -> None:
         """Write to the files what only the host has, so that the next start finds it."""
         if self.files is not None:
-            self._copies.begin()
+            self.begin()
             places = self.host.places
             for number, name in enumerate(self.host.names()):
                 place = self.host.look(name)
@@ -210,6 +222,7 @@ class TierStore:
     def settle(self) -> None:
         """Wait for all copies: blocks are about to be written that nobody has let go."""
         self._copies.settle()
+        self._begin_to_write()
 
     def close(self) -> None:
         self.settle()
@@ -221,7 +234,7 @@ class TierStore:
             self.files.prefetch(name)
 
     def _put_in_a_file(self, block: int, name: bytes) -> bool:
-        if self.files is None or not self.files.wants(name):
+        if self.files is None or name in self._to_write or not self.files.wants(name):
             return False
         places = self.host.places
         place = places.take()
@@ -229,19 +242,26 @@ class TierStore:
             self.files.num_skipped += 1
             return False
         self._copies.out(block, places, place)
-        if not self._write(name, place):  # It was turned off just now.
-            places.give_back(place)
+        self._to_write[name] = place
         return True
 
     def _let_go(self, name: bytes, place: int) -> None:
         """A block leaves the host, for a file if whoever comes has a place meanwhile."""
         places = self.host.places
-        if self.files is None or not places.num_free or not self._write(name, place):
+        if self.files is not None and places.num_free and name not in self._to_write and self.files.wants(name):
+            self._to_write[name] = place
+        else:
             places.give_back(place)
+
+    def _begin_to_write(self) -> None:
+        """What goes to files, whose copies have begun: a thread waits for the event of its place."""
+        going, self._to_write = self._to_write, {}
+        for name, place in going.items():
+            if not self._write(name, place):  # The disk has not kept up meanwhile, or was turned off.
+                self.host.places.give_back(place)
 
     def _write(self, name: bytes, place: int) -> bool:
         assert self.files is not None, "whoever writes has looked"
-        self._copies.begin()  # A thread waits for its event.
         places = self.host.places
         return self.files.put(
             name, places.views[place], before=partial(places.wait, place), after=partial(places.give_back, place)

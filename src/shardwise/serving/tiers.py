@@ -22,10 +22,10 @@ from shardwise.serving.tier_speeds import Speeds
 _TRY_AGAIN = 64
 #: Blocks that are brought at once: while one lot is on its way to the device, room is made for the next. From files
 #: few, and it is asked again whether it is worth it; but so many are read ahead.
-_AT_ONCE = {"host": 64, "files": 8}
+_AT_ONCE = {"host": 32, "files": 8}
 _READ_AHEAD = 64
 #: How much later than by computing all of it a prompt may come whose blocks did not come in time from files.
-_LATER = 0.03
+_LATER = 0.02
 #: Blocks that are copied out ahead while a step runs: so many, and as many as the step fills.
 _AHEAD_IN_A_STEP = 8
 

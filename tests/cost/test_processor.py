@@ -81,6 +81,18 @@ def test_calls_add_to_the_work_and_projections_are_called_one_by_one() -> None:
     assert [round(float(each), 6) for each in found] == [3e-3, 3e-3, 3e-3]
 
 
+def test_a_layer_that_is_cut_takes_longer_to_call_however_many_projections_it_has() -> None:
+    pricer = pricer_with()
+    cut = Kernel(kind="sharded", forward=1e30, backward=1e30, forward_call=1e-3, backward_call=2e-3)
+    others = tuple(each for each in pricer.pool.device.kernels if each.kind != "sharded")
+    pool = replace(pricer.pool, device=replace(pricer.pool.device, kernels=(cut, *others)))
+    engine, shared = replace(pricer, pool=pool).engine, (Width(64), Width(64), Width(64))
+    whole, part = (Matmul(name="qkv", inputs=Width(64), outputs=shared, sharding=how) for how in ("none", "column"))
+    for operation, tp, calls in ((part, 2, 1), (part, 1, 0), (whole, 2, 0)):
+        found = engine.operation(operation, replace(SHARE, tp=tp))
+        assert [round(float(each), 6) for each in found] == [calls * 1e-3, calls * 2e-3, 0.0]
+
+
 def test_what_was_fitted_on_gpus_is_left_out_on_processors_alone() -> None:
     cpu, gpu = (Cluster.parse(name).pools[0] for name in ("2xcpu", "2xh100"))
     assert constants_on(gpu, CONSTANTS) is CONSTANTS

@@ -94,6 +94,13 @@ def test_a_sweep_names_each_run_after_what_it_changes(here: Path, capsys: pytest
     assert "3) folder=s/rate=3e-3,width=64 changes=(--set optimizer.rate=3e-3 --set model.width=64) ;;" in text
 
 
+@pytest.mark.parametrize("on", [["local"], ["hosts", "--hosts", "a,b"]])
+def test_torchrun_waits_for_ranks_that_save(here: Path, capsys: pytest.CaptureFixture[str], on: list[str]) -> None:
+    assert here.is_dir()
+    text = text_of(["launch", "--on", *on, "--save-before", "5min", "--", "train", "tiny", "--plan", "dp=2"], capsys)
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 " in text
+
+
 def test_nodes_and_devices_come_from_the_plan_and_the_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "plan.toml").write_text("dp = 4\ntp = 4\n")
     words = ["--cluster", "8x8xh100", "--", "train", "tiny", "--plan", "plan.toml"]
@@ -145,6 +152,10 @@ def test_nodes_and_devices_come_from_the_plan_and_the_cluster(here: Path, capsys
         (
             "--on slurm --time 1min --save-before 2min -- train tiny --plan dp=1",
             "error: --save-before 2min is not before the end of --time 1min\n  try: --save-before 15s\n",
+        ),
+        (
+            "--on local --save-before 0.1s -- train tiny --plan dp=1",
+            "error: --save-before 0.1s: ranks need a moment\n  try: --save-before 2min\n",
         ),
         (
             "--on local --sweep steps=1,2 -- train tiny --plan dp=1",

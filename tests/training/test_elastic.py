@@ -1,6 +1,5 @@
 """Fewer machines, and more: four ranks become three, two and four again in one run, and the losses stay the same."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,10 +37,10 @@ def test_a_plan_keeps_all_but_its_replicas(plan: str, num_ranks: int, num_rows: 
     assert found is None or found.num_ranks == num_ranks
 
 
-def test_a_run_ends_at_a_checkpoint_for_hosts_that_are_back_and_goes_on_from_it_with_more(
-    two: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_ends_at_its_next_checkpoint_for_hosts_that_are_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = make_job(tmp_path / "wild", "dp=1", steps=6, checkpoint__every=2)
+    job = make_job(tmp_path / "wild", "dp=1", steps=5, checkpoint__every=2)
     plain = Health.before_keeping
 
     def before_keeping(self: Health, step: int) -> None:
@@ -53,11 +52,9 @@ def test_a_run_ends_at_a_checkpoint_for_hosts_that_are_back_and_goes_on_from_it_
     result = train_rank(job)
     assert isinstance(result, Result)
     assert (result.step, result.take_in, result.stopped_by) == (4, ("b",), "b can take part again")
-    two.run(undisturbed, replace(job, plan=Plan.parse("dp=2,zero=1")))
-    starts = [(each["step"], each.get("source")) for each in read_journal(job.folder) if each["event"] == "start"]
-    assert starts == [(0, None), (4, "disk")]
-    train_rank(calm := make_job(tmp_path / "calm", "dp=1", steps=6))
-    assert losses_of(job.folder) == pytest.approx(losses_of(calm.folder), rel=1e-5)
+    assert (result.checkpoint or "").endswith("step-00000004")
+    ends = [(each["step"], each.get("take_in")) for each in read_journal(job.folder) if each["event"] == "end"]
+    assert ends == [(4, ["b"])]
 
 
 @pytest.mark.whole

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 #: What is measured by itself. Matmuls and attention are counted in FLOPs, `operands` in the bytes that matmuls read and
 #: write, `scores` in pairs of a query and a key, and so are `masks`: what attention takes longer where it is given one.
 #: Everything else is counted in the bytes that pass through memory where nothing is fused; `elementwise` is every
-#: operation without a kind of its own, and `optimizer` has no backward, and a call for each tensor. A `meeting` is a
-#: call alone: the seconds that ranks lose where they wait for each other, beside those of the message.
+#: operation without a kind of its own, and `optimizer` has no backward, and a call for each tensor. Two are calls
+#: alone: `sharded`, what a layer that is cut over ranks takes longer to call, and a `meeting`, the seconds that ranks
+#: lose where they wait for each other, beside those of the message.
 KINDS = (
     "matmul", "operands", "attention", "scores", "masks", "norm", "nonlinearity", "rotation", "loss", "elementwise",
-    "optimizer", "meeting",
+    "optimizer", "sharded", "meeting",
 )  # fmt: skip
 
 
@@ -37,7 +38,12 @@ class Kernel:
 
 def meeting_seconds(kernels: Sequence[Kernel]) -> float:
     """What is lost at each meeting of ranks; nothing where that was not measured."""
-    return next((kernel.forward_call for kernel in kernels if kernel.kind == "meeting"), 0.0)
+    found = find_kernel(kernels, "meeting")
+    return 0.0 if found is None else found.forward_call
+
+
+def find_kernel(kernels: Sequence[Kernel], kind: str) -> Kernel | None:
+    return next((kernel for kernel in kernels if kernel.kind == kind), None)
 
 
 def get_kernel(kernels: Sequence[Kernel], kind: str) -> Kernel:

@@ -8,6 +8,7 @@ to other processes add up:
     matmul:     FLOPs / rate  +  bytes of operands / rate    operands are packed before they are multiplied
     attention:  FLOPs / rate  +  scores / rate               their exponentials, however long a head is; masked ones too
                               +  scores / rate of masks      where it is given one
+    a layer that is cut over ranks: a longer call
     optimizer:  bytes / rate  +  a call for each tensor
 """
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardwise.cluster.cluster import Pool
-from shardwise.cluster.kernel import Kernel, get_kernel, meeting_seconds
+from shardwise.cluster.kernel import Kernel, find_kernel, get_kernel, meeting_seconds
 from shardwise.cost.compute import ZERO, Engine, Seconds
 from shardwise.cost.constants import Constants
 from shardwise.cost.numbers import Floats, Number
@@ -82,6 +83,10 @@ class ProcessorEngine(Engine):
             total = _add(total, _seconds(kernel, amount, calls))
             if kind == "scores" and self.software.masks_documents:
                 total = _add(total, _seconds(self._kernel("masks"), amount, 0))
+        cut = find_kernel(self.device.kernels, "sharded")
+        if isinstance(operation, Matmul) and operation.sharding != "none" and cut is not None:
+            # Projections that read one tensor are called together.
+            total = _add(total, _seconds(cut, Passes(0, 0, 0), np.asarray(share.tp) > 1))
         return total
 
     def stream(self, num_bytes: Number) -> Floats:

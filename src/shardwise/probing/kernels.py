@@ -8,6 +8,7 @@ All ranks of a machine time the same at the same moment, and for as long: caches
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import cycle
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
@@ -24,11 +25,13 @@ from shardwise.model.operations import Attention, Matmul, Operation, Width
 from shardwise.model.share import Share
 from shardwise.probing.meetings import measure_meetings
 from shardwise.probing.steady import settled
+from shardwise.ranks.collectives import Group
+from shardwise.sharding.tensor.linear import ColumnParallelLinear, ColumnSet, RowParallelLinear
 
 #: One kind of one size takes so long, on every rank.
 LIMIT_SECONDS = 0.15
 #: Kinds and sizes that are timed; meetings take as long as seven of them.
-NUM_FIGURES = 33
+NUM_FIGURES = 36
 _KEPT = 8
 _TURNS = 3
 _ROWS, _TOKENS, _WIDTH, _MLP, _HEADS, _VOCABULARY = 8, 128, 256, 688, 4, 512
@@ -76,7 +79,7 @@ def measure_kernels(timing: Timing) -> tuple[Kernel, ...]:
         found.append(_kernel(kind, _amount(trial, _ROWS, _TOKENS)[0], much, _amount(trial, 1, _FEW)[0], few))
     found += _two_ways("matmul", "operands", [_linear(_NARROW), _linear(_WIDE)], timing)
     found += _two_ways("attention", "scores", [_attention(_SHORT_HEAD), _attention(_LONG_HEAD)], timing)
-    found += [_masks(timing), _optimizer(timing)]
+    found += [_masks(timing), _optimizer(timing), _sharded(timing)]
     meetings = measure_meetings(timing.meet)
     # Kernels were timed by their quickest moments, and steps are long.
     longer = [each.taking_turns(1.0 / meetings.slower) for each in found]
@@ -170,6 +173,34 @@ def _attend_masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def _seen(rows: int, tokens: int) -> Tensor:
     """A mask as rows with documents have it: made once for all layers."""
     return torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(rows, 1, tokens, tokens).contiguous()
+
+
+def _sharded(timing: Timing) -> Kernel:
+    """What a layer that is cut over ranks takes longer to call than a plain one, by columns or by rows: Python, and an
+    autograd function of its own. Nothing is sent."""
+    group, plain = Group(), _time(_linear(_NARROW), 1, _FEW, timing)
+
+    def weight() -> nn.Parameter:
+        return nn.Parameter(torch.randn(_NARROW, _NARROW))
+
+    def columns() -> nn.Module:
+        return ColumnParallelLinear(weight(), None, ColumnSet(group), is_transposed=False, rng=None)
+
+    def rows() -> nn.Module:
+        return RowParallelLinear(weight(), None, group, is_transposed=False, rng=None)
+
+    longer = []
+    for make in (columns, rows):
+        layers = cycle([make() for _ in range(_KEPT)])  # Each is called once in a step.
+        trial = replace(
+            _linear(_NARROW),
+            run=lambda given, layers=layers: next(layers)(given),
+            inputs=lambda rows, tokens: [torch.randn(rows, tokens, _NARROW)],
+        )
+        taken = _time(trial, 1, _FEW, timing)
+        longer.append([max(each - before, 0.0) for each, before in zip(taken, plain, strict=True)])
+    forward, backward = (sum(each) / len(longer) for each in zip(*longer, strict=True))
+    return Kernel(kind="sharded", forward=_FREE, backward=_FREE, forward_call=forward, backward_call=backward)
 
 
 def _amount(trial: Trial, rows: int, tokens: int) -> list[Both]:

@@ -5,6 +5,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 
@@ -45,7 +46,7 @@ def interpreted() -> Iterator[None]:
             step_inputs_triton,
             widen_triton,
         )
-    with _patched_once_a_launch():
+    with _patched_once_a_launch(), _nothing_for_nobody():
         yield
     for room, name, value in before:
         setattr(room, name, value)
@@ -78,5 +79,28 @@ def _patched_once_a_launch() -> Iterator[None]:
     with (
         patch.object(interpreter, "_patch_lang", patch_lang),
         patch.object(interpreter.GridExecutor, "__call__", call),
+    ):
+        yield
+
+
+@contextmanager
+def _nothing_for_nobody() -> Iterator[None]:
+    """Before whole numbers are added or multiplied, Triton does so in 64 bits and compares, to assert that nothing
+    overflows; but its interpreter leaves out every assertion (`debug` is off there). That, and a table of NumPy's types
+    that is made again at each look, are half of what a kernel takes."""
+    from triton.runtime import interpreter
+
+    builder, look = interpreter.interpreter_builder, interpreter._get_np_dtype
+    assert not builder.options.debug
+    known = {}
+
+    def look_once(of):
+        if of.name not in known:
+            known[of.name] = look(of)
+        return known[of.name]
+
+    with (
+        patch.object(builder, "options", replace(builder.options, sanitize_overflow=False)),
+        patch.object(interpreter, "_get_np_dtype", look_once),
     ):
         yield

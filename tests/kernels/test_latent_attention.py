@@ -21,7 +21,7 @@ def test_a_token_of_each_sequence_sees_what_the_definition_sees(
     block, one more, none at all, and many tiles in several parts."""
     programs = importlib.import_module("shardwise.kernels.latent_attention_triton")
     monkeypatch.setattr(programs, "HEADS", 16)
-    monkeypatch.setattr(programs, "count_parts", lambda *_: (16, 64))
+    monkeypatch.setattr(programs, "count_parts", lambda *_: (6, 64))
     lengths = [1, size, size + 1, 0, 200]
     counts = [-(-length // size) for length in lengths]
     cache = torch.randn(sum(counts), 2, size, rank + turned).to(dtype)[:, 1]

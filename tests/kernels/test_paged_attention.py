@@ -32,7 +32,7 @@ def assert_close(made: Tensor, plain: Tensor, dtype: torch.dtype) -> None:
 def in_parts_of_64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts of a few hundred tokens are read by several programs, as thousands are on a GPU."""
     triton_file = pytest.importorskip("shardwise.kernels.paged_decode_triton")
-    monkeypatch.setattr(triton_file, "count_parts", lambda *_: (16, 64))
+    monkeypatch.setattr(triton_file, "count_parts", lambda *_: (6, 64))
 
 
 @every_type

@@ -299,6 +299,12 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def num_uses(tensor: Tensor) -> int:
+    """How many tensors look into a tensor's memory, and one more. No public way."""
+    found: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return found
+
+
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether `torch.func` (`grad`, `vmap`) stands around it: then it has no memory of its own. No public way."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -265,3 +265,20 @@ def anothers_weight_read_later(parallelize: Parallelize) -> Result:
             each.tied = True
 
     return trained(engine, between=between)
+
+
+@dataclass(slots=True)
+class Settings:
+    contrast: float = 0.0
+
+
+@program(PARTS, but="cp", whole=True)
+def contrast_in_slots_that_begins_later(parallelize: Parallelize) -> Result:
+    """A dataclass with slots has the weight."""
+    settings = Settings()
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        each = output.mean(1)
+        return cross_entropy(output, given) + settings.contrast * (each @ each.T).square().mean()
+
+    return with_loss(parallelize, loss, lambda: setattr(settings, "contrast", 0.5))

@@ -383,3 +383,21 @@ def averaged_by_torch(parallelize: Parallelize) -> Result:
     engine = start(parallelize, model)
     found = trained(engine, between=lambda _: averaged.update_parameters(model))
     return {**found, **{f"mean {name}": each.detach() for name, each in averaged.named_parameters()}}
+
+
+@program(AWAY, always=True)
+def views_kept_over_steps(parallelize: Parallelize) -> Result:
+    """`weights = [p.data for p in ...]` and `p.detach().numpy()`, taken once: read and written after every step."""
+    model = small_net()
+    engine = start(parallelize, model)
+    first, *others = model.parameters()
+    array, views = first.detach().numpy(), [each.data for each in others]
+
+    def between(step: int) -> dict[str, Any]:
+        found = float(abs(array).sum()) + float(sum(each.abs().sum() for each in views))
+        array[...] *= 0.99
+        for each in views:
+            each.mul_(0.99)
+        return {f"sum {step}": found}
+
+    return trained(engine, between=between)

@@ -241,3 +241,26 @@ def the_optimizers_own_state_put_back(parallelize: Parallelize) -> Result:
     for optimizer, each in zip(engine.optimizers, saved, strict=True):
         optimizer.load_state_dict(each)
     return trained(engine)
+
+
+class Lamb(Optimizer):
+    """Its step clips by the norm of all gradients."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        every = [(each, group) for group in self.param_groups for each in group["params"] if each.grad is not None]
+        norm = torch.stack([each.grad.norm() for each, _ in every]).norm()
+        for each, group in every:
+            each.sub_(each.grad / norm, alpha=group["lr"])
+        return closure
+
+
+@program(
+    {**NOT_KNOWN, **dict.fromkeys(("pp", "offload.optimizer", "offload.parameters"), "depends on others")}, always=True
+)
+def a_norm_of_all_in_a_step(parallelize: Parallelize) -> Result:
+    """LAMB: on a stage it would be the norm of that stage."""
+    return trained(start(parallelize, small_net(), Lamb))

@@ -2,12 +2,14 @@
 
 import random
 from collections import deque
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.stages.split.python_state import PythonState
+from shardwise.stages.split.remembered import forgotten
 from shardwise.stages.split.second_batch import second_batch
 from shardwise.stages.split.split import split
 
@@ -75,3 +77,24 @@ def test_a_second_batch_has_other_numbers_that_the_first_has_too() -> None:
     alike = {"ids": torch.tensor([[1, 2, 3], [1, 2, 3]])}
     assert second_batch(alike)["ids"].tolist() == [[3, 3, 2], [3, 3, 2]]
     assert second_batch(alike, [alike, first]) is first
+
+
+@cache
+def drawn(width: int) -> Tensor:
+    return torch.randn(width)
+
+
+class Remembers(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * drawn(len(x))
+
+
+def test_what_functions_remember_of_trials_is_forgotten_and_what_they_had_is_kept() -> None:
+    drawn.cache_clear()
+    first = drawn(2)
+    module = Remembers()
+    with forgotten(module):
+        module(torch.ones(3))
+        assert drawn.cache_info().currsize == 2
+    assert drawn.cache_info().currsize == 1
+    assert drawn(2) is first

@@ -43,6 +43,20 @@ def agree_on_costs(gather: Gather, calls: Sequence[UnitCall]) -> None:
         call.seconds = None if call.seconds is None else seconds
 
 
+def agree_on_cut(gather: Gather, split: Split) -> None:
+    """Refuse stages that ranks have cut in different places: a layer would be on none of them, or on two. All call
+    this alike."""
+    told = gather(split.units)
+    for rank, units in enumerate(told):
+        if units != told[0]:
+            one, other = (" | ".join(", ".join(stage) for stage in each) for each in (told[0], units))
+            raise ShardwiseError(
+                f"ranks cut the module in different places, rank 0 into {one} and rank {rank} into {other}: what it"
+                " leaves behind outside of its units is not the same on both",
+                remedy="layers= in the plan says where to cut; or nothing kept outside of units (caches, files)",
+            )
+
+
 def tried_by_first(gather: Gather, rank: int, device: torch.device, attempt: Callable[[Any], _T]) -> _T:
     """What comes of a trial by the first rank, for all have the same module; where ranks talk to each other in it, all
     try. All call this alike.

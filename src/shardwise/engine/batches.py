@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from shardwise.engine.parts import Parts
 from shardwise.engine.rank_device import batch_on
 from shardwise.engine.same_batch import SameBatch
+from shardwise.engine.same_draws import SameDraws
 from shardwise.engine.same_weights import OutsideWrites, settings_of
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
@@ -78,7 +79,8 @@ class Batches:
         self.outside = _outside_writes(parts)
         self.same = SameBatch(
             parts.plan, parts.wires, is_local=is_local, settings=lambda: settings_of(optimizers), outside=self.outside,
-            routes=[each.route for each in parts.split.stages if isinstance(each, ModuleStage)],
+            routes=[each.route for each in parts.split.stages if isinstance(each, ModuleStage)], values=parts.settings,
+            draws=SameDraws(parts.device, is_early=parts.plan.pp > 1),
         )  # fmt: skip
 
     def cut(self, batch: Batch, what: str = "step", *, predicts: bool = False) -> list[Batch]:

@@ -12,6 +12,7 @@ from shardwise.engine.loss_agreement import agree_on_loss
 from shardwise.engine.options import Options
 from shardwise.engine.same_weights import check_given
 from shardwise.engine.tried_again import TriedAgain
+from shardwise.engine.world_check import check_world
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
 from shardwise.sharding.tensor import ByFirst
@@ -49,6 +50,7 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
     if plan.dp * plan.microbatches > 1:
         check_openable(example)
     rule = RowRule(Signature(module).names)
+    check_world(module, plan, loss, example, rule, options, wires)
     tried, is_quiet = agree_on_loss(module, plan, loss, example, rule, options, wires)
     rule.tables |= set(tried.tables)
     cutter = Cutter(plan, wires.mesh, rule, pad=options.pad, is_local=options.is_local)

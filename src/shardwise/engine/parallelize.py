@@ -29,6 +29,7 @@ from shardwise.ranks.telling import making
 from shardwise.ranks.wires import ManyProcesses, OneProcess, make_wires
 from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.sequence_shards import Entry
+from shardwise.stages.split.remembered import forgotten
 from shardwise.stages.stage import Batch, Loss
 from shardwise.states.parameter_group import MakeOptimizer, Share
 
@@ -102,10 +103,11 @@ def parallelize(
         check_here(chosen, watch, compiles=bool(compile))
         _check_module(module, chosen, options)
         example = put_together(module, example, chosen.precision)
-        return assemble(
-            module, chosen, loss=loss, optimizer=optimizer, example=example, options=options,
-            wires=wires or make_wires(chosen, watch), owns_wires=wires is None,
-        )  # fmt: skip
+        with forgotten(module, loss):
+            return assemble(
+                module, chosen, loss=loss, optimizer=optimizer, example=example, options=options,
+                wires=wires or make_wires(chosen, watch), owns_wires=wires is None,
+            )  # fmt: skip
 
 
 def _checked(module: nn.Module, plan: Plan | str, loss: Loss, optimizer: Any, example: Batch, options: Options) -> Plan:

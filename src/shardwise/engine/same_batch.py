@@ -6,7 +6,8 @@
 Checksums go with the sum of the loss, which all ranks exchange in every step anyway, and are looked at before weights
 change. The example and the first batches are compared before anything is run: ranks that have different shapes would
 fail, or wait for each other, first. A few bits of the settings of optimizers go with them, s on each rank: their sum
-and the sum of their squares are n s and n s^2 only where all n ranks have the same.
+and the sum of their squares are n s and n s^2 only where all n ranks have the same. So does where generators of random
+numbers are, where steps draw from them (`same_draws.py`).
 """
 
 import warnings
@@ -16,9 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardwise.engine.same_draws import SameDraws, are_alike, check_draws
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
-from shardwise.ranks.mesh import replicas_of
+from shardwise.ranks.mesh import places_together, replicas_of
 from shardwise.ranks.wires import Wires
 from shardwise.stages.rows import tensors_in
 from shardwise.stages.split.route import Route, apart
@@ -68,18 +70,22 @@ class _Told(Protocol):
 class SameBatch:
     """Compares the batches of ranks. Every rank has one.
 
-    `settings` gives bits of what must be the same on all, `outside` of what was written between steps, and `routes` of
-    the units that forwards have called.
+    `settings` gives bits of what must be the same on all, `outside` of what was written between steps, `values` of what
+    was set then, and `routes` of the units that forwards have called.
     """
 
     def __init__(
         self, plan: Plan, wires: Wires, *, is_local: bool, settings: Callable[[], int] | None = None,
-        outside: _Told | None = None, routes: Sequence[Route] = (),
+        outside: _Told | None = None, routes: Sequence[Route] = (), values: _Told | None = None,
+        draws: SameDraws | None = None,
     ) -> None:  # fmt: skip
         self._plan, self._wires, self._is_local = plan, wires, is_local
         self._is_alone = wires.watch is None
         self._replicas = [0] if self._is_alone else [each.replica for each in replicas_of(plan)]
         self._settings, self._outside, self._routes, self._set = settings, outside, routes, 0
+        self._values, self._draws = values, draws
+        #: Which ranks compute one forward together: those of a replica that have the same stages.
+        self._together = places_together(plan) if draws is not None and not self._is_alone else []
         self._now: Checksum | None = None
         self._num_early = {"step": _NUM_EARLY, "evaluation": 1}
         self._has_warned = False
@@ -93,6 +99,8 @@ class SameBatch:
         if self._is_alone:
             return
         self._now, self._set = Checksum(batch), 0 if self._settings is None else self._settings()
+        if self._draws is not None:
+            self._draws.begin()
         if self._num_early.get(what, 1):
             self._num_early[what] = self._num_early.get(what, 1) - 1
             self.check(self._wires.gather(self._now.read()), what)
@@ -106,18 +114,21 @@ class SameBatch:
         for each in self._all_told():
             self._set ^= each.bits
         sums = [mine if rank == self._wires.rank else 0.0 for rank in range(len(self._replicas))]
-        return [float(self._set), float(self._set**2), *sums]
+        draws = [0.0 for _ in self._together]
+        if self._draws is not None:
+            draws[self._wires.rank] = self._draws.number
+        return [float(self._set), float(self._set**2), *sums, *draws]
 
     def _all_told(self) -> list[_Told]:
-        return [*([] if self._outside is None else [self._outside]), *self._routes]
+        return [*(each for each in (self._values, self._outside) if each is not None), *self._routes]
 
     @property
     def is_as_told(self) -> bool:
         """Whether what came with the sum of the loss is as it should be."""
-        keys = self._replicas if self._is_local else [0] * len(self._replicas)
-        if not self.told or not self._are_set_alike:
+        keys, count = self._replicas if self._is_local else [0] * len(self._replicas), len(self._replicas)
+        if not self.told or not self._are_set_alike or not are_alike(self.told[2 + count :], self._together):
             return not self.told
-        return len(set(zip(keys, self.told[2:], strict=False))) == len(set(keys))
+        return len(set(zip(keys, self.told[2 : 2 + count], strict=False))) == len(set(keys))
 
     @property
     def _are_set_alike(self) -> bool:
@@ -127,14 +138,25 @@ class SameBatch:
     def check_told(self) -> None:
         """Refuse what came with the sum of the loss, at a moment when no rank has anything under way."""
         is_alike = not self.told or self._are_set_alike
-        found, self.told = self.told[2:], []
+        count = len(self._replicas)
+        found, draws, self.told = self.told[2 : 2 + count], self.told[2 + count :], []
+        if self._draws is not None:
+            self._draws.look()
         if found:
             self.check(found)
+            check_draws(draws, self._together)
         if not is_alike:
             gathered = self._wires.gather([each.bits for each in self._all_told()])
             differ = [len(set(bits)) > 1 for bits in zip(*gathered, strict=True)]
             if any(differ[len(differ) - len(self._routes) :]):
                 raise apart()
+            if self._values is not None and differ[0]:
+                raise ShardwiseError(
+                    "values that the forward or the loss reads were set between steps, and not the same ones on all"
+                    f" {len(self._replicas)} ranks: each would compute another loss",
+                    remedy="draw and set them alike on every rank (numpy.random.seed(0), random.seed(0)); or an entry"
+                    " of the batch with a number for each row",
+                )
             if any(differ):
                 raise ShardwiseError(
                     "parameters were written between steps, and not the same ones on all"

@@ -10,6 +10,9 @@ engine the tensors are of a class that is asked before anybody computes with the
     a piece, a part, or none               raises, and says how to have all of it
 
 Shapes, types and devices are told without asking. In a step the tensors have their own class: nothing is slower then.
+
+Nobody is asked about a view that a script has taken (`weights = [p.data for p in ...]`) and looks at after later steps.
+So where some look into the memory of what is on its way, it is waited for at the end of the step.
 """
 
 import sys
@@ -25,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.engine.spent_gradients import GradientPlaces, SpentGradient, check_put
 from shardwise.errors import ShardwiseError
-from shardwise.torch_private import pytree, without_subclasses
+from shardwise.torch_private import num_uses, pytree, without_subclasses
 
 #: To type checkers its properties are what they give.
 _KIND: Any = Tensor
@@ -68,6 +71,8 @@ class View:
         self.counts_writes = False
         #: Whether it can be looked at when the engine is closed.
         self.ends_with_engine = False
+        #: How many looked into its memory before a script did; None if none has.
+        self._num_before: int | None = None
         #: Who wants to know of it, when it has come.
         self.on_look: WeakMethod[Callable[[Tensor], None]] | None = None
 
@@ -94,15 +99,28 @@ class View:
                 remedy="engine.state_dict() on every rank, which has all of it; engine.load_state_dict(state) to write"
                 " it",
             )
-        wait = None if self._wait is None else self._wait()
-        if wait is not None:
-            wait()
+        self.have_come()
+        if self._wait is not None and self._num_before is None:
+            with without_subclasses():
+                self._num_before = num_uses(tensor)
         told = None if self.on_look is None else self.on_look()
         if told is not None:
             with without_subclasses():
                 told(tensor)
         if not self.counts_writes:
             _be(tensor, type(tensor).__base__)
+
+    def have_come(self) -> None:
+        """Wait for what is on its way."""
+        wait = None if self._wait is None else self._wait()
+        if wait is not None:
+            wait()
+
+    def is_held(self, tensor: Tensor) -> bool:
+        """Whether somebody has kept a view that was taken between steps. The engine is about to work, not yet at it."""
+        if self._num_before is not None and num_uses(tensor) <= self._num_before:
+            self._num_before = None
+        return self._num_before is not None
 
 
 #: What is asked before a tensor is looked at. Not an attribute of the tensor: those are saved with it.
@@ -210,6 +228,8 @@ class Shown:
             self._classes.append((tensor, own, guarded_class(own)))
             _VIEWS[tensor] = view
         self._depth, self._is_closed = 0, False
+        #: Those of which a script holds views.
+        self._held: list[View] = []
         #: Tensors that are of another class until the engine gets to work, each with its own.
         self._lent: list[tuple[Tensor, type]] = []
         #: Parameters whose gradients are whole here, and may be looked at.
@@ -224,6 +244,8 @@ class Shown:
 
     def guard(self) -> None:
         """A step has ended, or an engine was made: whoever looks is asked from now on."""
+        for view in self._held:
+            view.have_come()
         for tensor, _, guarded in self._classes:
             _be(tensor, guarded)
         with without_subclasses():
@@ -254,6 +276,7 @@ class Shown:
             self._take_back()
             for tensor, own, _ in self._classes:
                 tensor.__class__ = own
+            self._held = [view for tensor, _, _ in self._classes if (view := _VIEWS[tensor]).is_held(tensor)]
             if self.on_open is not None:
                 self.on_open()
         try:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, NamedTuple
+from zlib import crc32
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
@@ -36,6 +37,8 @@ _AGAIN = "state = engine.state_dict(), then sw.parallelize(module, ...) again an
 _MOST_IN_BUFFERS = 2**16
 #: Models of fewer parameters are run with numbers to see what units read. Others are run without, if they can be.
 _FEW = 2**25
+#: What was set is told in so many bits (`same_weights.py`).
+_BITS = 20
 #: What is a word or a number in a batch.
 _PLAIN = (str, bool, int, float)
 
@@ -91,7 +94,7 @@ class TriedAgain:
         self._words: dict[str, Any] = {}
         if plan.num_ranks > 1 and not any(each.is_meta for each in module.parameters()):
             self._holders = find_holders(module, loss)
-            self._words = {key: each for key, each in example.items() if isinstance(each, _PLAIN)}
+            self._words = {key: each for key, each in example.items() if _word_of(each) is not None}
         self._twin = _twin(module) if self._holders or self._words else None
         self._kept = [each.values.read() for each in self._holders]
         buffers = () if self._twin is None else module.named_buffers()
@@ -99,8 +102,9 @@ class TriedAgain:
         #: The kinds of all values that were ever set or said otherwise, and what trials have come to with these.
         self._kinds = ValueKinds()
         self._outcomes: dict[Hashable, _Found] = {}
-        #: What was set, and not tried yet.
+        #: What was set, and not tried yet; and all numbers and words that ever were, as they were set last.
         self._set: list[_Set] = []
+        self._ever: dict[tuple[int, str], Any] = {}
         #: Tensors of one number that modules have, buffers too: a copy without numbers does not know them.
         self._numbers = {
             f"{each.module}.{key}".strip("."): value
@@ -130,10 +134,14 @@ class TriedAgain:
         self.note()
         found, self._set = self._set, []
         for each in found:
+            # A buffer of one number may be on another stage.
+            if isinstance(each.now, _PLAIN if self._path(each) is not None else (*_PLAIN, Number)):
+                self._ever[each.holder, each.key] = each.now
             self._kinds.note(f"{self._holders[each.holder].name}.{each.key}", each.was, each.now)
         for key, was in self._words.items():
-            if isinstance(batch.get(key), _PLAIN):
-                self._kinds.note(f"batch[{key!r}]", was, batch[key])
+            now = _word_of(batch.get(key))
+            if now is not None:
+                self._kinds.note(f"batch[{key!r}]", _word_of(was), now)
         outcome = self._outcomes.get(self._kinds.now)
         if outcome is None and self._kinds.are_others:
             self._try(batch, found)
@@ -141,6 +149,11 @@ class TriedAgain:
             self._set_in_twin(found)
         if outcome is not None:
             self._weigh_as(outcome, "it is set as it was once, and")
+
+    @property
+    def bits(self) -> int:
+        """The same on ranks on which scripts have set the same numbers and words; 0 where they have set none."""
+        return crc32(repr(sorted(self._ever.items())).encode()) & (1 << _BITS) - 1 if self._ever else 0
 
     def check_evaluation(self, batch: Batch) -> None:
         """Refuse an evaluation whose forward reads weights that are not there for it: those that training reads are.
@@ -189,9 +202,9 @@ class TriedAgain:
             return
         told = [self._told(each) for each in found]
         told += [
-            f"batch[{key!r}] ({_words(was)}, then {_words(batch[key])})"
+            f"batch[{key!r}] ({_words(_word_of(was))}, then {_words(_word_of(batch[key]))})"
             for key, was in self._words.items()
-            if key in batch and batch[key] != was
+            if key in batch and _word_of(batch[key]) != _word_of(was)
         ]
         names = some(told)
         self._compare(f"{names} was set since the engine was made, and with it", self._at_first, now)
@@ -337,6 +350,13 @@ def _check_cuts(begin: str, before: _Found, now: _Found, plan: Plan) -> None:
                 f" there for it ({plan})",
                 remedy=_AGAIN,
             )
+
+
+def _word_of(value: Any) -> Any:
+    """A word or a number of a batch, also in a tensor of one on the host; None of anything else."""
+    if isinstance(value, Tensor) and not value.dim() and value.device.type == "cpu":
+        return value.item()
+    return value if isinstance(value, _PLAIN) else None
 
 
 def _words(value: Any) -> str:

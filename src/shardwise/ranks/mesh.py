@@ -125,6 +125,14 @@ def replicas_of(plan: Plan) -> list[Replica]:
     return [Replica(places[rank], len(parts)) for rank in range(plan.num_ranks)]
 
 
+def places_together(plan: Plan) -> list[int]:
+    """Of each rank of a plan, in order, a number that it shares with those it computes one forward with: those of its
+    replica that have the same stages."""
+    grid = _grid(plan).movedim((ORDER.index("dp"), ORDER.index("pp")), (0, 1)).flatten(2).flatten(0, 1)
+    places = {rank: place for place, ranks in enumerate(grid.tolist()) for rank in ranks}
+    return [places[rank] for rank in range(plan.num_ranks)]
+
+
 def agree_on(plan: Plan, watch: Watch) -> None:
     """Find ranks with another plan before anything else is done: one of them says so, and all stop."""
     plans = watch.exchange(str(plan), "the comparison of plans")

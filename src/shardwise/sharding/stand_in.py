@@ -183,7 +183,7 @@ def _drawn(name: str, like: Tensor, owner: nn.Module, generator: torch.Generator
     numbers = numbers.reshape(like.shape)
     if isinstance(owner, nn.Embedding):
         return numbers
-    if like.dim() < 2:
+    if like.dim() < 2 or not count:
         return numbers.mul_(0.2) if "bias" in name.rpartition(".")[2] else numbers.mul_(0.2).add_(1)
     return numbers.mul_(1.5 / (prod(like.shape) / like.shape[0]) ** 0.5)
 

@@ -26,3 +26,18 @@ class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in _NAMESPACES:
             raise CollectiveMetError(str(func))
         return func(*args, **(kwargs or {}))
+
+
+class SeenCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether a collective has begun within it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.are_there = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        self.are_there = self.are_there or func.namespace in _NAMESPACES
+        return func(*args, **(kwargs or {}))

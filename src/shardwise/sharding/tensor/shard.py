@@ -94,6 +94,12 @@ def shard(
     )
     if group.rank == 0:
         _warn(sharding, trial.found, plan)
+        if trial.unverified and (trial.found.regions or trial.found.heads or trial.found.experts):
+            warnings.warn(
+                f"tp={group.size}: what is cut was not compared with the whole module ({trial.unverified}), so whether"
+                " it computes the same is not known; verify=False says that it is meant",
+                stacklevel=3,
+            )
         if trial.unshared:
             warnings.warn(
                 f"sp=true shares out nothing, since {trial.unshared}. What lies between the layers that are cut is"

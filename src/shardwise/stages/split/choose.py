@@ -28,6 +28,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.stages.split.cut import Cut, best_cut, given_cut
 from shardwise.stages.split.flow import FLOPS_OF_A_BYTE, UnitCall, UnitFlow, watch
 from shardwise.stages.split.parts import describe_pairs, inseparable_calls, make_parts, received_bytes
+from shardwise.stages.split.remembered import num_remembered, remembering
 from shardwise.stages.split.stopwatch import Stopwatch
 from shardwise.stages.split.units import can_open, find_units, holds_blocks
 from shardwise.stages.stage import Batch
@@ -120,7 +121,12 @@ def _watch(
     options: SplitOptions,
     probe: Callable[[Any], None] | None = None,
 ) -> UnitFlow:
+    functions = remembering(module)
+    before = num_remembered(functions)
     flow = watch(module, units, example, probe)
+    if num_remembered(functions) != before:
+        # A table that one unit has made and another has found is none that is sent: each process makes its own.
+        flow = watch(module, units, example)
     if options.stopwatch is not None:
         called = {call.unit: units[call.unit] for call in flow.calls}
         options.stopwatch.time(module, called, example, flow.calls)

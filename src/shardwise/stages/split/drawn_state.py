@@ -1,10 +1,11 @@
-"""State that is in no container: numbers of classes and of a file, generators of random numbers, iterators.
+"""State that is in no container: numbers of classes and of a file, slots, arrays, generators, iterators.
 
 Each is noted by what `read` gives, and `put_back` has it there again. An iterator cannot be wound back: one that a run
 on the example has advanced is refused.
 """
 
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, GeneratorType
@@ -16,6 +17,8 @@ from shardwise.errors import ShardwiseError
 
 #: What cannot change and holds nothing.
 PLAIN: frozenset[type] = frozenset({int, float, bool, str, bytes, type(None)})
+#: What is larger than this in a file, or is an array, is data and no state: it is not copied.
+MOST_BYTES = 2**24
 
 
 class Watched:
@@ -100,6 +103,68 @@ def names_in(code: CodeType) -> Iterator[str]:
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield from names_in(each)
+
+
+class SlotValues(Watched):
+    """What an object has in `__slots__`, which no dictionary holds."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        kinds = [vars(kind).get("__slots__", ()) for kind in type(owner).__mro__]
+        self._names = [name for each in kinds for name in ((each,) if isinstance(each, str) else each)]
+
+    def read(self) -> dict[str, Any]:
+        return {key: getattr(self._owner, key) for key in self._names if hasattr(self._owner, key)}
+
+    def put_back(self, content: dict[str, Any]) -> None:
+        for key, value, _ in self.changes(content):
+            if key in content:
+                object.__setattr__(self._owner, key, value)
+            else:
+                object.__delattr__(self._owner, key)
+
+    def changes(self, content: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+        now = self.read()
+        keys = [*content, *(key for key in now if key not in content)]
+        return [(key, content.get(key), now.get(key)) for key in keys if content.get(key) is not now.get(key)]
+
+
+def slots_of(owner: Any) -> SlotValues | None:
+    """None of an object that has all in its dictionary."""
+    return SlotValues(owner) if any("__slots__" in vars(kind) for kind in type(owner).__mro__) else None
+
+
+class ArrayNumbers(Watched):
+    """An array of NumPy's that is written in place."""
+
+    words = "an array, written in place"
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def read(self) -> Any:
+        return self._array.copy()
+
+    def put_back(self, content: Any) -> None:
+        if self.changes(content):
+            self._array[...] = content
+
+    def changes(self, content: Any) -> list[tuple[str, Any, Any]]:
+        now = self._array
+        is_same = now.shape == content.shape and now.tobytes() == content.tobytes()
+        return [] if is_same else [("", content, now)]
+
+
+def is_array(kind: type) -> bool:
+    """Whether this is a class of arrays of NumPy's, which is not imported for it."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, numpy.ndarray)
+
+
+def numbers_of_array(array: Any) -> ArrayNumbers | None:
+    """None of one that nobody can write to, or whose copy would cost too much: data, and no state."""
+    is_state = array.flags.writeable and not array.dtype.hasobject and array.nbytes <= MOST_BYTES
+    return ArrayNumbers(array) if is_state else None
 
 
 class Draws(Watched):

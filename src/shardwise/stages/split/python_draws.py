@@ -30,14 +30,16 @@ class PythonDraws(NamedTuple):
 def python_draws() -> PythonDraws:
     """Where they are now."""
     numpy = sys.modules.get("numpy")
-    return PythonDraws(random.getstate(), _told(), None if numpy is None else numpy.random.get_state(legacy=False))
+    return PythonDraws(
+        random.getstate(), told_of_numpy(), None if numpy is None else numpy.random.get_state(legacy=False)
+    )
 
 
 def set_python_draws(states: PythonDraws) -> None:
     """Have them go on from there."""
     random.setstate(states.own)
     # NumPy makes normal numbers two at a time. That the second was drawn is not seen in the generator's memory.
-    if states.whole is not None and (states.whole["has_gauss"] or _told() != states.told):
+    if states.whole is not None and (states.whole["has_gauss"] or told_of_numpy() != states.told):
         sys.modules["numpy"].random.set_state(states.whole)
 
 
@@ -50,7 +52,7 @@ def seed_python(number: int) -> None:
 
 def told_of_draws() -> tuple[Any, bytes | None]:
     """The same as long as nothing is drawn from them."""
-    return random.getstate(), _told()
+    return random.getstate(), told_of_numpy()
 
 
 def draws_digest() -> bytes:
@@ -58,7 +60,7 @@ def draws_digest() -> bytes:
     return hashlib.blake2b(repr(told_of_draws()).encode(), digest_size=16).digest()
 
 
-def _told() -> bytes | None:
+def told_of_numpy() -> bytes | None:
     """What NumPy's generator has in its memory."""
     numpy = sys.modules.get("numpy")
     if numpy is None:

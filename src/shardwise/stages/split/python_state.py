@@ -2,15 +2,16 @@
 
 A run on the example must leave no trace, and stages that are tried in one process must not see what only another would
 have. So all that can be reached from a module and from a loss is noted, and put back: attributes of modules and of the
-user's objects, lists, dictionaries and sets in them, tensors that are written in place, what functions close over, and
-the state of Python's and NumPy's generators; numbers of classes and files, and generators of one's own
-(`drawn_state.py`, `python_draws.py`).
+user's objects, lists, dictionaries and sets in them, tensors and arrays that are written in place, what functions close
+over and have for defaults and attributes, and the state of Python's and NumPy's generators; numbers of classes and of
+files, and generators of one's own (`drawn_state.py`, `python_draws.py`). What functions remember by `lru_cache` is
+found here, and kept until all trials are over (`remembered.py`).
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from operator import is_
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -19,12 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.stages.split.drawn_state import (
+    MOST_BYTES,
     PLAIN,
     Watched,
     draws_of,
+    is_array,
     is_generator,
     iteration_of,
     names_in,
+    numbers_of_array,
+    slots_of,
     values_of_class,
     values_of_file,
 )
@@ -38,6 +43,8 @@ _R = TypeVar("_R")
 _MOST = 200_000
 
 _CONTAINERS = (list, dict, set, deque)
+#: The class of functions under `lru_cache` or `cache`.
+_REMEMBERING = type(lru_cache(int))
 #: Names, and what is to be looked at next.
 _Next = Iterable[tuple[str, Any]]
 
@@ -65,6 +72,10 @@ class PythonState:
         self._versions: dict[int, int] = {}
         self._seen: set[int] = set()
         self._kinds: dict[type, _Note | None] = {}
+        #: What functions of the user's own name.
+        self.named: set[str] = set()
+        #: Functions under `lru_cache`.
+        self.remembering: list[Any] = []
         self._drawn = python_draws()
         for root in roots:
             self._walk(root)
@@ -133,8 +144,10 @@ class PythonState:
         for each in kind.__mro__:
             if is_theirs(each):
                 self._watch(each.__name__, values_of_class(each))
-                own = [(key, value) for key, value in vars(each).items() if isinstance(value, _CONTAINERS)]
+                own = [(key, value) for key, value in vars(each).items() if _is_state(value)]
                 yield from ((f"{each.__name__}.{key}", value) for key, value in own)
+                if is_own(each):  # What its forward calls of it may use other things of its file.
+                    yield from ((name, value) for value in vars(each).values() if isinstance(value, FunctionType))
         yield name, getattr(kind, "forward", None)
 
     def _watch(self, name: str, holder: Watched | None) -> None:
@@ -145,18 +158,34 @@ class PythonState:
         self._watch(name, draws_of(each) if is_generator(type(each)) else iteration_of(name, each))
         return ()
 
+    def _note_array(self, name: str, each: Any) -> _Next:
+        self._watch(name, numbers_of_array(each))
+        return ()
+
+    def _note_remembering(self, name: str, each: Any) -> _Next:
+        self.remembering.append(each)
+        return ((name, each.__wrapped__),)
+
     def _note_attributes(self, name: str, each: Any) -> _Next:
-        if not hasattr(each, "__dict__"):
-            return ()
-        self._kept.append(_Kept(name, vars(each), vars(each).copy()))
-        return [(_joined(name, key), value) for key, value in vars(each).items()]
+        slots = slots_of(each)
+        self._watch(name, slots)
+        held = {} if slots is None else slots.read()
+        if hasattr(each, "__dict__"):
+            self._kept.append(_Kept(name, vars(each), vars(each).copy()))
+            held.update(vars(each))
+        return [(_joined(name, key), value) for key, value in held.items()]
 
     def _note_function(self, name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
         if not is_theirs(function):
             return
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             yield _joined(name, key) if not isinstance(_content_of(cell), nn.Module) else name, cell
+        yield name, function.__defaults__
+        yield name, function.__kwdefaults__
+        self._kept.append(_Kept(_joined(name, function.__name__), vars(function), vars(function).copy()))
+        yield from ((_joined(name, key), each) for key, each in vars(function).items())
         names = sorted(set(names_in(function.__code__)))
+        self.named.update(names)
         for place, file in files_named(function.__globals__, names):
             self._watch(place, values_of_file(file, names))
             for key in names:
@@ -170,8 +199,10 @@ class PythonState:
             self._seen.add(id(held))
             return self._note_class(name, held)
         kind = type(held)
-        is_followed = isinstance(held, (*_CONTAINERS, *SPACES, Iterator)) or is_generator(kind)
+        is_followed = _is_state(held) or isinstance(held, Iterator) or is_generator(kind)
         if not is_followed and not is_own(held if isinstance(held, FunctionType) else kind):
+            return ()
+        if isinstance(held, Tensor) and held.nbytes > MOST_BYTES:
             return ()
         return ((name, held),)
 
@@ -350,10 +381,21 @@ def _way_to_note(kind: type) -> _Note | None:
     ]
     if issubclass(kind, (*PLAIN, type)):
         return None
+    if kind is _REMEMBERING:
+        return PythonState._note_remembering
+    if is_array(kind):
+        return PythonState._note_array
     if is_generator(kind) or (issubclass(kind, Iterator) and not is_theirs(kind)):
         return PythonState._note_drawn
     own = PythonState._note_attributes if is_theirs(kind) else None
     return next((way for classes, way in ways if issubclass(kind, classes)), own)
+
+
+def _is_state(value: Any) -> bool:
+    """Whether this is something of a class, or of a file, that a forward may write into."""
+    if isinstance(value, (*_CONTAINERS, *SPACES, Tensor)) or type(value) is _REMEMBERING or is_array(type(value)):
+        return True
+    return not isinstance(value, (FunctionType, type, nn.Module)) and is_own(type(value))
 
 
 class _Empty:

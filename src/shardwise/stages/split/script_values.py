@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardwise.stages.split.drawn_state import PLAIN, names_in
+from shardwise.stages.split.drawn_state import PLAIN, SlotValues, is_array, names_in, slots_of
 from shardwise.stages.split.theirs import SPACES, files_named, is_own, is_theirs
 from shardwise.torch_private import buffer_slots, submodules, version_of
 
 #: No more things are looked at than these: a loss does not reach that far.
 _MOST = 2_000
+#: A tuple, list or array of more numbers than these is data.
+_MOST_INSIDE = 16
 #: Of whole numbers that a script counts up, as many values are kinds of their own; then all of one power of two are.
 _MOST_NUMBERS = 8
 #: Attributes that every module has: torch's own, and `training`, which trials have both ways. A forward that is put in
@@ -80,6 +82,8 @@ class ValueKinds:
     def _kind(self, name: str, value: Any) -> Hashable:
         """The value itself. Of numbers that are many, how large they are."""
         kind: Any = value.was.item() if isinstance(value, Number) else value
+        if isinstance(kind, (tuple, list, dict)):
+            return repr(kind)
         if type(kind) not in (int, float) or kind in (0, 1):
             return kind  # type: ignore[no-any-return]
         if not math.isfinite(kind):
@@ -91,6 +95,14 @@ class ValueKinds:
         if len(seen) < _MOST_NUMBERS:
             seen.add(kind)
         return kind if kind in seen else ("a number", kind < 0, size)
+
+
+def _is_configuration(value: Any) -> bool:
+    """Whether a few plain values that another may be put in the place of: `weights = (1.0, 0.5)`, a dictionary."""
+    if isinstance(value, dict):
+        return len(value) <= _MOST_INSIDE and all(type(each) in PLAIN for each in value.values())
+    is_row = isinstance(value, (tuple, list)) and len(value) <= _MOST_INSIDE
+    return is_row and all(type(each) in PLAIN for each in value)
 
 
 class Values:
@@ -109,7 +121,7 @@ class Values:
         """Those that can be told apart: plain ones, functions and modules, tensors of one number."""
         found = {}
         for key, value in self._read().items():
-            if type(value) in PLAIN or isinstance(value, _CALLED):
+            if type(value) in PLAIN or isinstance(value, _CALLED) or _is_configuration(value):
                 found[key] = value
             elif isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad and not value.is_meta:
                 known = self._numbers.get(key)
@@ -210,6 +222,18 @@ def _of_list(held: list[Any]) -> Values:
     return Values(lambda: {str(key): value for key, value in enumerate(held)}, write)
 
 
+def _of_slots(owner: Any) -> Values:
+    slots = SlotValues(owner)
+    return Values(slots.read, lambda key, value: object.__setattr__(owner, key, value))
+
+
+def _of_array(array: Any) -> Values:
+    def write(key: str, value: Any) -> None:
+        array.flat[int(key)] = value
+
+    return Values(lambda: {str(key): value for key, value in enumerate(array.flatten().tolist())}, write)
+
+
 def _of_cell(name: str, cell: CellType) -> Values:
     def read() -> dict[str, Any]:
         return {name: cell.cell_contents} if _is_full(cell) else {}
@@ -274,6 +298,12 @@ def _holder_of(name: str, each: Any) -> Holder | None:
         return Holder(name, _of_list(each))
     if isinstance(each, _File):
         return Holder(each.name, _of_file(each))
+    if isinstance(each, FunctionType):
+        return Holder(each.__name__, _of_dictionary(vars(each))) if is_theirs(each) else None
+    if is_array(type(each)):
+        return Holder(name, _of_array(each)) if each.size <= _MOST_INSIDE and each.dtype.kind in "biuf" else None
+    if is_theirs(type(each)) and not isinstance(each, type) and not hasattr(each, "__dict__"):
+        return Holder(name, _of_slots(each)) if slots_of(each) is not None else None
     if isinstance(each, type):
         return Holder(each.__name__, _of_class(each)) if is_theirs(each) else None
     return Holder(name, _of_dictionary(vars(each))) if _is_own(each) else None
@@ -316,7 +346,8 @@ def _held_by_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
         yield name, _File(name, file, names)
         for key in names:
             held = file.get(key)
-            if isinstance(held, (FunctionType, partial, nn.Module, dict, list, *SPACES)) or is_theirs(type(held)):
+            is_followed = isinstance(held, (FunctionType, partial, nn.Module, dict, list, *SPACES))
+            if is_followed or is_array(type(held)) or is_theirs(type(held)):
                 yield f"{name}.{key}".strip("."), held
             elif isinstance(held, type) and is_own(held):
                 yield key, held

@@ -1,19 +1,23 @@
 """Whose code it is, and which files a function of the user's own reads."""
 
 import sys
+import threading
 from argparse import Namespace
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Iterator, Sequence
 from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 #: Objects of these packages are not looked into: none of them belongs to one module.
 _NOT_THEIRS = frozenset({"torch", "shardwise", "numpy", "transformers", "triton", *sys.stdlib_module_names})
 #: Where packages are installed.
 _INSTALLED = ("site-packages", "dist-packages")
 #: Objects of Python's own that hold what a user puts there.
-SPACES = (SimpleNamespace, Namespace)
+SPACES = (
+    SimpleNamespace, Namespace, threading.local, UserDict, UserList, WeakKeyDictionary, WeakValueDictionary,
+)  # fmt: skip
 
 
 def files_named(file: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:

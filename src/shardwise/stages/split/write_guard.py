@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import ShardwiseError
 from shardwise.stages.split.sources import storage_of
 from shardwise.torch_private import EagerDispatchMode, parameter_slots, schema_of, version_of
 
 #: Parameters of fewer bytes than this together are copied before a run: to look at its operations takes longer.
 _FEW_BYTES = 2**24
+_STRIDED = torch.ops.aten.as_strided.default
 _COPIED_TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -41,6 +43,7 @@ class WriteGuard(EagerDispatchMode):  # type: ignore[no-untyped-call]
         self._places = {name: storage_of(home) for name, (_, home, _) in self._homes.items()}
         self._names: dict[int, list[str]] = {}
         self._copies: dict[str, Tensor] = {}
+        self.tells = tells
         self._looks = tells or not self._are_few()
         if self._looks:
             for name, place in self._places.items():
@@ -64,6 +67,8 @@ class WriteGuard(EagerDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         del types
         kwargs = kwargs or {}
+        if func is _STRIDED and self.tells:
+            self._check_offset(args, kwargs)
         schema = schema_of(func)
         if schema.is_mutable:
             for position, argument in enumerate(schema.arguments):
@@ -72,6 +77,18 @@ class WriteGuard(EagerDispatchMode):  # type: ignore[no-untyped-call]
                     for each in given if isinstance(given, (list, tuple)) else (given,):
                         self._keep(each)
         return func(*args, **kwargs)
+
+    def _check_offset(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a place in memory that is counted from its beginning: an engine has other parameters there."""
+        offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+        names = self._names.get(storage_of(args[0]), ())
+        if offset is not None and names:
+            raise ShardwiseError(
+                f"the forward reads {names[0]} by as_strided with a storage_offset of {offset}, which counts from where"
+                " its memory begins, and an engine has parameters there one after the other",
+                remedy="as_strided without storage_offset, which begins with the tensor; or weight.diagonal(),"
+                " weight.unfold(...)",
+            )
 
     def _keep(self, target: Any) -> None:
         names = self._names.get(storage_of(target), ()) if isinstance(target, Tensor) else ()

@@ -12,6 +12,7 @@ from shardwise.ranks.collectives import Group
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.flat_layout import Slot
 from shardwise.states.buckets.make import ParameterOwners
+from shardwise.states.coupled_steps import check_coupled
 from shardwise.states.make_optimizers import MadeOptimizer, Weight, check_kept_tensors, check_step_hooks
 from shardwise.states.optimizers.owners import OffloadedOwners, Owned, Owners
 from shardwise.states.parameter_group import state_bytes_of
@@ -172,9 +173,11 @@ class Updates:
             check_step_hooks(self.optimizers, self.pieces)
 
     def check_kept(self) -> None:
-        """Refuse what optimizers have made of whole parameters before they got pieces."""
+        """Refuse what optimizers have made of whole parameters before they got pieces, and those that take all of them
+        together."""
         if self.pieces is not None:
             check_kept_tensors(self.optimizers, self.pieces)
+            check_coupled(self.optimizers, self.pieces)
 
     def _follow(self, states: HostStates) -> None:
         """Updates of what other ranks need, or wait for, have to be over before it goes to them."""

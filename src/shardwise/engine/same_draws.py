@@ -1,0 +1,80 @@
+"""Whether ranks of one replica draw the same at random, where a forward or a loss draws itself.
+
+`torch.manual_seed(seed + rank)` is what scripts write so that replicas draw different things. But ranks that have parts
+of one layer (tp), of one sequence (cp) or of its experts compute one forward together, and must draw alike: a mask of
+tokens, a factor, whether a layer is left out. Nothing is compared as long as steps draw nothing: dropout is no draw of
+these generators (`sharding/dropout.py`).
+"""
+
+import hashlib
+import random
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.errors import ShardwiseError
+from shardwise.stages.split.python_draws import told_of_numpy
+
+#: So many bits a double holds.
+_BITS = 48
+
+
+class SameDraws:
+    """Where this rank's generators were when a step began, and which of them steps move.
+
+    `is_early`: numbers of a step are told before all of its forwards are over, as where there are stages; then what the
+    steps before have moved is compared.
+    """
+
+    def __init__(self, device: torch.device, *, is_early: bool) -> None:
+        self._device, self._is_early = device, is_early
+        self._before: list[bytes] = []
+        self._drawn: set[int] = set()
+
+    def begin(self) -> None:
+        self._before = self._told()
+
+    def look(self) -> None:
+        """Which were drawn from since the step began."""
+        pairs = zip(self._before, self._told(), strict=True)
+        self._drawn |= {number for number, (was, now) in enumerate(pairs) if was != now}
+
+    @property
+    def number(self) -> float:
+        """The same on ranks that draw alike; 0 where nothing is drawn."""
+        if not self._is_early:
+            self.look()
+        if not self._drawn:
+            return 0.0
+        found = hashlib.blake2b(
+            b"".join(self._before[each] for each in sorted(self._drawn)), digest_size=_BITS // 8 - 1
+        )
+        return float(1 + int.from_bytes(found.digest(), "little"))
+
+    def _told(self) -> list[bytes]:
+        """The same of each as long as nothing is drawn from it."""
+        _, words, normal = random.getstate()
+        found = [torch.get_rng_state().numpy().tobytes(), f"{hash(words)} {normal}".encode(), told_of_numpy() or b""]
+        if self._device.type == "cuda":
+            found.append(torch.cuda.get_rng_state(self._device).numpy().tobytes())
+        return found
+
+
+def check_draws(found: Sequence[float], together: Sequence[object]) -> None:
+    """Refuse ranks that compute together, and are not at the same place; 0 of one that has drawn nothing yet."""
+    first: dict[object, int] = {}
+    for rank, (number, group) in enumerate(zip(found, together, strict=True)):
+        other = first.setdefault(group, rank) if number else rank
+        if found[other] != number:
+            raise ShardwiseError(
+                f"the forward or the loss draws at random, and ranks {other} and {rank}, which compute it together, are"
+                " not at the same place of their generators: each would draw something else",
+                remedy="torch.manual_seed, random.seed and numpy.random.seed alike on ranks of one replica:"
+                " index, _ = sw.replica_of(plan), and torch.manual_seed(seed + index)",
+            )
+
+
+def are_alike(found: Sequence[float], together: Sequence[object]) -> bool:
+    """Whether all that have drawn, and compute together, were at one place."""
+    drawn = {(group, number) for number, group in zip(found, together, strict=True) if number}
+    return len(drawn) == len({group for group, _ in drawn})

@@ -1,0 +1,105 @@
+"""A module or a loss that asks `torch.distributed` which rank it is, how many there are, or what others have.
+
+Written for DDP that makes one loss of the ranks' own: `loss * dist.get_world_size()`, embeddings of all ranks gathered
+for their negatives. Under a plan ranks may have the same rows, parts of a layer or other layers; and what is computed
+has to be what one process would. So where such names are found in their code, both are run as they are and as if there
+were one process alone: what comes out has to be the same.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.engine.options import Options
+from shardwise.errors import ShardwiseError
+from shardwise.execution.compute_policy import ComputePolicy
+from shardwise.planner.plan import Plan
+from shardwise.ranks.wires import Wires
+from shardwise.stages.batch import home_of
+from shardwise.stages.no_collectives import SeenCollectives
+from shardwise.stages.rows import RowRule
+from shardwise.stages.split.python_state import PythonState
+from shardwise.stages.stage import Batch, Loss
+from shardwise.stages.steady_draws import steady_for
+from shardwise.stages.trial_rows import three_rows, two_and_one
+from shardwise.stages.trial_run import Trial
+
+#: By what names code asks.
+_ASKING = frozenset(
+    {
+        "get_rank", "get_world_size", "get_node_local_rank", "is_initialized", "is_torchelastic_launched", "environ",
+        "getenv", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "reduce",
+        "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier",
+    }
+)  # fmt: skip
+#: Where launchers say it.
+_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
+_REMEDY = (
+    "leave ranks to the plan: a mean or a sum over rows is told of all parts, return total, number says what it is"
+    " over, and engine.metrics has what is logged"
+)
+
+
+def check_world(
+    module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options, wires: Wires
+) -> None:
+    """Refuse what computes something else because there are other ranks. All ranks call this alike."""
+    if wires.watch is None or not options.verify or any(each.is_meta for each in module.parameters()):
+        return
+    if not _ASKING & PythonState(module, loss).named:
+        return
+    problem = next((each for each in wires.gather(_problem(module, plan, loss, example, rule, options)) if each), None)
+    if problem is not None:
+        raise ShardwiseError(problem, remedy=_REMEDY)
+
+
+def _problem(module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options) -> str | None:
+    precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
+    trial, seen = Trial(module, loss, precision), SeenCollectives()
+
+    def run(within: Any) -> Any:
+        @contextmanager
+        def steadily() -> Iterator[None]:
+            with steady_for(module), within:
+                yield
+
+        return trial.run(rows, training=True, within=steadily)
+
+    try:
+        look = rule.look(example)
+        rows = two_and_one(three_rows(example, look), look)[0]
+        among = run(seen)
+        with as_if_alone():
+            by_itself = run(SeenCollectives())
+    except Exception:  # Whoever runs the whole example says what is wrong, if it is.
+        return None
+    if seen.are_there and plan.pp > 1:
+        return (
+            "the forward or the loss talks to other ranks by torch.distributed, and under"
+            f" pp={plan.pp} these are at other stages then: they would wait for each other"
+        )
+    pairs = [(among.total, by_itself.total), (among.number or 0.0, by_itself.number or 0.0)]
+    if all(abs(one - other) <= among.tolerance * max(abs(other), 1e-12) for one, other in pairs):
+        return None
+    return (
+        f"the forward or the loss asks torch.distributed for ranks, and computes something else for them: the loss of"
+        f" two rows is {among.total:.6g}, and {by_itself.total:.6g} in one process alone"
+    )
+
+
+@contextmanager
+def as_if_alone() -> Iterator[None]:
+    """Whoever asks within it is told that there is one process, and no group of several."""
+    group = dist.group.WORLD
+    said = {key: os.environ.pop(key) for key in _VARIABLES if key in os.environ}
+    dist.group.WORLD = None
+    try:
+        yield
+    finally:
+        dist.group.WORLD = group
+        os.environ.update(said)

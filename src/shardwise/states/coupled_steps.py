@@ -1,0 +1,83 @@
+"""Optimizers of somebody's own whose step on one parameter depends on others: a norm of all gradients in `step` (LAMB),
+a rate that is found from all of them (D-Adaptation, Prodigy).
+
+A rank that has pieces, the parameters of a stage, or some at a time would take such a sum over these. Whether a class
+does so is seen by stepping it on small parameters, with all of them there and with some alone.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.errors import ShardwiseError
+from shardwise.states.parameter_group import ELEMENTWISE, MATRIXWISE
+from shardwise.torch_private import without_step_hooks
+
+#: Of more groups than these the first are tried.
+_MOST_GROUPS = 16
+#: A matrix and a vector of each group.
+_SHAPES = ((4, 4), (4,))
+#: Gradients that a bound on a norm would shorten, and some that it would not.
+_SCALES = (10.0, 1e-3)
+
+
+def check_coupled(optimizers: Sequence[Optimizer], pieces: str) -> None:
+    """Refuse an optimizer that takes parameters together, where it has something else than all; `pieces` says what."""
+    for optimizer in optimizers:
+        if type(optimizer) not in ELEMENTWISE | MATRIXWISE and is_coupled(optimizer):
+            kind = type(optimizer).__name__
+            raise ShardwiseError(
+                f"what {kind}.step() does to a parameter depends on others (a norm or a sum over all), and on this rank"
+                f" it would see {pieces}",
+                remedy="clip= of sw.parallelize for a norm of all gradients; or a plan of dp with zero=0",
+            )
+
+
+def is_coupled(optimizer: Optimizer) -> bool:
+    """Whether a step on some parameters alone is another than with all of them there; no if it cannot be tried."""
+    places = [
+        (group, shape)
+        for group in range(min(len(optimizer.param_groups), _MOST_GROUPS))
+        for shape in range(len(_SHAPES))
+    ]
+    rules: list[Callable[[int, int], bool]] = [lambda _, shape: not shape, lambda _, shape: bool(shape)]
+    if len(optimizer.param_groups) > 1:
+        rules.append(lambda group, _: group % 2 == 1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            every = _stepped(optimizer, places, places)
+            return any(
+                not torch.allclose(every[place], alone, rtol=1e-9, atol=1e-9, equal_nan=True)
+                for rule in rules
+                for place, alone in _stepped(optimizer, places, [each for each in places if rule(*each)]).items()
+            )
+    except Exception:  # Whoever steps it says what is wrong.
+        return False
+
+
+def _stepped(optimizer: Optimizer, places: list[Any], kept: list[Any]) -> dict[Any, Tensor]:
+    """Small parameters by group and shape, after a few steps in which only those that are kept are there."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {place: nn.Parameter(_drawn(place[1], generator)) for place in places}
+    twin = without_step_hooks(optimizer)
+    for key, value in vars(optimizer).items():
+        if key not in ("param_groups", "state", "step") and not key.startswith("_"):
+            vars(twin)[key] = copy.deepcopy(value)
+    twin.param_groups = [
+        {**group, "params": [weights[place] for place in kept if place[0] == number]}
+        for number, group in enumerate(optimizer.param_groups[:_MOST_GROUPS])
+    ]
+    torch.manual_seed(0)
+    for scale in _SCALES:
+        for place, each in weights.items():
+            each.grad = scale * _drawn(place[1], generator)
+        twin.step()
+    return {place: weights[place].detach() for place in kept}
+
+
+def _drawn(shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(_SHAPES[shape], generator=generator, dtype=torch.float64)

@@ -1,0 +1,132 @@
+"""Scripts for DDP that ask which rank they are: seeds and values of each rank, worlds in losses, gathered rows."""
+# Programs as users write them.
+# mypy: disable-error-code="no-any-return"
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from tests.habits.harness import (
+    Block,
+    Net,
+    Parallelize,
+    Result,
+    batch,
+    cross_entropy,
+    program,
+    sgd,
+    small_net,
+    start,
+    trained,
+)
+
+#: A plan has several ranks, and they do not do alike.
+WORLD = {"all": "asks torch.distributed for ranks|neither their mean"}
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@program({"all": "not the same ones on all"})
+def a_weight_drawn_by_each_rank(parallelize: Parallelize) -> Result:
+    """Mixup's lam from `np.random`, seeded by the rank."""
+    drawn, state = np.random.default_rng(rank()), {"lam": 0.5}
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        return cross_entropy(output * state["lam"], given)
+
+    def between(_: int) -> None:
+        state["lam"] = float(drawn.beta(1, 1))
+
+    return trained(parallelize(small_net(), loss=loss, optimizer=sgd, example=batch(0)), between=between)
+
+
+class Noisy(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 0.1 * torch.rand((), dtype=x.dtype))
+
+
+@program({"all": "not at the same place of their generators"}, only="tp", but="dp")
+def a_seed_of_each_rank(parallelize: Parallelize) -> Result:
+    """`torch.manual_seed(seed + rank)`, and a factor that blocks draw."""
+    engine = start(parallelize, small_net(block=Noisy))
+    torch.manual_seed(7 + rank())
+    return trained(engine)
+
+
+class Sprinkles(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(self.norm(x)))
+        return x + self.down(hidden + 0.1 * torch.randn_like(hidden))
+
+
+@program(only="tp", but="dp")
+def noise_between_two_layers(parallelize: Parallelize) -> Result:
+    """`hidden + torch.randn_like(hidden)`: each rank would draw the same for other channels."""
+    engine = start(parallelize, small_net(block=Sprinkles))
+    torch.manual_seed(7)
+    return trained(engine)
+
+
+@program(WORLD)
+def negatives_gathered_by_the_loss(parallelize: Parallelize) -> Result:
+    """CLIP: `all_gather` of what all ranks have."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        rows = functional.normalize(output.mean(1), dim=-1)
+        every = [torch.zeros_like(rows) for _ in range(world())]
+        if world() > 1:
+            dist.all_gather(every, rows.detach())
+        every[rank()] = rows
+        places = torch.arange(len(rows)) + rank() * len(rows)
+        return functional.cross_entropy(rows @ torch.cat(every).T, places) + 0.0 * given["labels"].sum()
+
+    return trained(parallelize(small_net(), loss=loss, optimizer=sgd, example=batch(0)))
+
+
+@program(WORLD)
+def a_loss_times_the_world(parallelize: Parallelize) -> Result:
+    """`loss * dist.get_world_size()`, as gradients are averaged."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        return cross_entropy(output, given) * world()
+
+    return trained(parallelize(small_net(), loss=loss, optimizer=sgd, example=batch(0)))
+
+
+class Ranked(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 0.1 * rank())
+
+
+@program(WORLD)
+def a_forward_that_asks_for_its_rank(parallelize: Parallelize) -> Result:
+    """`x * (1 + rank)`: seen by the ranks that are not the first."""
+    return trained(start(parallelize, Ranked().double()))
+
+
+@program({"pp": "talks to other ranks"}, but="cp")
+def a_loss_logged_by_all_ranks(parallelize: Parallelize) -> Result:
+    """`dist.all_reduce(loss.detach().clone())` for a log; under pp only the last stage would come to it."""
+    log = []
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        found = cross_entropy(output, given)
+        if world() > 1:
+            told = found.detach().clone()
+            dist.all_reduce(told)
+            log.append(float(told) / world())
+        if rank() == 0:
+            log.append(float(found.detach()))
+        return found
+
+    return trained(parallelize(small_net(), loss=loss, optimizer=sgd, example=batch(0)))

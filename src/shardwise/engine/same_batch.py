@@ -67,6 +67,16 @@ class _Told(Protocol):
     def bits(self) -> int: ...
 
 
+def set_apart(num_ranks: int) -> ShardwiseError:
+    """What is said where scripts have set different values on ranks."""
+    return ShardwiseError(
+        "values that the forward or the loss reads were set between steps, and not the same ones on all"
+        f" {num_ranks} ranks: each would compute another loss",
+        remedy="draw and set them alike on every rank (numpy.random.seed(0), random.seed(0)); or an entry of the batch"
+        " with a number for each row",
+    )
+
+
 class SameBatch:
     """Compares the batches of ranks. Every rank has one.
 
@@ -151,12 +161,7 @@ class SameBatch:
             if any(differ[len(differ) - len(self._routes) :]):
                 raise apart()
             if self._values is not None and differ[0]:
-                raise ShardwiseError(
-                    "values that the forward or the loss reads were set between steps, and not the same ones on all"
-                    f" {len(self._replicas)} ranks: each would compute another loss",
-                    remedy="draw and set them alike on every rank (numpy.random.seed(0), random.seed(0)); or an entry"
-                    " of the batch with a number for each row",
-                )
+                raise set_apart(len(self._replicas))
             if any(differ):
                 raise ShardwiseError(
                     "parameters were written between steps, and not the same ones on all"

@@ -4,18 +4,21 @@ What trials find out when an engine is made (what a loss is a mean over, whether
 apart) is true of the module and of the loss as they were then. A curriculum sets other values later: the weight of a
 contrastive term, `criterion.hard = True`, `block.normalise = True`. So when a value was set, the trials are made again,
 on a copy of the module with random numbers: with the values of before, once, and with those of now. What only fails
-with those of now is refused, by its name. Values that forwards set themselves are left alone. The same is done about
-words and numbers of a batch that the example has otherwise: `{"task": "tags"}`.
+with those of now is refused, by its name. The same is done about words and numbers of a batch that the example has
+otherwise: `{"task": "tags"}`. Values that forwards set themselves are left alone, but for what they count: trials are
+made once more with a number far beyond (`if self.steps > 1000:`).
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from copy import deepcopy
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy, deepcopy
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import torch
 from torch import Tensor, nn
 
+from shardwise.engine.same_batch import set_apart
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
 from shardwise.sharding.context.parallel import ContextParallel
@@ -37,6 +40,8 @@ _AGAIN = "state = engine.state_dict(), then sw.parallelize(module, ...) again an
 _MOST_IN_BUFFERS = 2**16
 #: Models of fewer parameters are run with numbers to see what units read. Others are run without, if they can be.
 _FEW = 2**25
+#: What forwards count is tried with this.
+_FAR = 100_000
 #: What was set is told in so many bits (`same_weights.py`).
 _BITS = 20
 #: What is a word or a number in a batch.
@@ -84,6 +89,10 @@ class TriedAgain:
         self._comes = plan.pp > 1 or plan.zero == 3 or plan.offload.parameters > 0
         #: The units of stages; and what sequences would be shared out by, where they are. Known later.
         self.units: Sequence[str] = ()
+        #: Under cp, where all ranks make a trial together: gives what each has set.
+        self.gather: Callable[[int], list[int]] | None = None
+        #: What trials are made in.
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.make_context: Callable[[], ContextParallel] | None = None
         #: What the loss of the module itself is; and what has its parts weighed otherwise, None where ranks, with rows
         #: of their own, may not agree on it.
@@ -105,6 +114,9 @@ class TriedAgain:
         #: What was set, and not tried yet; and all numbers and words that ever were, as they were set last.
         self._set: list[_Set] = []
         self._ever: dict[tuple[int, str], Any] = {}
+        #: Whole numbers that forwards count up, by holder and key; and those that were tried far beyond.
+        self._counted: dict[tuple[int, str], Any] = {}
+        self._ahead: set[tuple[int, str]] = set()
         #: Tensors of one number that modules have, buffers too: a copy without numbers does not know them.
         self._numbers = {
             f"{each.module}.{key}".strip("."): value
@@ -138,6 +150,8 @@ class TriedAgain:
             if isinstance(each.now, _PLAIN if self._path(each) is not None else (*_PLAIN, Number)):
                 self._ever[each.holder, each.key] = each.now
             self._kinds.note(f"{self._holders[each.holder].name}.{each.key}", each.was, each.now)
+        if self.gather is not None and len(set(self.gather(self.bits))) > 1:
+            raise set_apart(self._plan.num_ranks)
         for key, was in self._words.items():
             now = _word_of(batch.get(key))
             if now is not None:
@@ -149,6 +163,8 @@ class TriedAgain:
             self._set_in_twin(found)
         if outcome is not None:
             self._weigh_as(outcome, "it is set as it was once, and")
+        if self._counted.keys() - self._ahead:
+            self._look_ahead(batch)
 
     @property
     def bits(self) -> int:
@@ -188,7 +204,43 @@ class TriedAgain:
 
     def end(self) -> None:
         """What has changed during a step was changed by it, or by the engine that was made."""
-        self._kept = [each.values.read() for each in self._holders]
+        before, self._kept = self._kept, [each.values.read() for each in self._holders]
+        for number, (was, now) in enumerate(zip(before, self._kept, strict=True)):
+            if now != was:
+                counted = {key: was[key] for key, each in now.items() if _is_counted(was.get(key), each)}
+                self._counted.update({(number, key): each for key, each in counted.items()})
+
+    def _look_ahead(self, batch: Batch) -> None:
+        """Refuse what forwards have counted, and are going to do by it, if trials fail far beyond. Tried once."""
+        found = [
+            _Set(holder, key, was, _far_of(was))
+            for (holder, key), was in self._counted.items()
+            if (holder, key) not in self._ahead
+        ]
+        self._ahead |= self._counted.keys()
+        try:
+            if self._at_first is None:
+                self._at_first = self._outcomes[frozenset()] = self._trials({**batch, **self._words})
+            own = [self._holders[each.holder].values for each in found if self._path(each) is None]
+            kept = [values.read() for values in own]
+            self._set_in_twin(found)
+            for each in found:
+                if self._path(each) is None:
+                    self._holders[each.holder].values.put(each.key, each.now)
+            try:
+                far = self._trials(batch)
+            finally:
+                self._set_in_twin([each._replace(now=each.was) for each in found])
+                for values, was in zip(own, kept, strict=True):
+                    for key, value in was.items():
+                        values.put(key, value)
+        except Exception:  # Whoever trains says what is wrong.
+            return
+        names = some([f"{self._holders[each.holder].name}.{each.key}".strip(".") for each in found])
+        begin = f"forwards count {names}, and when it is {_FAR}"
+        if self._at_first.tried.problem is None and far.tried.problem is not None:
+            raise ShardwiseError(f"{begin} {far.tried.problem}", remedy=far.tried.remedy)
+        _check_cuts(begin, self._at_first, far, self._plan)
 
     def _try(self, batch: Batch, found: list[_Set]) -> None:
         self._outcomes[self._kinds.now] = _Found()
@@ -249,6 +301,10 @@ class TriedAgain:
             ) from error
 
     def _trials(self, batch: Batch) -> _Found:
+        with self.around():
+            return self._all_trials(batch)
+
+    def _all_trials(self, batch: Batch) -> _Found:
         """All of them, on a copy of the copy."""
         assert self._twin is not None, "there are values to set"
         found, twin = _Found(), meta_twin(self._twin)
@@ -350,6 +406,21 @@ def _check_cuts(begin: str, before: _Found, now: _Found, plan: Plan) -> None:
                 f" there for it ({plan})",
                 remedy=_AGAIN,
             )
+
+
+def _is_counted(was: Any, now: Any) -> bool:
+    """Whether a whole number has become larger."""
+    if isinstance(was, Number) and isinstance(now, Number):
+        return not was.was.is_floating_point() and bool((now.was > was.was).all())
+    return type(was) is int and type(now) is int and now > was
+
+
+def _far_of(was: Any) -> Any:
+    if not isinstance(was, Number):
+        return _FAR
+    far = copy(was)
+    far.was = torch.full_like(was.was, _FAR)
+    return far
 
 
 def _word_of(value: Any) -> Any:

@@ -47,15 +47,20 @@ _REMEDY = (
 
 def check_world(
     module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options, wires: Wires
-) -> None:
-    """Refuse what computes something else because there are other ranks. All ranks call this alike."""
+) -> bool:
+    """Refuse what computes something else because there are other ranks. All ranks call this alike.
+
+    Whether they ask for ranks at all: then trials are made as if there were none. Ranks may do other things for a log,
+    and would wait for each other in trials that depend on these.
+    """
     if wires.watch is None or not options.verify or any(each.is_meta for each in module.parameters()):
-        return
+        return False
     if not _ASKING & PythonState(module, loss).named:
-        return
+        return False
     problem = next((each for each in wires.gather(_problem(module, plan, loss, example, rule, options)) if each), None)
     if problem is not None:
         raise ShardwiseError(problem, remedy=_REMEDY)
+    return True
 
 
 def _problem(module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options) -> str | None:

@@ -290,6 +290,8 @@ def a_table_kept_by_length(parallelize: Parallelize) -> Result:
 class Counts(Centred):
     """The same beside a counter, and from the third forward on alone."""
 
+    count: Tensor
+
     def __init__(self, first: int) -> None:
         super().__init__()
         self.first, self.calls = first, 0

@@ -2,14 +2,14 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from torch import nn
 
 from shardwise.engine.options import Options
 from shardwise.engine.row_counters import check_row_counters, find_row_counters
-from shardwise.engine.world_check import as_if_alone
+from shardwise.engine.world_check import as_if_alone, check_world
 from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.nets.moe import MoE
 from shardwise.planner.plan import Plan
@@ -27,13 +27,12 @@ _Found = tuple[Tried, list[str]]
 
 
 def agree_on_loss(
-    module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options, wires: Wires, *,
-    asks: bool = False,
-) -> tuple[Tried, bool]:  # fmt: skip
-    """What the loss is, if anything of a batch is cut, and whether ranks are known to be quiet in it; on all alike.
-
-    `asks`: it asks for ranks, and was seen to compute the same without any: it is tried as if it were alone.
-    """
+    module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options, wires: Wires
+) -> tuple[Tried, bool, Callable[[], AbstractContextManager[None]]]:
+    """What the loss is, if anything of a batch is cut, whether ranks are known to be quiet in it, and what it is to be
+    tried in: as if it were alone, if it asks for ranks and computes the same without any. On all ranks alike."""
+    asks = check_world(module, plan, loss, example, rule, options, wires)
+    around: Callable[[], AbstractContextManager[None]] = as_if_alone if asks else nullcontext
     tried, is_quiet = Tried(LossKind.UNTRIED), False
     is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
     if plan.dp * plan.microbatches * plan.cp > 1 and options.verify and not is_meta:
@@ -43,7 +42,7 @@ def agree_on_loss(
         precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
 
         def try_both(*, for_all: bool = False) -> _Found:
-            with as_if_alone() if asks else nullcontext():
+            with around():
                 found = attempt(module, loss, example, rule, precision, for_all=for_all)
                 looks = plan.dp > 1 and options.buffers is None and not found.writes_none
                 return found, find_row_counters(module, example, rule.look(example), precision) if looks else []
@@ -59,7 +58,7 @@ def agree_on_loss(
             " or between steps; return loss, 1 says that each part's own is meant",
             stacklevel=2,
         )
-    return tried, is_quiet
+    return tried, is_quiet, around
 
 
 def _tried(attempt: Callable[..., _Found], options: Options, wires: Wires) -> tuple[_Found, bool]:

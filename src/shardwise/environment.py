@@ -26,6 +26,20 @@ _THREADS = "OMP_NUM_THREADS"
 ATTEMPT = "SHARDWISE_ATTEMPT"
 
 
+#: What launchers tell a process of the others.
+_OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
+
+
+@contextmanager
+def without_ranks() -> Iterator[None]:
+    """Within it the environment says nothing of other processes."""
+    said = {key: os.environ.pop(key) for key in _OF_RANKS if key in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(said)
+
+
 def wants_colour(stream: TextIO) -> bool:
     """Whether to colour what goes to `stream`.
 

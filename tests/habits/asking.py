@@ -25,7 +25,7 @@ from tests.habits.harness import (
 )
 
 #: A plan has several ranks, and they do not do alike.
-WORLD = {"all": "asks torch.distributed for ranks|neither their mean"}
+WORLD = {"all": "asks torch.distributed for ranks|neither their mean|talks to other ranks"}
 
 
 def rank() -> int:

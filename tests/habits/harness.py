@@ -41,7 +41,7 @@ from shardwise.states.parameter_group import shares_of, sort_out
 #: Every kind of plan on two ranks that any module can be trained under, and on four.
 TWO = (
     "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "pp=2,microbatches=2", "tp=2", "dp=2,offload.optimizer=1.0",
-    "dp=2,offload.parameters=1.0", "pp=2,microbatches=2,recompute=full", "cp=2", "dp=2,ep=2",
+    "dp=2,offload.parameters=1.0", "pp=2,microbatches=2,recompute=full", "cp=2", "dp=2,ep=2", "tp=2,sp=true",
 )  # fmt: skip
 FOUR = ("dp=2,pp=2,microbatches=2,zero=1", "dp=2,tp=2,zero=3")
 #: Of a file with more programs than these every other, or one in three, is tried by default: each takes an engine's

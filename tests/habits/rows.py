@@ -285,3 +285,35 @@ def a_table_kept_by_length(parallelize: Parallelize) -> Result:
     for step in range(3):
         found[f"loss {step}"] = engine.train_step({key: each[:, : 3 - step % 2] for key, each in batch(step).items()})
     return {**found, **engine.state_dict()}
+
+
+class Counts(Centred):
+    """The same beside a counter, and from the third forward on alone."""
+
+    count: Tensor
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first, self.calls = first, 0
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+            self.calls += 1
+        return super().forward(x) if self.calls > self.first else Block.forward(self, x)
+
+
+@program({**MIXED, "cp": "other numbers"}, always=True)
+def rows_that_meet_beside_a_counter(parallelize: Parallelize) -> Result:
+    """What a forward writes to a buffer is the same for any rows, and what it computes is not."""
+    return trained(start(parallelize, small_net(block=lambda: Counts(0))))
+
+
+@program(
+    dict.fromkeys(("dp", "microbatches"), "forwards count .* and when it is 100000 in training mode"),
+    but="cp,recompute", always=True,
+)  # fmt: skip
+def rows_that_meet_after_some_forwards(parallelize: Parallelize) -> Result:
+    """`if self.calls > 3:`: decided by what the forward has counted itself."""
+    return trained(start(parallelize, small_net(block=lambda: Counts(3))), steps=5)

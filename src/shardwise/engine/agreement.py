@@ -43,9 +43,8 @@ def agree_on_costs(gather: Gather, calls: Sequence[UnitCall]) -> None:
         call.seconds = None if call.seconds is None else seconds
 
 
-def agree_on_cut(gather: Gather, split: Split) -> None:
-    """Refuse stages that ranks have cut in different places: a layer would be on none of them, or on two. All call
-    this alike."""
+def _agree_on_cut(gather: Gather, split: Split) -> None:
+    """Refuse stages that ranks have cut in different places: a layer would be on none of them, or on two."""
     told = gather(split.units)
     for rank, units in enumerate(told):
         if units != told[0]:
@@ -100,8 +99,11 @@ def agree_on_refusal(gather: Gather, error: ShardwiseError | None, draws: bool) 
         )
 
 
-def kept_in_order(split: Split, plan: Plan) -> Split:
-    """The same stages. Where ranks must agree on the units that they call, these are called as on the example."""
+def kept_in_order(split: Split, plan: Plan, rank: int | None, gather: Gather) -> Split:
+    """The same stages, on which ranks agree. Where they must on the units that they call, these are called as on the
+    example. All call this alike; a process that runs all ranks (None) agrees with itself."""
+    if rank is not None and len(split.units) > 1:
+        _agree_on_cut(gather, split)
     for each in split.stages:
         if isinstance(each, ModuleStage) and each.in_order is None:
             each.in_order = _why_in_order(plan)

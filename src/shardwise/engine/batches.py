@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from shardwise.engine.parts import Parts
 from shardwise.engine.rank_device import batch_on
 from shardwise.engine.same_batch import SameBatch
-from shardwise.engine.same_draws import SameDraws
 from shardwise.engine.same_weights import OutsideWrites, settings_of
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
@@ -80,7 +79,7 @@ class Batches:
         self.same = SameBatch(
             parts.plan, parts.wires, is_local=is_local, settings=lambda: settings_of(optimizers), outside=self.outside,
             routes=[each.route for each in parts.split.stages if isinstance(each, ModuleStage)], values=parts.settings,
-            draws=SameDraws(parts.device, is_early=parts.plan.pp > 1),
+            device=parts.device,
         )  # fmt: skip
 
     def cut(self, batch: Batch, what: str = "step", *, predicts: bool = False) -> list[Batch]:

@@ -10,9 +10,8 @@ from shardwise.engine.agreement import tried_by_first
 from shardwise.engine.batches import Cutter
 from shardwise.engine.loss_agreement import agree_on_loss
 from shardwise.engine.options import Options
-from shardwise.engine.same_weights import check_given
+from shardwise.engine.same_weights import agree_on_set, check_given
 from shardwise.engine.tried_again import TriedAgain
-from shardwise.engine.world_check import check_world
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
 from shardwise.sharding.tensor import ByFirst
@@ -50,14 +49,15 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
     if plan.dp * plan.microbatches > 1:
         check_openable(example)
     rule = RowRule(Signature(module).names)
-    check_world(module, plan, loss, example, rule, options, wires)
-    tried, is_quiet = agree_on_loss(module, plan, loss, example, rule, options, wires)
+    tried, is_quiet, around = agree_on_loss(module, plan, loss, example, rule, options, wires)
     rule.tables |= set(tried.tables)
     cutter = Cutter(plan, wires.mesh, rule, pad=options.pad, is_local=options.is_local)
     microbatches = cutter.cut(example)
     settings = None
     if options.verify:
         settings = TriedAgain(module, loss, plan, rule, tensor=options.tensor, example=example)
+        settings.around = around
+        settings.agree = partial(agree_on_set, wires) if plan.cp > 1 else None
     num_parts = plan.dp * plan.microbatches * plan.cp
     users = loss
     if plan.cp > 1:

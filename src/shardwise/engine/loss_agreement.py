@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from torch import nn
 
 from shardwise.engine.options import Options
 from shardwise.engine.row_counters import check_row_counters, find_row_counters
+from shardwise.engine.world_check import as_if_alone, check_world
 from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.nets.moe import MoE
 from shardwise.planner.plan import Plan
@@ -26,8 +28,11 @@ _Found = tuple[Tried, list[str]]
 
 def agree_on_loss(
     module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options, wires: Wires
-) -> tuple[Tried, bool]:
-    """What the loss is, if anything of a batch is cut, and whether ranks are known to be quiet in it; on all alike."""
+) -> tuple[Tried, bool, Callable[[], AbstractContextManager[None]]]:
+    """What the loss is, if anything of a batch is cut, whether ranks are known to be quiet in it, and what it is to be
+    tried in: as if it were alone, if it asks for ranks and computes the same without any. On all ranks alike."""
+    asks = check_world(module, plan, loss, example, rule, options, wires)
+    around: Callable[[], AbstractContextManager[None]] = as_if_alone if asks else nullcontext
     tried, is_quiet = Tried(LossKind.UNTRIED), False
     is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
     if plan.dp * plan.microbatches * plan.cp > 1 and options.verify and not is_meta:
@@ -37,11 +42,13 @@ def agree_on_loss(
         precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
 
         def try_both(*, for_all: bool = False) -> _Found:
-            found = attempt(module, loss, example, rule, precision, for_all=for_all)
-            looks = plan.dp > 1 and options.buffers is None and not found.writes_none
-            return found, find_row_counters(module, example, rule.look(example), precision) if looks else []
+            with around():
+                found = attempt(module, loss, example, rule, precision, for_all=for_all)
+                looks = plan.dp > 1 and options.buffers is None and not found.writes_none
+                return found, find_row_counters(module, example, rule.look(example), precision) if looks else []
 
         (tried, counters), is_quiet = _tried(try_both, options, wires)
+        is_quiet = is_quiet and not asks
         tried.check()
         check_row_counters(counters, plan.dp)
     if tried.decides is not None and wires.rank == 0:
@@ -51,7 +58,7 @@ def agree_on_loss(
             " or between steps; return loss, 1 says that each part's own is meant",
             stacklevel=2,
         )
-    return tried, is_quiet
+    return tried, is_quiet, around
 
 
 def _tried(attempt: Callable[..., _Found], options: Options, wires: Wires) -> tuple[_Found, bool]:

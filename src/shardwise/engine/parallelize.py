@@ -88,9 +88,8 @@ def parallelize(
     compute alike, listed by `explain()`; with `kernels=False` plain operators do (`docs/kernels.md`). With
     `masters=False` weights of 16 bits are computed with and stepped on as they are, whatever the precision: no
     autocast, no copies in fp32. With `graphs` steps are captured as CUDA graphs where they can be (`docs/engine.md`).
-    `wires` are what processes talk over, where several engines are to share it (`ranks/wires.py`).
-
-    Where `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
+    `wires` are what processes talk over, where several engines are to share it (`ranks/wires.py`). Where
+    `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
     """
     options = Options(
         clip=clip, compile=compile, seed=seed, pad=pad, through_blocks=through_blocks, measure=measure, tensor=tensor,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwise.engine.agreement import Gather, agree_on_costs, agree_on_cut, agree_on_refusal, kept_in_order
+from shardwise.engine.agreement import Gather, agree_on_costs, agree_on_refusal, kept_in_order
 from shardwise.engine.options import Options
 from shardwise.errors import ShardwiseError
 from shardwise.execution.compute_policy import ComputePolicy
@@ -93,8 +93,6 @@ def prepare(
         ) from None
     except ShardwiseError as error:
         raise _in_keys(error) from None
-    if rank is not None and count > 1:
-        agree_on_cut(gather, stages)
     policy = ComputePolicy.of(plan, schedule, casts=options.masters)
     by_layer = policy.recompute == "layers"
     how_again: dict[str, Any] = {
@@ -108,7 +106,7 @@ def prepare(
         compile_units(stages, backend)
     if by_layer and not (policy.selective and backend is not None):
         recompute_units(stages, is_compiled=backend is not None, **how_again)
-    return Prepared(kept_in_order(stages, plan), schedule, tuple(finding.names(module)))
+    return Prepared(kept_in_order(stages, plan, rank, gather), schedule, tuple(finding.names(module)))
 
 
 def _in_keys(error: ShardwiseError) -> ShardwiseError:

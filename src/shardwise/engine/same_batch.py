@@ -67,25 +67,37 @@ class _Told(Protocol):
     def bits(self) -> int: ...
 
 
+def set_apart(num_ranks: int) -> ShardwiseError:
+    """What is said where scripts have set different values on ranks."""
+    return ShardwiseError(
+        "values that the forward or the loss reads were set between steps, and not the same ones on all"
+        f" {num_ranks} ranks: each would compute another loss",
+        remedy="draw and set them alike on every rank (numpy.random.seed(0), random.seed(0)); or an entry of the batch"
+        " with a number for each row",
+    )
+
+
 class SameBatch:
     """Compares the batches of ranks. Every rank has one.
 
     `settings` gives bits of what must be the same on all, `outside` of what was written between steps, `values` of what
-    was set then, and `routes` of the units that forwards have called.
+    was set then, and `routes` of the units that forwards have called. On the `device` of a module it may be drawn.
     """
 
     def __init__(
         self, plan: Plan, wires: Wires, *, is_local: bool, settings: Callable[[], int] | None = None,
         outside: _Told | None = None, routes: Sequence[Route] = (), values: _Told | None = None,
-        draws: SameDraws | None = None,
+        device: torch.device | None = None,
     ) -> None:  # fmt: skip
         self._plan, self._wires, self._is_local = plan, wires, is_local
         self._is_alone = wires.watch is None
         self._replicas = [0] if self._is_alone else [each.replica for each in replicas_of(plan)]
         self._settings, self._outside, self._routes, self._set = settings, outside, routes, 0
-        self._values, self._draws = values, draws
+        self._values = values
+        is_told = device is not None and not self._is_alone
+        self._draws = SameDraws(device, is_early=plan.pp > 1) if device is not None and is_told else None
         #: Which ranks compute one forward together: those of a replica that have the same stages.
-        self._together = places_together(plan) if draws is not None and not self._is_alone else []
+        self._together = places_together(plan) if is_told else []
         self._now: Checksum | None = None
         self._num_early = {"step": _NUM_EARLY, "evaluation": 1}
         self._has_warned = False
@@ -151,12 +163,7 @@ class SameBatch:
             if any(differ[len(differ) - len(self._routes) :]):
                 raise apart()
             if self._values is not None and differ[0]:
-                raise ShardwiseError(
-                    "values that the forward or the loss reads were set between steps, and not the same ones on all"
-                    f" {len(self._replicas)} ranks: each would compute another loss",
-                    remedy="draw and set them alike on every rank (numpy.random.seed(0), random.seed(0)); or an entry"
-                    " of the batch with a number for each row",
-                )
+                raise set_apart(len(self._replicas))
             if any(differ):
                 raise ShardwiseError(
                     "parameters were written between steps, and not the same ones on all"

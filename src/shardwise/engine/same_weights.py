@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.engine.same_batch import Checksum, SameBatch
+from shardwise.engine.same_batch import Checksum, SameBatch, set_apart
 from shardwise.engine.shown import is_guarded
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
@@ -59,6 +59,12 @@ def _named(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
         for key, each in owner.named_buffers(recurse=False):
             if is_persistent(owner, key) and not is_guarded(each):
                 yield f"{prefix}.{key}" if prefix else key, each
+
+
+def agree_on_set(wires: Wires, bits: int) -> None:
+    """Refuse different values that scripts have set on ranks, told in bits. All call this alike."""
+    if len(set(wires.gather(bits))) > 1:
+        raise set_apart(len(wires.gather(None)))
 
 
 def settings_of(optimizers: Iterable[Optimizer]) -> int:

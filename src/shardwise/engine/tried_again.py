@@ -4,12 +4,13 @@ What trials find out when an engine is made (what a loss is a mean over, whether
 apart) is true of the module and of the loss as they were then. A curriculum sets other values later: the weight of a
 contrastive term, `criterion.hard = True`, `block.normalise = True`. So when a value was set, the trials are made again,
 on a copy of the module with random numbers: with the values of before, once, and with those of now. What only fails
-with those of now is refused, by its name. Values that forwards set themselves are left alone. The same is done about
-words and numbers of a batch that the example has otherwise: `{"task": "tags"}`.
+with those of now is refused, by its name. The same is done about words and numbers of a batch that the example has
+otherwise: `{"task": "tags"}`. Values that forwards set themselves are left alone, but for what they count: trials are
+made once more with a number far beyond (`if self.steps > 1000:`).
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -28,7 +29,16 @@ from shardwise.stages.loss_trial import try_loss
 from shardwise.stages.rows import RowRule, unmarked
 from shardwise.stages.split.flow import watch
 from shardwise.stages.split.meta import meta_twin
-from shardwise.stages.split.script_values import Holder, Number, ValueKinds, asks_for_mode, find_holders, shared_by
+from shardwise.stages.split.script_values import (
+    FAR,
+    Counted,
+    Holder,
+    Number,
+    ValueKinds,
+    asks_for_mode,
+    find_holders,
+    shared_by,
+)
 from shardwise.stages.stage import Batch, Loss
 from shardwise.torch_private import buffer_slots
 
@@ -70,6 +80,46 @@ class _Set(NamedTuple):
     now: Any
 
 
+class _Copy:
+    """A copy of a module without numbers, of which trials are made; values are set in it as in the module."""
+
+    def __init__(self, module: nn.Module, holders: Sequence[Holder], kept: Sequence[Mapping[str, Any]]) -> None:
+        self.module, self._holders = _twin(module), holders
+        self._buffers = {
+            name: each.clone() for name, each in module.named_buffers() if each.numel() <= _MOST_IN_BUFFERS
+        }
+        #: Tensors of one number that modules have, buffers too: a copy without numbers does not know them.
+        self._numbers = {
+            f"{each.module}.{key}".strip("."): value
+            for each, values in zip(holders, kept, strict=True)
+            for key, value in values.items()
+            if each.module is not None and isinstance(value, Number)
+        }
+
+    def again(self) -> nn.Module:
+        """Another without numbers, but for those in buffers, as they were or were set since."""
+        twin = meta_twin(self.module)
+        for name, buffer in self._buffers.items():
+            owner, _, key = name.rpartition(".")
+            kept = self._numbers.get(name)
+            buffer_slots(twin.get_submodule(owner))[key] = (buffer if kept is None else kept.was).clone()
+        return twin
+
+    def set(self, found: Sequence[_Set]) -> None:
+        """Those of them that are attributes of modules."""
+        for each in found:
+            path = self._holders[each.holder].module
+            if path is None:
+                continue
+            module = self.module.get_submodule(path)
+            if isinstance(each.now, nn.Module):
+                setattr(module, each.key, deepcopy(each.now))
+            elif isinstance(each.now, Number):
+                self._numbers[f"{path}.{each.key}".strip(".")] = each.now
+            else:
+                vars(module)[each.key] = each.now
+
+
 class TriedAgain:
     """The values of one module and its loss. Made before anything is cut; `rule` says what of a batch are rows."""
 
@@ -84,6 +134,10 @@ class TriedAgain:
         self._comes = plan.pp > 1 or plan.zero == 3 or plan.offload.parameters > 0
         #: The units of stages; and what sequences would be shared out by, where they are. Known later.
         self.units: Sequence[str] = ()
+        #: Under cp, where all ranks make a trial together: compares what was set on them.
+        self.agree: Callable[[int], None] | None = None
+        #: What trials are made in.
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.make_context: Callable[[], ContextParallel] | None = None
         #: What the loss of the module itself is; and what has its parts weighed otherwise, None where ranks, with rows
         #: of their own, may not agree on it.
@@ -95,27 +149,25 @@ class TriedAgain:
         if plan.num_ranks > 1 and not any(each.is_meta for each in module.parameters()):
             self._holders = find_holders(module, loss)
             self._words = {key: each for key, each in example.items() if _word_of(each) is not None}
-        self._twin = _twin(module) if self._holders or self._words else None
         self._kept = [each.values.read() for each in self._holders]
-        buffers = () if self._twin is None else module.named_buffers()
-        self._buffers = {name: each.clone() for name, each in buffers if each.numel() <= _MOST_IN_BUFFERS}
+        self._twin = _Copy(module, self._holders, self._kept) if self._holders or self._words else None
         #: The kinds of all values that were ever set or said otherwise, and what trials have come to with these.
         self._kinds = ValueKinds()
         self._outcomes: dict[Hashable, _Found] = {}
         #: What was set, and not tried yet; and all numbers and words that ever were, as they were set last.
         self._set: list[_Set] = []
         self._ever: dict[tuple[int, str], Any] = {}
-        #: Tensors of one number that modules have, buffers too: a copy without numbers does not know them.
-        self._numbers = {
-            f"{each.module}.{key}".strip("."): value
-            for each, kept in zip(self._holders, self._kept, strict=True)
-            for key, value in kept.items()
-            if each.module is not None and isinstance(value, Number)
-        }
+        #: What forwards count up.
+        self._counted = Counted(self._holders)
         #: What trials find with the values that were there when the engine was made.
         self._at_first: _Found | None = None
         #: Whether evaluations may read weights that training does not.
-        self._may_read_more = self._comes and self._twin is not None and asks_for_mode(self._twin)
+        self._may_read_more = self._comes and self._twin is not None and asks_for_mode(self._twin.module)
+
+    @property
+    def _copy(self) -> _Copy:
+        assert self._twin is not None, "there are values to set"
+        return self._twin
 
     def note(self) -> None:
         """Take down what was set since the last step, before something else is run."""
@@ -135,9 +187,11 @@ class TriedAgain:
         found, self._set = self._set, []
         for each in found:
             # A buffer of one number may be on another stage.
-            if isinstance(each.now, _PLAIN if self._path(each) is not None else (*_PLAIN, Number)):
+            if isinstance(each.now, _PLAIN if self._holders[each.holder].module is not None else (*_PLAIN, Number)):
                 self._ever[each.holder, each.key] = each.now
             self._kinds.note(f"{self._holders[each.holder].name}.{each.key}", each.was, each.now)
+        if self.agree is not None:
+            self.agree(self.bits)
         for key, was in self._words.items():
             now = _word_of(batch.get(key))
             if now is not None:
@@ -146,9 +200,11 @@ class TriedAgain:
         if outcome is None and self._kinds.are_others:
             self._try(batch, found)
         elif found:
-            self._set_in_twin(found)
+            self._copy.set(found)
         if outcome is not None:
             self._weigh_as(outcome, "it is set as it was once, and")
+        if self._counted.is_due:
+            self._look_ahead(batch)
 
     @property
     def bits(self) -> int:
@@ -176,8 +232,7 @@ class TriedAgain:
 
     def _read_by_units(self, batch: Batch, *, is_training: bool) -> dict[str, frozenset[str]]:
         """What each unit reads, and under no name what is read between them."""
-        assert self._twin is not None, "it may be asked how it is run"
-        module = self._with_buffers(meta_twin(self._twin))
+        module = self._copy.again()
         module.train(is_training)
         return self._read_of(module, batch)
 
@@ -188,7 +243,27 @@ class TriedAgain:
 
     def end(self) -> None:
         """What has changed during a step was changed by it, or by the engine that was made."""
-        self._kept = [each.values.read() for each in self._holders]
+        before, self._kept = self._kept, [each.values.read() for each in self._holders]
+        self._counted.note(before, self._kept)
+
+    def _look_ahead(self, batch: Batch) -> None:
+        """Refuse what forwards are going to do by what they count, if trials fail far beyond. Tried once."""
+        found = [_Set(*each) for each in self._counted.take()]
+        try:
+            if self._at_first is None:
+                self._at_first = self._outcomes[frozenset()] = self._trials({**batch, **self._words})
+            self._copy.set(found)
+            with self._counted.put([each for each in found if self._holders[each.holder].module is None]):
+                far = self._trials(batch)
+        except Exception:  # Whoever trains says what is wrong.
+            return
+        finally:
+            self._copy.set([each._replace(now=each.was) for each in found])
+        names = some([f"{self._holders[each.holder].name}.{each.key}".strip(".") for each in found])
+        begin = f"forwards count {names}, and when it is {FAR}"
+        if self._at_first.tried.problem is None and far.tried.problem is not None:
+            raise ShardwiseError(f"{begin} {far.tried.problem}", remedy=far.tried.remedy)
+        _check_cuts(begin, self._at_first, far, self._plan)
 
     def _try(self, batch: Batch, found: list[_Set]) -> None:
         self._outcomes[self._kinds.now] = _Found()
@@ -196,7 +271,7 @@ class TriedAgain:
             if self._at_first is None:
                 with self._as_before(found):
                     self._at_first = self._outcomes[frozenset()] = self._trials({**batch, **self._words})
-            self._set_in_twin(found)
+            self._copy.set(found)
             now = self._trials(batch)
         except Exception:  # Whoever trains says what is wrong.
             return
@@ -240,31 +315,32 @@ class TriedAgain:
 
     def _try_sequences(self, names: str, batch: Batch) -> None:
         assert self.make_context is not None, "sequences are shared out"
-        assert self._twin is not None, "there are values to set"
         try:
-            are_parts_alike(self._with_buffers(meta_twin(self._twin)), self.make_context, unmarked(batch), self._loss)
+            are_parts_alike(self._copy.again(), self.make_context, unmarked(batch), self._loss)
         except ShardwiseError as error:
             raise ShardwiseError(
                 f"{names} was set since the engine was made, and with it {error.problem}", remedy=error.remedy
             ) from error
 
     def _trials(self, batch: Batch) -> _Found:
+        with self.around():
+            return self._all_trials(batch)
+
+    def _all_trials(self, batch: Batch) -> _Found:
         """All of them, on a copy of the copy."""
-        assert self._twin is not None, "there are values to set"
-        found, twin = _Found(), meta_twin(self._twin)
+        found, twin = _Found(), meta_twin(self._copy.module)
         if self._has_parts or self._comes:
             device, dtypes = fitting(twin, lambda _: None, home_of(batch))
             kinds = [each.dtype for each in twin.parameters() if each.is_floating_point()]
             dtype = kinds[0] if kinds and kinds[0] in dtypes else dtypes[-1]
-            made = self._with_buffers(meta_twin(twin))
-            module = stand_in(made, lambda _: None, {}, dtype=dtype, device=device, seed=1)
+            module = stand_in(self._copy.again(), lambda _: None, {}, dtype=dtype, device=device, seed=1)
             given = converted(batch, dtype, device)
             if self._has_parts:
                 rule = deepcopy(self._rule)
                 found = found._replace(tried=try_loss(module, self._loss, given, rule, nullcontext))
             if self._comes:
                 # A copy of its own: in that of before blocks that are alike have the parameters of the first.
-                named = self._with_buffers(meta_twin(twin))
+                named = self._copy.again()
                 if sum(each.numel() for each in twin.parameters()) < _FEW:
                     named = stand_in(named, lambda name: name, {}, dtype=dtype, device=device, seed=1)
                 read = self._read_of(named, unmarked(given))
@@ -277,18 +353,10 @@ class TriedAgain:
             found = found._replace(apart=apart)
         return found
 
-    def _with_buffers(self, twin: nn.Module) -> nn.Module:
-        """A copy without numbers, but for those in buffers, as they were or were set since."""
-        for name, buffer in self._buffers.items():
-            owner, _, key = name.rpartition(".")
-            kept = self._numbers.get(name)
-            buffer_slots(twin.get_submodule(owner))[key] = (buffer if kept is None else kept.was).clone()
-        return twin
-
     @contextmanager
     def _as_before(self, found: list[_Set]) -> Iterator[None]:
         """The values that were there. Attributes of modules are those of the copy."""
-        own = [(self._holders[each.holder].values, each) for each in found if self._path(each) is None]
+        own = [(self._holders[each.holder].values, each) for each in found if self._holders[each.holder].module is None]
         for values, each in own:
             if each.was is _ABSENT:
                 values.drop(each.key)
@@ -299,24 +367,6 @@ class TriedAgain:
         finally:
             for values, each in own:
                 values.put(each.key, each.now)
-
-    def _path(self, each: _Set) -> str | None:
-        return self._holders[each.holder].module
-
-    def _set_in_twin(self, found: list[_Set]) -> None:
-        assert self._twin is not None, "there are values to set"
-        for each in found:
-            path = self._path(each)
-            if path is not None:
-                self._set_at(self._twin.get_submodule(path), each)
-
-    def _set_at(self, module: nn.Module, each: _Set) -> None:
-        if isinstance(each.now, nn.Module):
-            setattr(module, each.key, deepcopy(each.now))
-        elif isinstance(each.now, Number):
-            self._numbers[f"{self._path(each)}.{each.key}".strip(".")] = each.now
-        else:
-            vars(module)[each.key] = each.now
 
 
 def _twin(module: nn.Module) -> nn.Module:

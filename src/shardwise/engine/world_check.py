@@ -6,7 +6,6 @@ has to be what one process would. So where such names are found in their code, b
 were one process alone: what comes out has to be the same.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.engine.options import Options
+from shardwise.environment import without_ranks
 from shardwise.errors import ShardwiseError
 from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.planner.plan import Plan
@@ -37,8 +37,6 @@ _ASKING = frozenset(
         "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier",
     }
 )  # fmt: skip
-#: Where launchers say it.
-_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
 _REMEDY = (
     "leave ranks to the plan: a mean or a sum over rows is told of all parts, return total, number says what it is"
     " over, and engine.metrics has what is logged"
@@ -47,15 +45,20 @@ _REMEDY = (
 
 def check_world(
     module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options, wires: Wires
-) -> None:
-    """Refuse what computes something else because there are other ranks. All ranks call this alike."""
+) -> bool:
+    """Refuse what computes something else because there are other ranks. All ranks call this alike.
+
+    Whether they ask for ranks at all: then trials are made as if there were none. Ranks may do other things for a log,
+    and would wait for each other in trials that depend on these.
+    """
     if wires.watch is None or not options.verify or any(each.is_meta for each in module.parameters()):
-        return
+        return False
     if not _ASKING & PythonState(module, loss).named:
-        return
+        return False
     problem = next((each for each in wires.gather(_problem(module, plan, loss, example, rule, options)) if each), None)
     if problem is not None:
         raise ShardwiseError(problem, remedy=_REMEDY)
+    return True
 
 
 def _problem(module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options) -> str | None:
@@ -96,10 +99,9 @@ def _problem(module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: Ro
 def as_if_alone() -> Iterator[None]:
     """Whoever asks within it is told that there is one process, and no group of several."""
     group = dist.group.WORLD
-    said = {key: os.environ.pop(key) for key in _VARIABLES if key in os.environ}
     dist.group.WORLD = None
     try:
-        yield
+        with without_ranks():
+            yield
     finally:
         dist.group.WORLD = group
-        os.environ.update(said)

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.stages.across_rows import first_across, with_numbers_of
@@ -262,9 +263,11 @@ def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Trie
         tried = _of_backward(tried, whole, bent)
         if tried.problem is not None:
             return tried
-        if whole.writes or whole.total == runs[0].total or trial.run_in_training(three)[0].total != whole.total:
+        if whole.total == runs[0].total or trial.run_in_training(three)[0].total != whole.total:
             return tried  # It does the same in both modes, or something else whenever it is called.
         large, small = (trial.run_in_training(each)[0] for each in two_and_one(three, seen))
+        if whole.writes and not (_are_left_alike(whole, large) and _are_left_alike(whole, small)):
+            return tried  # Whoever compares what replicas write says so.
     except Exception:  # Whoever trains says what is wrong.
         return tried
     now = whole, large, small
@@ -274,6 +277,12 @@ def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Trie
         return tried
     fits = _fits_as(tried, three, seen, now)
     return tried if fits else tried._replace(problem=f"in training mode {_mismatch(*now)}")
+
+
+def _are_left_alike(one: Run, other: Run) -> bool:
+    """Whether two forwards have left the same in buffers, whatever their rows: counts, and no means."""
+    pairs = list(zip(one.left, other.left, strict=False))
+    return len(one.left) == len(other.left) and all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
 
 def _fits_as(tried: Tried, three: Batch, seen: Seen, now: Runs) -> bool:

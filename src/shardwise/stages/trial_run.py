@@ -46,6 +46,8 @@ class Run(NamedTuple):
     has_drawn: bool = False
     #: Whether a backward of its own has left gradients in parameters.
     has_left: bool = False
+    #: What buffers had then, if some were written.
+    left: list[Tensor] = []  # noqa: RUF012 - of a tuple, and never written
 
 
 Runs = tuple[Run, Run, Run]
@@ -131,6 +133,7 @@ class Trial:
                     [*map(id, self.module.buffers())] != [id(each) for each, _ in before]
                     or any(not torch.equal(each, value) for each, value in before)
                 )
+                left = [each.detach().clone() for each in self.module.buffers()] if writes else []
         finally:
             for each in were_training:
                 _set_mode(each, True)
@@ -143,7 +146,7 @@ class Trial:
             float(total.detach()), None if number is None else float(torch.as_tensor(number).detach()),
             [float(each.number) for each in counts.found], inside,
             max(1, counts.found[0].size // NUM_ROWS) if counts.found else 1, tolerance, output,
-            isinstance(number, Tensor) and number.requires_grad, writes, has_drawn, has_left,
+            isinstance(number, Tensor) and number.requires_grad, writes, has_drawn, has_left, left,
         )  # fmt: skip
 
     def decides(self, three: Batch, one: Batch) -> str | None:

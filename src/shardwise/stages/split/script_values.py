@@ -8,12 +8,15 @@ dictionaries.
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.stages.split.drawn_state import PLAIN, SlotValues, is_array, names_in, slots_of
@@ -22,6 +25,8 @@ from shardwise.torch_private import buffer_slots, submodules, version_of
 
 #: No more things are looked at than these: a loss does not reach that far.
 _MOST = 2_000
+#: What forwards count is tried with this.
+FAR = 100_000
 #: A tuple, list or array of more numbers than these is data.
 _MOST_INSIDE = 16
 #: Of whole numbers that a script counts up, as many values are kinds of their own; then all of one power of two are.
@@ -144,6 +149,61 @@ class Holder(NamedTuple):
     name: str
     values: Values
     module: str | None = None
+
+
+class Counted:
+    """Whole numbers that forwards count up: each is to be tried once with a number far beyond."""
+
+    def __init__(self, holders: Sequence[Holder]) -> None:
+        self._holders = holders
+        #: By holder and key, what was there at first.
+        self._first: dict[tuple[int, str], Any] = {}
+        self._known: set[tuple[int, str]] = set()
+
+    def note(self, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:
+        """Values of all holders before a step, and after it."""
+        for number, (was, values) in enumerate(zip(before, now, strict=True)):
+            if values != was:
+                counted = [key for key, each in values.items() if _is_counted(was.get(key), each)]
+                self._first.update({(number, key): was[key] for key in counted if (number, key) not in self._first})
+
+    @property
+    def is_due(self) -> bool:
+        """Whether some were not tried."""
+        return bool(self._first.keys() - self._known)
+
+    def take(self) -> list[tuple[int, str, Any, Any]]:
+        """Those that were not tried: holder, key, what was there and what is far beyond."""
+        found = [(*each, was, _far_of(was)) for each, was in self._first.items() if each not in self._known]
+        self._known |= self._first.keys()
+        return found
+
+    @contextmanager
+    def put(self, found: Sequence[tuple[int, str, Any, Any]]) -> Iterator[None]:
+        """Within it these values are there."""
+        kept = [(self._holders[holder].values, key, self._holders[holder].values.read()) for holder, key, _, _ in found]
+        for holder, key, _, far in found:
+            self._holders[holder].values.put(key, far)
+        try:
+            yield
+        finally:
+            for values, key, was in kept:
+                values.put(key, was[key])
+
+
+def _is_counted(was: Any, now: Any) -> bool:
+    """Whether a whole number has become larger."""
+    if isinstance(was, Number) and isinstance(now, Number):
+        return not was.was.is_floating_point() and bool((now.was > was.was).all())
+    return type(was) is int and type(now) is int and now > was
+
+
+def _far_of(was: Any) -> Any:
+    if not isinstance(was, Number):
+        return FAR
+    far = copy(was)
+    far.was = torch.full_like(was.was, FAR)
+    return far
 
 
 def find_holders(module: nn.Module, loss: Any) -> list[Holder]:

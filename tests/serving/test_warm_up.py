@@ -136,6 +136,7 @@ def test_compiling_begins_before_weights_are_read_where_the_shape_is_known(
     monkeypatch.setattr(load, "read_source", noted("read", (model, None)))
     monkeypatch.setattr(load, "assemble", noted("assemble", "engine"))
     given: Any = {"random_weights": False, "dtype": None, "seed": None}
-    assert load._load_here("model", torch.device("cuda", 0), Limits(), **given) == "engine"
+    made: Any = load._load_here("model", torch.device("cuda", 0), Limits(), **given)
+    assert made == "engine"
     order = ["compile for settings", "read"] if shape else ["read", "compile for read"]
     assert told == [*order, "assemble", "compiled"]

@@ -11,7 +11,7 @@ from shardwise.kernels import compile_ahead
 from shardwise.kernels.launch import Gpu, Launch, Rehearsal, StandIn, launch
 from shardwise.nets.settings import Heads, Latent, Mlp, Rope, Settings
 from shardwise.nets.transformer import Transformer
-from shardwise.serving import assemble, device_runner
+from shardwise.serving import assemble, device_runner, load
 from shardwise.serving.limits import Limits
 from shardwise.serving.narrow_weights import narrow
 from shardwise.serving.warm_up import find_launches
@@ -110,3 +110,33 @@ def test_all_are_compiled_and_loaded_and_an_error_leaves_them_to_the_first_launc
     assert sorted(loaded) == ["a", "b", "c"]
     with pytest.warns(UserWarning, match="first needed"):
         assert compile_ahead.begin_to_compile(lambda: [of("wrong")], device).result() == 0
+
+
+@pytest.mark.parametrize("shape", [("settings", torch.float16), None])
+def test_compiling_begins_before_weights_are_read_where_the_shape_is_known(
+    shape: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    model = SimpleNamespace(settings="read", embed=SimpleNamespace(weight=torch.zeros(1, dtype=torch.float16)))
+
+    def begin(settings: str, dtype: torch.dtype, *_: Any) -> Any:
+        assert dtype == torch.float16
+        told.append(f"compile for {settings}")
+        return SimpleNamespace(result=lambda: told.append("compiled"))
+
+    def noted(what: str, made: Any) -> Any:
+        def call(*_: Any, **__: Any) -> Any:
+            told.append(what)
+            return made
+
+        return call
+
+    monkeypatch.setattr(load, "find_shape", lambda *_, **__: shape)
+    monkeypatch.setattr(load, "begin_warm_up", begin)
+    monkeypatch.setattr(load, "read_source", noted("read", (model, None)))
+    monkeypatch.setattr(load, "assemble", noted("assemble", "engine"))
+    given: Any = {"random_weights": False, "dtype": None, "seed": None}
+    made: Any = load._load_here("model", torch.device("cuda", 0), Limits(), **given)
+    assert made == "engine"
+    order = ["compile for settings", "read"] if shape else ["read", "compile for read"]
+    assert told == [*order, "assemble", "compiled"]

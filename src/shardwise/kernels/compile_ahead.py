@@ -20,9 +20,8 @@ _MOST_THREADS = 16
 
 def begin_to_compile(find: Callable[[], Iterable[Launch]], device: torch.device) -> "Future[int]":
     """In a thread beside this one: find what will be launched, and compile it for a GPU. How many were."""
-    index: int | None = device.index
-    if index is None:  # A thread of its own has a current device of its own.
-        device = torch.device(device.type, torch.cuda.current_device())
+    if device == torch.device("cuda"):  # Whichever is current here: another thread has its own.
+        device = torch.device("cuda", torch.cuda.current_device())
     beside = ThreadPoolExecutor(1)
     compiled = beside.submit(_compile_all, find, device)
     beside.shutdown(wait=False)

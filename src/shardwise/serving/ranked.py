@@ -226,6 +226,7 @@ def _step(batches: Several[Inputs], evicted: Several[tuple[int, bytes]] = ()) ->
     _evict(evicted)
     if _HELD["tiers"] is not None:
         _HELD["tiers"].fence()
+        _HELD["tiers"].begin()
     part, shard, device = _HELD["part"], _HELD["shard"], _HELD["device"]
     size, made, seconds = shard.tp * shard.ep, [], 0.0
     waited = shard_waits.seconds

@@ -190,9 +190,9 @@ class TierStore:
         self._begin_to_write()
 
     def fence(self) -> None:
-        """The next step comes behind all copies that it has to do with."""
+        """The next step comes behind all copies that it has to do with. Whoever has begun it calls `begin`: to tell
+        threads of hundreds of files takes longer than a step may wait."""
         self._copies.fence()
-        self._begin_to_write()
 
     def least_seconds(self, num_blocks: int) -> float:
         """What the link takes for as many: on a GPU copies are begun, and nobody waits for them."""

@@ -101,12 +101,11 @@ class Tiers:
     def write_ahead(self, num_tokens: int) -> None:
         """While a step of so many tokens runs: blocks that go next are copied, so that nobody waits for it then."""
         lacks = self._num_ahead - self._pool.num_free - self._num_beneath
-        if not self.store.copies_beside or lacks <= 0:
-            return
-        first, count = self._num_beneath, min(lacks, num_tokens // self._pool.block_size + _AHEAD_IN_A_STEP)
-        for block, name in islice(self._pool.next_to_go(), first, first + count):
-            self._keep(block, name)
-            self._num_beneath += 1
+        if self.store.copies_beside and lacks > 0:
+            first, count = self._num_beneath, min(lacks, num_tokens // self._pool.block_size + _AHEAD_IN_A_STEP)
+            for block, name in islice(self._pool.next_to_go(), first, first + count):
+                self._keep(block, name)
+                self._num_beneath += 1
         self.store.begin()
 
     def fence(self) -> None:

@@ -5,9 +5,10 @@ behind a long beginning and beside others' single tokens; and single tokens of a
 for. What is launched in them is compiled while weights are read.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -38,8 +39,8 @@ def begin_warm_up(settings: Settings, dtype: torch.dtype, limits: Limits, device
     return begin_to_compile(lambda: find_launches(settings, dtype, limits, gpu_of(device)), device)
 
 
-def find_launches(settings: Settings, dtype: torch.dtype, limits: Limits, gpu: Gpu) -> Collection[Launch]:
-    """All that the engine's runner launches on a GPU, what is needed first coming first."""
+def find_launches(settings: Settings, dtype: torch.dtype, limits: Limits, gpu: Gpu) -> Iterator[Launch]:
+    """All that the engine's runner launches on a GPU, as it is found: what is needed first comes first."""
     meta, size, settings = torch.device("meta"), limits.block_size, _few_layers(settings)
     with meta:
         model = Transformer(settings)
@@ -48,19 +49,19 @@ def find_launches(settings: Settings, dtype: torch.dtype, limits: Limits, gpu: G
     narrow(model, limits.weights, is_rehearsed=True)
     cache = make_cache(settings, settings.num_layers, 1, size, dtype, meta)
     if not can_be_launched(model, cache):
-        return ()
+        return
     _, max_running = limits.of_device(torch.device("cuda"))
-    with Rehearsal(gpu) as rehearsal:
-        runner = DeviceRunner(model, cache, max_running=max_running, max_length=_LENGTH, uses_graphs=False)
-        for asked, top_k in _steps(max_running):
-            pieces = [_piece(*each, size, top_k) for each in asked]
-            try:
-                runner.launch(pieces)
-            except NotImplementedError:  # Mixtures ask their routers what to compute, which nobody knows here.
-                break
-            for piece in pieces:
-                piece.sequence.is_gone = True
-    return rehearsal.launches.values()
+    rehearsal, num_told = Rehearsal(gpu), 0
+    runner = DeviceRunner(model, cache, max_running=max_running, max_length=_LENGTH, uses_graphs=False)
+    for asked, top_k in _steps(max_running):
+        pieces = [_piece(*each, size, top_k) for each in asked]
+        # What asks its numbers what to compute ends here: a meta device has none.
+        with rehearsal, suppress(NotImplementedError):
+            runner.launch(pieces)
+        for piece in pieces:
+            piece.sequence.is_gone = True
+        yield from list(rehearsal.launches.values())[num_told:]
+        num_told = len(rehearsal.launches)
 
 
 def _few_layers(settings: Settings) -> Settings:

@@ -48,20 +48,24 @@ def check_world(
 ) -> bool:
     """Refuse what computes something else because there are other ranks. All ranks call this alike.
 
-    Whether they ask for ranks at all: then trials are made as if there were none. Ranks may do other things for a log,
-    and would wait for each other in trials that depend on these.
+    Whether they ask for ranks at all, and do without: then trials are made as if there were none. Ranks may do other
+    things for a log, and would wait for each other in trials that depend on these.
     """
     if wires.watch is None or not options.verify or any(each.is_meta for each in module.parameters()):
         return False
     if not _ASKING & PythonState(module, loss).named:
         return False
-    problem = next((each for each in wires.gather(_problem(module, plan, loss, example, rule, options)) if each), None)
+    told = wires.gather(_found(module, plan, loss, example, rule, options))
+    problem = next((each for each, _ in told if each is not None), None)
     if problem is not None:
         raise ShardwiseError(problem, remedy=_REMEDY)
-    return True
+    return all(can for _, can in told)
 
 
-def _problem(module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options) -> str | None:
+def _found(
+    module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options
+) -> tuple[str | None, bool]:
+    """What speaks against it, and whether it runs alone."""
     precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
     trial, seen = Trial(module, loss, precision), SeenCollectives()
 
@@ -77,22 +81,25 @@ def _problem(module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: Ro
         look = rule.look(example)
         rows = two_and_one(three_rows(example, look), look)[0]
         among = run(seen)
-        with as_if_alone():
-            by_itself = run(SeenCollectives())
     except Exception:  # Whoever runs the whole example says what is wrong, if it is.
-        return None
+        return None, False
     if seen.are_there and plan.pp > 1:
         return (
             "the forward or the loss talks to other ranks by torch.distributed, and under"
             f" pp={plan.pp} these are at other stages then: they would wait for each other"
-        )
+        ), False
+    try:
+        with as_if_alone():
+            by_itself = run(SeenCollectives())
+    except Exception:  # One process alone could not run it.
+        return None, False
     pairs = [(among.total, by_itself.total), (among.number or 0.0, by_itself.number or 0.0)]
     if all(abs(one - other) <= among.tolerance * max(abs(other), 1e-12) for one, other in pairs):
-        return None
+        return None, True
     return (
         f"the forward or the loss asks torch.distributed for ranks, and computes something else for them: the loss of"
         f" two rows is {among.total:.6g}, and {by_itself.total:.6g} in one process alone"
-    )
+    ), True
 
 
 @contextmanager

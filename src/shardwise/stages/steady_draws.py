@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -18,13 +18,11 @@ class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Gives one number wherever numbers are drawn at random, so that every rank and the whole draw the same.
 
     What is shuffled stays in its order; with `turns` it comes in the other one, and rows that are mixed are seen to be.
-    With `by_place` each number of a tensor is another: what draws for a part of the channels is seen to draw others
-    than for all of them.
     """
 
-    def __init__(self, *, turns: bool = False, by_place: bool = False) -> None:
+    def __init__(self, *, turns: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._turns, self._by_place = turns, by_place
+        self._turns = turns
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -41,16 +39,8 @@ class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
             order = torch.arange(len(made), device=made.device)
             return made.copy_(order.flip(0) if self._turns else order)
         if name.startswith(("bernoulli", "rand", "normal", "uniform", "exponential", "multinomial")):
-            made.fill_(1 if name.startswith("bernoulli") else 0.5 if made.is_floating_point() else 0)
-            return self._placed(made) if self._by_place and made.is_floating_point() and made.numel() > 1 else made
+            return made.fill_(1 if name.startswith("bernoulli") else 0.5 if made.is_floating_point() else 0)
         return made
-
-    def _placed(self, made: Tensor) -> Tensor:
-        """Numbers between 0 and 1, each by its place; 0 or 1 where these were drawn."""
-        places = torch.arange(made.numel(), device=made.device, dtype=torch.float64)
-        ramp = ((places * 0.6180339887).frac() * 0.9 + 0.05).view(made.shape)
-        is_choice = bool((made == 1).all())
-        return made.copy_(ramp > 0.5 if is_choice else ramp)
 
 
 class SteadyDropout(TorchFunctionMode):

@@ -71,7 +71,7 @@ def run(
         )
         for name in looked_at
     ]
-    with torch.set_grad_enabled(backward), SteadyDropout(), SteadyDraws(by_place=True):
+    with torch.set_grad_enabled(backward), SteadyDropout(), SteadyDraws():
         output = call(module)
         for handle in handles:
             handle.remove()

@@ -122,10 +122,11 @@ def test_complex_numbers_are_rotated_by_kernels_of_their_own() -> None:
 
 
 def test_attention_is_as_fast_as_measured_and_slower_with_smaller_heads() -> None:
-    # 4 x 32 heads x 4096 x 64, causal, both passes, on an H200: 383 TFLOP/s with cuDNN's kernel, 235 with torch's.
+    # 4 x 32 heads x 4096 x 64, causal, both passes, on an H200: 383 TFLOP/s with cuDNN's kernel, of which a step holds
+    # as much as of the best matmul; 235 with torch's, which draws less power.
     share = Share(sequence=4096, microbatch=4, flash=True)
     small, large = (Attention(name="attention", heads=32, kv_heads=32, qk_dim=size, v_dim=size) for size in (64, 128))
-    for kernel, measured in (("flash3", 383e12), ("flash2", 235e12)):
+    for kernel, measured in (("flash3", CONSTANTS.sustained_hopper * 383e12), ("flash2", 235e12)):
         engine = Engine(device=get_device("h200"), software=Software(attention=kernel), constants=CONSTANTS)
         rate = flops(small, share).total / engine.operation(small, share).total
         assert rate == pytest.approx(measured, rel=0.06)

@@ -18,17 +18,17 @@ class Constants:
     sustained_volta: float = 0.8
     sustained_ampere: float = 0.895
     sustained_hopper: float = 0.852
-    sustained_blackwell: float = 0.685
+    sustained_blackwell: float = 0.701
     sustained_cdna: float = 0.666
     sustained_other: float = 0.8
     # The same for 8 and 4 bits, against the bf16 share above. Fitted [bridge 113, bcard 11, llmf 4].
-    narrow_fp8: float = 1.258
-    narrow_mxfp8: float = 1.163
+    narrow_fp8: float = 1.273
+    narrow_mxfp8: float = 1.21
     narrow_nvfp4: float = 1.01
     # Products of many small groups of rows (experts) against one of all rows; the second with grouped kernels of 2026.
     # SimuMax measured .30 to .51 of the peak on B200 (facts 3.2). Fitted [bridge 113].
-    grouped: float = 0.532
-    fast_grouped: float = 0.623
+    grouped: float = 0.537
+    fast_grouped: float = 0.656
     # Length of k that a tile's start and end cost. Fitted [all on A100].
     tile_ramp: float = 233.0
     # Batched products whose inner dimension is no multiple of 8 elements cannot use the tensor cores fully: slower by
@@ -73,11 +73,11 @@ class Constants:
     flash2_forward: float = 0.749
     flash2_backward: float = 0.412
     # FlashAttention 3 and cuDNN's, not fitted: no row tells them from what is around them. Shah et al. 2024 measured
-    # .60 to .65 forward with heads of 128 on an H100, and .374 of FlashAttention 2 (here .394); a backward reaches
-    # less. With heads of 64 both passes together reached .387 with cuDNN on one H200, at 4,096 positions (peers.md),
-    # which gives the last.
-    flash3_forward: float = 0.60
-    flash3_backward: float = 0.50
+    # .60 forward by cuDNN's with heads of 128 on an H100; by itself, so that in a step it is 0.85 of that, as of
+    # matmuls; a backward reaches less, by a fifth (M). With heads of 64 both passes together reached .387 by themselves
+    # on one H200, at 4,096 positions (peers.md), which gives the last.
+    flash3_forward: float = 0.51
+    flash3_backward: float = 0.42
     flash3_small_heads: float = 0.82
     # Kernels written for Ampere reach less of the peak of later devices. Fitted [llmf 43 on H100].
     flash_on_hopper: float = 0.526

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwise.cluster.device import Device
 from shardwise.cost.constants import Constants
-from shardwise.cost.numbers import Floats, Number, ceil_divide
+from shardwise.cost.numbers import Floats, Number, ceil_divide, choose
 from shardwise.cost.software import Software
 from shardwise.model.flops import Gemm, expert_rows, flops, gemm
 from shardwise.model.model import Block
@@ -37,6 +37,8 @@ _HEIGHTS, _WIDTHS, _REACHED = (column[:, None] for column in _TILES.T)
 # FLOP/s of one of an H100's multiprocessors (facts 3.1), and the share of its peak that a matmul reaches on an A100.
 _HOPPER_UNIT = 989e12 / 132
 _AMPERE_MATMUL = 0.81
+# Heads of so many numbers and fewer leave a kernel of attention with more exponentials for each product.
+_SMALL_HEAD = 64
 # Rows up to which products read weights in fewer bits as they are kept (`kernels/few_rows_linear.py`).
 _NARROW_ROWS = 128
 
@@ -205,11 +207,18 @@ class Engine:
         return Seconds(forward, inputs * operation.input_gradient, weights * operation.trains)
 
     def _flash(self, operation: Attention, share: Share) -> Seconds:
+        whole, other = self._flash_by(self.software.attention, operation, share), self.software.context_attention
+        if other is None or not np.any(np.asarray(share.cp) > 1):
+            return whole
+        return choose(np.asarray(share.cp) > 1, self._flash_by(other, operation, share), whole)
+
+    def _flash_by(self, kernel: str, operation: Attention, share: Share) -> Seconds:
         work = flops(operation, share)
         peak = self.device.peak(self.software.wide_precision)
-        kernel = self.software.attention
         if kernel != "flash3":
             peak *= self._ampere_share()
+        elif operation.qk_dim <= _SMALL_HEAD:
+            peak *= self.constants.flash3_small_heads
         keys = np.asarray(share.sequence, dtype=np.float64)
         reached = keys / (keys + self.constants.attention_ramp)
         moved = traffic(operation, share).moved

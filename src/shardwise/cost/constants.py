@@ -14,19 +14,20 @@ class Constants:
 
     # Share of the best matmul (Device.matmul_efficiency) that holds through a training step: clocks fall under load.
     # Fitted: ampere [aleph 208, llmf 72, zb 54, bloom 62, sc21 16, korth 8], hopper [llmf 43], blackwell [bridge 113].
-    # Volta and others: between those, for want of rows.
+    # Cdna: the four rows of an MI300X [torchao]. Volta and others: between those, for want of rows.
     sustained_volta: float = 0.8
     sustained_ampere: float = 0.895
     sustained_hopper: float = 0.852
-    sustained_blackwell: float = 0.739
+    sustained_blackwell: float = 0.701
+    sustained_cdna: float = 0.666
     sustained_other: float = 0.8
     # The same for 8 and 4 bits, against the bf16 share above. Fitted [bridge 113, bcard 11, llmf 4].
-    narrow_fp8: float = 1.29
+    narrow_fp8: float = 1.273
     narrow_mxfp8: float = 1.21
     narrow_nvfp4: float = 1.01
     # Products of many small groups of rows (experts) against one of all rows; the second with grouped kernels of 2026.
     # SimuMax measured .30 to .51 of the peak on B200 (facts 3.2). Fitted [bridge 113].
-    grouped: float = 0.505
+    grouped: float = 0.537
     fast_grouped: float = 0.656
     # Length of k that a tile's start and end cost. Fitted [all on A100].
     tile_ramp: float = 233.0
@@ -66,14 +67,18 @@ class Constants:
     # [bridge, bskill: Nemotron 3, 34].
     scan: float = 22.0
     # Share of the bf16 peak that attention kernels reach: forward and backward, long causal sequences. Fitted
-    # [flash1: aleph 56, llmf 115; flash2: aleph 126; flash3: bridge]. Measured on one H200: .237 SDPA, .387 cuDNN, both
-    # passes, heads of 64 (peers.md); SimuMax on B200 .71 and .69 (facts 3.2).
+    # [flash1: aleph 56, llmf 115; flash2: aleph 126].
     flash1_forward: float = 0.625
     flash1_backward: float = 0.246
     flash2_forward: float = 0.749
     flash2_backward: float = 0.412
-    flash3_forward: float = 0.481
-    flash3_backward: float = 0.305
+    # FlashAttention 3 and cuDNN's, not fitted: no row tells them from what is around them. Shah et al. 2024 measured
+    # .60 forward by cuDNN's with heads of 128 on an H100; by itself, so that in a step it is 0.85 of that, as of
+    # matmuls; a backward reaches less, by a fifth (M). With heads of 64 both passes together reached .387 by themselves
+    # on one H200, at 4,096 positions (peers.md), which gives the last.
+    flash3_forward: float = 0.51
+    flash3_backward: float = 0.42
+    flash3_small_heads: float = 0.82
     # Kernels written for Ampere reach less of the peak of later devices. Fitted [llmf 43 on H100].
     flash_on_hopper: float = 0.526
     # Positions at which a flash kernel reaches half of that. Fitted.

@@ -14,6 +14,10 @@ class Software:
     # Of matmuls in layers: fp32, fp16, bf16, fp8 (one scale a tensor), mxfp8 (one a block of 32), nvfp4.
     precision: str = "bf16"
     attention: str = "flash2"
+    # The kernel under context parallelism, if it is another; and whether keys and values are repeated for it, for all
+    # heads that share them (ours: torch's flash kernel is the one that gives the sums which pieces are joined by).
+    context_attention: str | None = None
+    repeats_keys: bool = False
     # One kernel for a chain of elementwise operations; for a norm; for the loss, which then writes over the logits.
     fused: bool = True
     fused_norms: bool = True

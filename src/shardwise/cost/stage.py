@@ -153,9 +153,9 @@ class Pricer:
             self._ends(after, some, share_of_ends(share)).take(inverse),
         )
 
-    def stages(self, layouts: Layouts) -> Stages:
-        """Work of one microbatch on each place of the pipeline."""
-        kinds, begin, end = self.pieces(layouts)
+    def stages(self, layouts: Layouts, pieces: Pieces | None = None) -> Stages:
+        """Work of one microbatch on each place of the pipeline; `pieces` of these layouts, where they are known."""
+        kinds, begin, end = pieces or self.pieces(layouts)
         counts = [count for block, count in self.model.kinds if block.stack]
         num_layers = max(sum(counts), 1)
         nothing = begin.times(0.0)
@@ -230,8 +230,18 @@ class Pricer:
                     self._heads_exchanged(operation, layouts, share),
                     self._ring(operation, layouts, share),
                 )
-                total = total + exchange
+                total = total + exchange + self._repeated(operation, layouts, share)
         return total
+
+    def _repeated(self, operation: Attention, layouts: Layouts, share: Share) -> Floats:
+        """Seconds to write keys and values once for each head of queries, for both passes, and to add up the gradients
+        that the kernel gives of these, in fp32. Around a ring causal queries skip a quarter of what comes to them."""
+        if not self.software.repeats_keys or operation.heads == operation.kv_heads:
+            return np.zeros(len(layouts))
+        per_row = operation.heads * (operation.qk_dim + operation.v_dim)
+        rows = np.asarray(share.num_rows(operation.rows), dtype=np.float64) / layouts.tp
+        seen = np.where(layouts.context == 1, 1.0, 1.0 + 0.75 * (layouts.cp - 1)) * (layouts.cp > 1)
+        return self.engine.stream(seen * rows * per_row * (3 * share.width + 4 + 4))
 
     def _ring(self, operation: Attention, layouts: Layouts, share: Share) -> Floats:
         """Keys and values around the ring of context parallel ranks, as far as attention does not hide them; and what

@@ -17,7 +17,7 @@ from shardwise.cost.pipeline import span
 from shardwise.cost.places import Counts, count_blocks, typical_places
 from shardwise.cost.replicas import exchange
 from shardwise.cost.software import Software
-from shardwise.cost.stage import Pricer, Stages, Work, add
+from shardwise.cost.stage import Pieces, Pricer, Stages, Work, add
 from shardwise.model.model import Model
 from shardwise.model.operations import Router
 
@@ -68,9 +68,16 @@ def price(
     sequence: int,
     software: Software | None = None,
     constants: Constants = CONSTANTS,
+    pieces: Pieces | None = None,
 ) -> Estimate:
-    """Price a step of each layout. Where pools differ, a step is as slow as on the slowest, and must fit every one."""
-    each = [_price_on(model, pool, layouts, sequence, software or Software(), constants) for pool in cluster.pools]
+    """Price a step of each layout. Where pools differ, a step is as slow as on the slowest, and must fit every one.
+
+    `pieces` of these layouts need not be worked out again where they are known; they are of the only pool.
+    """
+    known = pieces if len(cluster.pools) == 1 else None
+    each = [
+        _price_on(model, pool, layouts, sequence, software or Software(), constants, known) for pool in cluster.pools
+    ]
     if len(each) == 1:
         return each[0]
     slowest = np.stack([one.seconds for one in each]).argmax(axis=0)
@@ -89,10 +96,11 @@ def price(
 
 
 def _price_on(
-    model: Model, pool: Pool, layouts: Layouts, sequence: int, software: Software, constants: Constants
-) -> Estimate:
+    model: Model, pool: Pool, layouts: Layouts, sequence: int, software: Software, constants: Constants,
+    pieces: Pieces | None,
+) -> Estimate:  # fmt: skip
     pricer = Pricer(model=model, pool=pool, software=software, constants=constants, sequence=sequence)
-    stages = pricer.stages(layouts)
+    stages = pricer.stages(layouts, pieces)
     places = typical_places(model, layouts, stages.dealt)
     counts = count_blocks(model, layouts, places, cuts_experts=software.cuts_experts)
     held = step_bytes(model, pool.device, layouts, places, sequence=sequence, software=software, constants=constants)
@@ -176,7 +184,7 @@ def optimizer_seconds(pricer: Pricer, layouts: Layouts, counts: Counts) -> Float
     """Adam on the states that a rank owns: 30 bytes of each parameter pass through memory (facts 4.4), and the norm."""
     owned = counts.trained.fullest.spread(layouts, 1)[:, 0]
     moved = owned * (30 + 2 * pricer.software.gradient_bytes)
-    num_tensors = sum(each.trains for block in pricer.model.blocks for each in block.parameters)
+    num_tensors = sum(count * each.trains for block, count in pricer.model.kinds for each in block.parameters)
     return pricer.engine.optimizer(moved, num_tensors / layouts.pp)
 
 

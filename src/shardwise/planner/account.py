@@ -94,9 +94,9 @@ def account(question: Question, plan: Plan) -> Account:
     """Account for a plan. It must be for all devices of the cluster and divide the batch."""
     check_question(question, plan)
     layouts = layouts_of(question, plan)
-    found = question.price(layouts, question.software_in(plan.precision))
     pricer = _slowest(question, plan)
     pieces = pricer.pieces(layouts)
+    found = question.price(layouts, pricer.software, pieces)
     stages = stage_layers(question, plan, pieces)
     parts = _played(pricer, layouts, plan, pieces, stages, found)
     seconds = sum(parts.values())

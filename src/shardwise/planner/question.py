@@ -14,6 +14,7 @@ from shardwise.cluster.device import Device
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.pipeline import SCHEDULES
 from shardwise.cost.software import Software
+from shardwise.cost.stage import Pieces
 from shardwise.cost.step import Estimate, price
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.model.adapters import with_lora
@@ -75,9 +76,9 @@ class Question:
                 remedy="precision=bf16, or a cluster of GPUs that have it, such as 8xh100",
             )
 
-    def price(self, layouts: Layouts, software: Software) -> Estimate:
-        """A step of each layout, by closed forms."""
-        found = price(self.model, self.cluster, layouts, sequence=self.sequence, software=software)
+    def price(self, layouts: Layouts, software: Software, pieces: Pieces | None = None) -> Estimate:
+        """A step of each layout, by closed forms; `pieces` of it as `cost/step.py` takes them."""
+        found = price(self.model, self.cluster, layouts, sequence=self.sequence, software=software, pieces=pieces)
         return replace(found, fits=found.fits & (found.bytes.peak <= self.room)) if self.reserve else found
 
     @property
@@ -131,8 +132,11 @@ def usual_software(device: Device) -> Software:
     On processors nothing but attention is fused, so norms and activation functions keep what they make on the way.
     """
     is_fused = device.architecture != "cpu"
+    kernel = _KERNELS.get(device.architecture, "flash2")
     return Software(
-        attention=_KERNELS.get(device.architecture, "flash2"),
+        attention=kernel,
+        context_attention="flash2" if kernel == "flash3" else None,
+        repeats_keys=True,
         gathered_once=True,
         cuts_experts=True,
         saves_casts=True,

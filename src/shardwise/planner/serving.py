@@ -1,7 +1,7 @@
 """The plan for serving: how a model is split and replicated, how many sequences at once, and how many KV blocks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import numpy as np
@@ -12,6 +12,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan, largest_divisor
 from shardwise.planner.question import Question
 from shardwise.planner.search.axes import divisors
+from shardwise.planner.search.nowhere import doubled
 from shardwise.planner.search.simplicity import AXIS, ODDITY
 from shardwise.units import counted, format_bytes, format_percent, format_seconds
 
@@ -48,6 +49,11 @@ class Serving:
     num_blocks: int
     block_bytes: float
     used_blocks: int
+
+    @property
+    def mean_token(self) -> float:
+        """Seconds between two tokens of a sequence on average, the prompts of others being read in between."""
+        return self.plan.dp * self.sequences / self.tokens_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,12 +224,16 @@ def as_serving(question: Question, target: Target, columns: dict[str, np.ndarray
 def _refusal(question: Question, target: Target, served: Served) -> ShardwiseError:
     model, cluster = question.model.name, question.cluster
     if not served.fits.any():
-        least = format_bytes(float(served.weight_bytes.min()))
+        least = float(served.weight_bytes.min())
+        larger = next(
+            (each for each in doubled(cluster) if _could_serve(replace(question, cluster=each), target)), None
+        )
+        more = f"more devices than {cluster.num_devices}" if larger is None else f"--cluster {larger}"
         return ShardwiseError(
-            f"{model} cannot be served on {cluster}: its weights take {least} on each device at least, of "
-            f"{format_bytes(question.device.memory_bytes)}, and keys and values of {question.sequence + target.output} "
-            "tokens need room too",
-            remedy=f"more devices than {cluster.num_devices}, or shorter sequences",
+            f"{model} cannot be served on {cluster}: its weights in bf16 take {format_bytes(least)} on each device at "
+            f"least, of {format_bytes(question.device.memory_bytes)}, and keys and values of "
+            f"{question.sequence + target.output} tokens need room too",
+            remedy=more if least > question.device.memory_bytes else f"{more}, or shorter sequences",
         )
     first, each = (float(times[served.fits].min()) for times in (served.first_token, served.each_token))
     return ShardwiseError(
@@ -232,3 +242,9 @@ def _refusal(question: Question, target: Target, served: Served) -> ShardwiseErr
         remedy=f"--first-token {format_seconds(first * 1.1).replace(' ', '')}"
         f" --each-token {format_seconds(each * 1.1).replace(' ', '')}",
     )
+
+
+def _could_serve(question: Question, target: Target) -> bool:
+    """Whether any way fits, whatever was decided of the split."""
+    free = replace(question, fixed={})
+    return bool(_served(free, target, _candidates(free, target)).fits.any())

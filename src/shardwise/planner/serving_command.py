@@ -79,6 +79,7 @@ def _data(way: Serving) -> dict[str, object]:
         "sequences": way.sequences,
         "first_token_seconds": way.first_token,
         "each_token_seconds": way.each_token,
+        "mean_token_seconds": way.mean_token,
         "tokens_per_second": way.tokens_per_second,
         "kv_blocks": way.num_blocks,
         "kv_block_bytes": round(way.block_bytes),
@@ -100,7 +101,7 @@ def _draw(found: ServingFindings, canvas: Canvas) -> None:
     )
     canvas.print(
         f"  answers  {best.tokens_per_second:,.0f} tokens/s in all; the first token after "
-        f"{format_seconds(best.first_token)}, then one every {format_seconds(best.each_token)}"
+        f"{format_seconds(best.first_token)}, then one every {format_seconds(best.each_token)}{_between(best)}"
     )
     canvas.print(
         f"  memory   {format_bytes(best.weight_bytes)} of weights on a device, and {best.num_blocks:,} KV blocks of "
@@ -110,6 +111,13 @@ def _draw(found: ServingFindings, canvas: Canvas) -> None:
     _draw_reasons(found, canvas)
     _draw_others(found.others, canvas)
     canvas.print(canvas.paint(f"{found.num_candidates:,} candidates, {found.num_fitting:,} fit.", "dim"))
+
+
+def _between(way: Serving) -> str:
+    """What the prompts of others make of the time between two tokens, if it is much."""
+    if way.mean_token < 1.05 * way.each_token:
+        return ""
+    return f", or {format_seconds(way.mean_token)} on average with the prompts of others read in between"
 
 
 def _draw_reasons(found: ServingFindings, canvas: Canvas) -> None:

@@ -64,7 +64,8 @@ def plan_answer(arguments: argparse.Namespace, question: Question) -> Answer:
             canvas.print(f"  {problem}.")
         if made.problems:
             slower = best.seconds / found.best.seconds - 1.0
-            canvas.print(f"  The best plan of all, {found.plan}, would take {format_seconds(found.best.seconds)}; ")
+            whole = format_seconds(found.best.seconds)
+            canvas.print(f"  The best plan of all, {found.plan}, would take {whole} if it ran there;")
             canvas.print(f"  the best that {program.title} can run takes {100 * slower:+.1f} %.")
         canvas.print()
         canvas.print(f"  plan  {canvas.paint(str(best.plan), 'bold green')}")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.cost.serving import serve
+from shardwise.cost.serving import BLOCK, serve
 from shardwise.errors import ShardwiseError
 from shardwise.planner.question import Question
 from shardwise.planner.serving import Serving, Target, as_serving
@@ -109,17 +109,22 @@ def account_for(server: Server, question: Question, target: Target) -> tuple[Ser
             remedy=f"a cluster of {needed} devices, or --data-parallel-size "
             f"{max(question.cluster.num_devices // (server.tp * server.pp), 1)}",
         )
-    counts = sorted({server.sequences, *(2**power for power in range(server.sequences.bit_length()))})
-    counts = [count for count in counts if count <= server.sequences]
-    ones = np.ones(len(counts), dtype=np.int64)
+    found, fits = _account_for(server, server.sequences, question, target)
+    if fits:
+        return found, True
+    # Blocks do not depend on how many sequences there are: as many as these hold.
+    most = found.num_blocks // -(-(question.sequence + target.output) // BLOCK)
+    return _account_for(server, max(min(most, server.sequences), 1), question, target)
+
+
+def _account_for(server: Server, sequences: int, question: Question, target: Target) -> tuple[Serving, bool]:
+    ones = np.ones(1, dtype=np.int64)
     ep = server.dp if server.spreads_experts and question.num_experts % server.dp == 0 else 1
     columns = {"dp": server.dp * ones, "tp": server.tp * ones, "pp": server.pp * ones, "ep": ep * ones}
-    columns["sequences"] = np.array(counts)
+    columns["sequences"] = sequences * ones
     served = serve(
         question.model, question.cluster.pools[0], tp=columns["tp"], pp=columns["pp"], ep=columns["ep"],
         sequences=columns["sequences"], prompt=question.sequence, output=target.output,
         software=question.software_in("bf16"),
     )  # fmt: skip
-    fitting = np.flatnonzero(served.fits)
-    row = int(fitting[-1]) if len(fitting) else 0
-    return as_serving(question, target, columns, served, row), bool(len(fitting))
+    return as_serving(question, target, columns, served, 0), bool(served.fits[0])

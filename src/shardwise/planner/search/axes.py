@@ -26,13 +26,14 @@ def spread_axes(question: Question, tally: Tally, weight: int) -> Layouts:
     `weight` is how many choices are open beneath each, for counting those that do not.
     """
     rows = []
+    heads, domain = question.heads, min(pool.domain for pool in question.cluster.pools)
     for dp, tp, pp, cp in _grids(question.cluster.num_devices):
-        reason = _why_not(question, dp, tp, pp, cp)
+        reason = _why_not(question, heads, domain, dp, tp, pp, cp)
         if reason is not None:
             tally.refused[reason] += weight
             continue
         for ep in _experts(question, dp * cp):
-            for sp, context, order in _variations(question, dp, tp, pp, cp):
+            for sp, context, order in _variations(heads // tp, dp, tp, pp, cp):
                 if question.runnable and not axes_run(tp > 1, cp > 1, pp > 1, dp > 1, ep > 1, sp, context, order):
                     tally.refused["engines"] += weight
                     continue
@@ -68,15 +69,14 @@ def _grids(num_devices: int) -> Iterator[tuple[int, int, int, int]]:
                 yield num_devices // (tp * cp * pp), tp, pp, cp
 
 
-def _why_not(question: Question, dp: int, tp: int, pp: int, cp: int) -> str | None:
-    """What a grid falls to, if to anything."""
+def _why_not(question: Question, heads: int, domain: int, dp: int, tp: int, pp: int, cp: int) -> str | None:
+    """What a grid falls to, if to anything. `heads` that may be cut, and the devices of a `domain` of fast links."""
     if (tp > 1 and not question.cuts_layers) or (cp > 1 and not question.cuts_sequences):
         return "model"
-    if question.heads % tp or question.batch % dp or (cp > 1 and question.sequence % (2 * cp)):
+    if heads % tp or question.batch % dp or (cp > 1 and question.sequence % (2 * cp)):
         return "divisibility"
     if pp > max(question.model.num_layers, 1):
         return "divisibility"
-    domain = min(pool.domain for pool in question.cluster.pools)
     if domain % tp and tp % domain:
         return "topology"
     return None
@@ -88,11 +88,11 @@ def _experts(question: Question, replicas: int) -> list[int]:
     return [size for size in divisors(question.num_experts) if replicas % size == 0]
 
 
-def _variations(question: Question, dp: int, tp: int, pp: int, cp: int) -> Iterator[tuple[bool, int, int]]:
+def _variations(own_heads: int, dp: int, tp: int, pp: int, cp: int) -> Iterator[tuple[bool, int, int]]:
     """Sequence parallelism, the form of context parallelism, and which of data and pipeline is outermost."""
     for sp in (False, True) if tp > 1 else (False,):
         for context in range(len(CONTEXT)) if cp > 1 else (0,):
-            if CONTEXT[context] == "all-to-all" and question.heads // tp < cp:
+            if CONTEXT[context] == "all-to-all" and own_heads < cp:
                 continue
             for order in range(len(ORDERS)) if dp > 1 and pp > 1 else (0,):
                 yield sp, context, order

@@ -121,7 +121,8 @@ def _find_within(question: Question, searched: Question, tally: Tally) -> _Found
     if not search.found:
         return None
     table = Table.of(search.found)
-    accounts = _accounts(question, table)
+    exact = _accounts(question, table)
+    accounts = _best_first(exact)
     if not accounts:
         return None
     best = accounts[0]
@@ -133,7 +134,7 @@ def _find_within(question: Question, searched: Question, tally: Tally) -> _Found
         if kind_of(each.plan) not in seen and not any(_is_same(each, other) for other in (best, *others)):
             seen.add(kind_of(each.plan))
             others.append(each)
-    explained = with_reasons(best, table.seconds, table.weighed, table.columns, table.parts)
+    explained = with_reasons(best, exact, table.seconds, table.weighed, table.columns, table.parts)
     findings = Findings(question=question, best=explained, others=tuple(others[:_SHOWN]), tally=tally, fastest=fastest)
     return _Found(findings, weighed_seconds(best), search.best)
 
@@ -214,8 +215,8 @@ def _codes(columns: Mapping[str, np.ndarray], above: tuple[tuple[str, int], ...]
     return np.asarray(sum((columns[name] > value).astype(np.int64) << bit for bit, (name, value) in enumerate(above)))
 
 
-def _accounts(question: Question, table: Table) -> list[Account]:
-    """Of all that fit exactly the best, and then one of a kind, the best first."""
+def _accounts(question: Question, table: Table) -> dict[int, Account]:
+    """Exact accounts of rows: of the best, the fastest, and the best of each kind, whether they fit or not."""
     accounts = _first_accounts(question, table)
     for row in np.argsort(table.seconds, kind="stable")[:_FASTEST]:
         if row not in accounts:
@@ -227,6 +228,11 @@ def _accounts(question: Question, table: Table) -> list[Account]:
         if row not in accounts:
             accounts[row] = _account(question, table, row)
         num_fitting += accounts[row].fits
+    return accounts
+
+
+def _best_first(accounts: Mapping[int, Account]) -> list[Account]:
+    """All that fit exactly: the plainest of what is as fast as the fastest, and then the others by weighed seconds."""
     fitting = sorted((each for each in accounts.values() if each.fits), key=weighed_seconds)
     if not fitting:
         return []

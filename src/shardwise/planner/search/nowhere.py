@@ -9,6 +9,7 @@ import numpy as np
 from shardwise.cluster.catalogue import DEVICES
 from shardwise.cluster.cluster import Cluster, make_pool
 from shardwise.errors import ShardwiseError
+from shardwise.model.adapters import with_lora
 from shardwise.planner.plan import largest_divisor
 from shardwise.planner.question import Question
 from shardwise.planner.search.axes import leanest, spread_axes
@@ -29,6 +30,8 @@ from shardwise.units import format_bytes
 _MOST_DEVICES = 16_384
 # Axes that are looked at for a larger cluster, the leanest first.
 _LEANEST = 64
+# Of adapters that might do instead.
+_USUAL_RANK = 16
 
 
 def nowhere(question: Question, tally: Tally) -> ShardwiseError:
@@ -74,8 +77,9 @@ def _uneven(question: Question) -> ShardwiseError | None:
     axis, size = max(sizes.items(), key=lambda item: devices % item[1] != 0)
     left = max(devices * size // product, 1)
     nearest_size = max(each for each in range(1, min(size, left) + 1) if left % each == 0)
+    instead = ",".join(f"{each}={nearest_size if each == axis else own}" for each, own in sizes.items())
     return ShardwiseError(
-        f"{said} does not divide the {devices} devices of {question.cluster}", remedy=f"--fix {axis}={nearest_size}"
+        f"{said} does not divide the {devices} devices of {question.cluster}", remedy=f"--fix {instead}"
     )
 
 
@@ -101,9 +105,10 @@ def feasible(question: Question) -> bool:
             continue
         again = recomputations(question)[-1:]
         layouts = with_schedules(axes.take(chosen), schedules(question), again, max(question.model.num_layers, 1))
-        most = on_host[offloads_by_recomputation(question, on_host)[again[0][0]]][-1:]
+        # Not only the most of everything: the host may have room for some of it.
+        choices = on_host[offloads_by_recomputation(question, on_host)[again[0][0]]]
         domain = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes).domain
-        layouts = with_offloads(with_zeros(layouts, zeros(question, domain)), most)
+        layouts = with_offloads(with_zeros(layouts, zeros(question, domain)), choices)
         if question.price(layouts, software).fits.any():
             return True
     return False
@@ -118,22 +123,25 @@ def _least(question: Question) -> float:
 
 
 def _larger(question: Question) -> str:
-    """The smallest clusters of this device, and of a larger one, that would do."""
-    found = [cluster for cluster in (_more(question), _other(question)) if cluster is not None]
-    if not found:
-        return "a smaller model, or shorter sequences"
-    return "--cluster " + ", or ".join(map(str, found))
+    """The smallest clusters of this device, and of a larger one, that would do; or adapters, where these fit."""
+    clusters = ", or ".join(str(each) for each in (_more(question), _other(question)) if each is not None)
+    words = [f"--cluster {clusters}"] if clusters else []
+    if not question.model.is_partly_frozen and question.cuts_layers:
+        adapted = replace(question, model=with_lora(question.model, _USUAL_RANK))
+        words += [f"--lora {_USUAL_RANK}"] if feasible(adapted) else []
+    return ", or ".join(words) or "a smaller model, or shorter sequences"
 
 
 def _more(question: Question) -> Cluster | None:
     """More of the same devices: whole nodes, twice as many each time."""
-    for cluster in _doubled(question.cluster):
+    for cluster in doubled(question.cluster):
         if feasible(replace(question, cluster=cluster, fixed={})):
             return cluster
     return None
 
 
-def _doubled(cluster: Cluster) -> Iterator[Cluster]:
+def doubled(cluster: Cluster) -> Iterator[Cluster]:
+    """Larger clusters of the first pool's devices, each twice as large as the one before."""
     pool = cluster.pools[0]
     usual = make_pool(pool.device.name) if pool.device.name in DEVICES else pool
     nodes, devices = pool.num_nodes, pool.node.devices_per_node

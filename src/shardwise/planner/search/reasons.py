@@ -1,6 +1,6 @@
 """Why a plan is as it is: each choice against the best candidate that chose otherwise."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,14 +42,23 @@ _SAME = 0.005
 
 
 def with_reasons(
-    best: Account, seconds: Floats, weighed: Floats, columns: Mapping[str, np.ndarray], parts: Mapping[str, Floats]
-) -> Account:
+    best: Account, exact: Mapping[int, Account], seconds: Floats, weighed: Floats, columns: Mapping[str, np.ndarray],
+    parts: Mapping[str, Floats],
+) -> Account:  # fmt: skip
     """The account whose plan says of each choice why it was made. The columns are of all candidates that fit; of those
-    that chose otherwise, the best by weighed seconds is told of."""
+    that chose otherwise, the best by weighed seconds is told of. Where that one was accounted for exactly, both are
+    compared so: the answer shows it with the same figure."""
     row = _row_of(best.plan, seconds, columns)
     reasons = {}
     for key, column in _KEYS.items():
-        why = _reason(key, columns[column], row, seconds, weighed, parts)
+        rival = _rival(columns[column], row, weighed)
+        if rival is not None and rival in exact:
+            pair = best, exact[rival]
+            compared = [each.seconds for each in pair], {part: [each.parts[part] for each in pair] for part in parts}
+        else:
+            rows = [row, row if rival is None else rival]
+            compared = seconds[rows].tolist(), {part: each[rows].tolist() for part, each in parts.items()}
+        why = _reason(key, columns[column], row, rival, *compared)
         if why is not None:
             reasons[key] = why
     reasons |= _making_room(best)
@@ -97,15 +106,20 @@ def _row_of(plan: Plan, seconds: Floats, columns: Mapping[str, np.ndarray]) -> i
     return int(np.flatnonzero(same)[seconds[same].argmin()])
 
 
+def _rival(column: np.ndarray, row: int, weighed: Floats) -> int | None:
+    """The best that chose otherwise, if any did."""
+    others = np.flatnonzero(column != column[row])
+    return int(others[weighed[others].argmin()]) if len(others) else None
+
+
 def _reason(
-    key: str, column: np.ndarray, row: int, seconds: Floats, weighed: Floats, parts: Mapping[str, Floats]
-) -> str | None:
-    values = np.unique(column)
-    if len(values) == 1:
+    key: str, column: np.ndarray, row: int, rival: int | None, seconds: Sequence[float],
+    parts: Mapping[str, Sequence[float]],
+) -> str | None:  # fmt: skip
+    """Seconds and parts are of the plan and of its rival."""
+    if rival is None:
         return None if _is_plain(key, column[row]) else "no other value fits, or comes near"
-    other = column != column[row]
-    rival = int(np.flatnonzero(other)[weighed[other].argmin()])
-    longer = float(seconds[rival] / seconds[row]) - 1.0
+    longer = seconds[1] / seconds[0] - 1.0
     name = _named(key, column[rival])
     if longer <= _SAME and _is_plain(key, column[row]):
         return None
@@ -113,11 +127,11 @@ def _reason(
         return f"the best with {name} takes {format_percent(-longer)} less, and is less simple"
     if longer <= _SAME:
         return f"{name} would take as long"
-    grown = max(parts, key=lambda part: float(parts[part][rival] - parts[part][row]))
-    more = float(parts[grown][rival] - parts[grown][row])
+    more = {part: each[1] - each[0] for part, each in parts.items()}
+    grown = max(more, key=lambda part: more[part])
     return (
         f"the best with {name} takes {format_percent(longer)} longer, most of it {PART_WORDS[grown]} "
-        f"(+{format_seconds(more)})"
+        f"(+{format_seconds(more[grown])})"
     )
 
 

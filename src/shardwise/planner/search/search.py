@@ -14,6 +14,7 @@ seconds of all that are within 3 % of the least sure ones, so a candidate is let
 plainer. The fastest by prediction alone is looked for beside, to say what it would gain.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
@@ -98,6 +99,16 @@ class Search:
     front: tuple[Floats, Floats] = (np.array([np.inf]), np.array([np.inf]))
     fastest: float = np.inf
     kinds: set[int] = field(default_factory=set)
+    spread: tuple[Layouts, Counter[str]] | None = None
+
+    def axes(self, weight: int) -> Layouts:
+        """All divisions of devices and batch, which are the same in every precision. What falls counts `weight`."""
+        if self.spread is None:
+            fallen = Tally()
+            self.spread = spread_axes(self.question, fallen, 1), fallen.refused
+        axes, refused = self.spread
+        self.tally.refused.update({reason: count * weight for reason, count in refused.items()})
+        return axes
 
     def run(self) -> "Search":
         """Search all precisions, the fastest first."""
@@ -168,7 +179,7 @@ class _InPrecision:
     def run(self) -> None:
         tally = self.search.tally
         weight = len(self.schedules.code) * len(self.recomputations) * self.num_beneath
-        axes = spread_axes(self.question, tally, weight)
+        axes = self.search.axes(weight)
         if len(axes) == 0:
             return
         axes, bounds = self._bounded(axes, weight)

@@ -7,8 +7,10 @@ beyond the fast links; contexts of fewer than 4,096 positions on a rank count as
 as much as three axes, and as four if it crosses with every microbatch; everything else that a person would have to
 explain has to gain 1 %.
 
-What is on the host, and what is beyond what people run, is doubted: before plans are compared with the fastest it
-counts as slower than it is predicted, by 9 or 12 % and by up to 3 % for each way in which it is beyond.
+Two things are doubted: before plans are compared with the fastest they count as slower than they are predicted. What
+is on the host does by 9 or 12 %: nobody publishes a run with it where one fits without. Contexts of fewer than 4,096
+positions on a rank do by up to 3 %: no published run has them. Pipelines are published up to 64 ranks, with steps as
+well predicted as those of others, so deep ones are not doubted; nor is tensor parallelism over a network.
 
 A factor is a product of what axes, recomputation, schedule, ZeRO and the host each add, so that bounds of candidates
 that are not complete may be multiplied by what is known of theirs.
@@ -48,8 +50,8 @@ def doubt(question: Question, layouts: Layouts) -> Floats:
 
 
 def unproven(question: Question, layouts: Layouts) -> Floats:
-    """What is asked of axes beyond what anybody has published: as of one axis for each way in which they are."""
-    return _factor(sum(np.minimum(each, 1.0) for each in _beyond(question, layouts)), 0.0)
+    """What is asked of contexts that are shorter than any that was published: as of one axis, however short."""
+    return _factor(np.minimum(_shortness(question, layouts), 1.0), 0.0)
 
 
 def of_axes(question: Question, layouts: Layouts) -> Floats:
@@ -63,8 +65,11 @@ def of_axes(question: Question, layouts: Layouts) -> Floats:
 def _beyond(question: Question, layouts: Layouts) -> tuple[Floats, Floats, Floats]:
     """How often pipelines, tensor parallelism and contexts were doubled or halved beyond what people run."""
     domain = min(pool.domain for pool in question.cluster.pools)
-    short = np.where(layouts.cp > 1, _doublings(_SHORT * layouts.cp / question.sequence), 0.0)
-    return _doublings(layouts.pp / _DEEP), _doublings(layouts.tp / domain), short
+    return _doublings(layouts.pp / _DEEP), _doublings(layouts.tp / domain), _shortness(question, layouts)
+
+
+def _shortness(question: Question, layouts: Layouts) -> Floats:
+    return np.where(layouts.cp > 1, _doublings(_SHORT * layouts.cp / question.sequence), 0.0)
 
 
 def of_schedules(code: Ints, chunks: Ints) -> Floats:

@@ -8,12 +8,12 @@ else runs on the machine makes a time longer, never shorter.
 
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from record import record
 
 from shardwise.cluster.file import load
-from shardwise.cluster.kernel import meeting_seconds
 from shardwise.cluster.probed import cluster_of
 from shardwise.planner.account import account
 from shardwise.planner.plan import Plan
@@ -56,7 +56,8 @@ def main() -> int:
         rows.append({"plan": text, "predicted": predicted, "measured": seconds, "error": error, "parts": parts})
         print(rows[-1], flush=True)
     print("largest error", max(abs(float(row["error"])) for row in rows))
-    record("probed_steps", {"meeting_seconds": meeting_seconds(cluster.pools[0].device.kernels), "plans": rows})
+    kernels = [asdict(each) for each in cluster.pools[0].device.kernels]
+    record("probed_steps", {"plans": rows, "kernels": kernels})
     return 0
 
 

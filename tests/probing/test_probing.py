@@ -1,6 +1,7 @@
 """A probe of real ranks, and what is decided before anything is measured."""
 
 import json
+from itertools import cycle, repeat
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from shardwise.cluster.file import to_toml
 from shardwise.cluster.kernel import KINDS
 from shardwise.cluster.probe import Probe
 from shardwise.cluster.probed import cluster_of
+from shardwise.probing import meetings
 from shardwise.probing.collectives import groupings_of
 from shardwise.probing.links import rounds_of
 from shardwise.probing.measure import SUBJECTS, probe_rank
@@ -80,3 +82,19 @@ def test_two_processes_are_measured_into_a_cluster_that_fit_takes(
     told = json.loads(capsys.readouterr().out)
     assert told["seconds"] > 0
     assert "measured" in told["assumes"]
+
+
+@pytest.mark.parametrize(("late", "lost"), [(0.0, 0.15), (-1.0, 0.0), (9.0, 1.0)])
+def test_what_ranks_lose_where_they_meet_is_neither_their_work_nor_the_message(
+    monkeypatch: pytest.MonkeyPatch, late: float, lost: float
+) -> None:
+    """A piece takes 1 s, now and then 2; with a meeting 1.5 s; a message alone 0.1 s."""
+    calls = {"compute": cycle([1.0, 1.0, 2.0, 1.0]), "compute_and_meet": repeat(1.5 + late), "meet": repeat(0.1)}
+    monkeypatch.setattr(meetings, "_seconds", lambda run: next(calls[run.__name__]))
+
+    def meet() -> None:
+        pass
+
+    found = meetings.measure_meetings(meet)
+    assert found.seconds == pytest.approx(lost)
+    assert found.slower == pytest.approx(1.15), "1.25, and nobody else should be there"

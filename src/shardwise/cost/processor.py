@@ -86,7 +86,7 @@ class ProcessorEngine(Engine):
         cut = find_kernel(self.device.kernels, "sharded")
         if isinstance(operation, Matmul) and operation.sharding != "none" and cut is not None:
             # Projections that read one tensor are called together.
-            total = _add(total, _seconds(cut, Passes(0, 0, 0), (np.asarray(share.tp) > 1).astype(np.float64)))
+            total = _add(total, _seconds(cut, Passes(0, 0, 0), (np.asarray(share.tp) > 1).astype(np.int64)))
         return total
 
     def stream(self, num_bytes: Number) -> Floats:

@@ -1,5 +1,6 @@
 """Kernels that are compiled ahead are those that requests launch, as an engine on the meta device tells."""
 
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from shardwise.serving import assemble, device_runner, load
 from shardwise.serving.limits import Limits
 from shardwise.serving.narrow_weights import narrow
 from shardwise.serving.warm_up import find_launches
+from tests.kernels.interpreter import interpreted
 from tests.serving.answers import ask, run
 
 pytest.importorskip("triton", reason="no Triton for this machine")
@@ -24,6 +26,17 @@ HEADS, LATENT = (
     Heads(num_heads=8, num_kv_heads=4, head_dim=64, qk_norm=True),
     Latent(num_heads=8, q_rank=None, kv_rank=64, rope_dim=32, nope_dim=32, value_dim=32),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_interpreter() -> Iterator[None]:
+    """Nothing is launched here, but kernels are made when they are first imported: as the tests beside these want
+    them."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with interpreted():
+        yield
 
 
 @pytest.mark.parametrize(

@@ -168,5 +168,7 @@ def test_a_model_that_fits_nowhere_says_how_many_of_which_devices_it_would_take(
     text = capsys.readouterr().err
     assert "llama3.1-405b with a batch of 16 x 2048 fits no way on 4xh100-80g: " in text
     _, _, remedy = text.partition("try: --cluster ")
-    for cluster in remedy.strip().split(", or "):
+    *clusters, adapters = remedy.strip().split(", or ")
+    for cluster in clusters:
         assert main([words[0], words[1], "--cluster", cluster, *words[4:], "--json"]) == 0
+    assert main([*words, *adapters.split(), "--json"]) == 0

@@ -38,5 +38,6 @@ def wrap_forward(module: nn.Module, around: Around) -> None:
 
     # Hugging Face and others look at the names of what forward takes.
     forward.__signature__ = inspect.signature(own.forward)  # type: ignore[attr-defined]
-    made = _handing_on(type(own))
+    kind: Any = type(own)
+    made = _handing_on(kind)
     module.__class__ = made(own.__name__, (own,), {"forward": forward, "__module__": own.__module__})

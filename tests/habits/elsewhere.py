@@ -18,7 +18,7 @@ COUNTED = {"pp": "stages compute something else", "cp": PARTS}
 #: Another number in the second forward.
 AGAIN = {"recompute": "recompute=full runs each twice"}
 #: Numbers of rows that the next forward reads.
-FOLLOWED = AGAIN | dict.fromkeys(("dp", "cp"), f"depends on its rows and changes the next one|its loss|{PARTS}")
+FOLLOWED = AGAIN | dict.fromkeys(("dp", "cp", "sp"), f"depends on its rows and changes the next one|its loss|{PARTS}")
 
 
 @cache
@@ -31,7 +31,7 @@ class Projects(Block):
         return super().forward(x @ projection(x.shape[-1]))
 
 
-@program(but="cp")
+@program(but="cp,sp")
 def a_projection_drawn_once(parallelize: Parallelize) -> Result:
     """`@cache` of a random matrix: trials draw nothing, and it is not theirs that is trained with."""
     projection.cache_clear()

@@ -312,7 +312,7 @@ def rows_that_meet_beside_a_counter(parallelize: Parallelize) -> Result:
 
 @program(
     dict.fromkeys(("dp", "microbatches"), "forwards count .* and when it is 100000 in training mode"),
-    but="cp,recompute", always=True,
+    but="cp,recompute,sp", always=True,
 )  # fmt: skip
 def rows_that_meet_after_some_forwards(parallelize: Parallelize) -> Result:
     """`if self.calls > 3:`: decided by what the forward has counted itself."""

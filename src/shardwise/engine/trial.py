@@ -43,6 +43,7 @@ class Trial:
     def second(self, plan: Plan, others: Sequence[Batch]) -> Second:
         """What the stages of a plan are to be tried on; `others` are the microbatches beside that of the trial."""
         replicas = [f"{axis}={getattr(plan, axis)}" for axis in ("dp", "cp") if getattr(plan, axis) > 1]
+        replicas += ["sp=true"] if plan.sp else []  # Between layers each rank has its own tokens.
         return Second(
             batch=second_batch(self._microbatch, others),
             loss=self._loss_itself,

@@ -95,7 +95,7 @@ class AllReduce(NoCommunication):
     def send(self, width: int, like: Tensor, multiply: Multiply) -> Callable[[], Tensor]:
         laid = self.room(width, like)
         pending = []
-        for part in _parts(self.size, count_chunks(laid.nbytes, like.device, self._num_chunks)):
+        for part in _parts(self.size, count_chunks(_bytes_of(laid), like.device, self._num_chunks)):
             chunk = Chunk(tokens=part)
             multiply(chunk, chunk.rows(laid))
             pending.append(start_all_reduce(chunk.rows(laid), self._group))
@@ -131,7 +131,7 @@ class SequenceShards(NoCommunication):
     def receive(self, given: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
         width = given.shape[-1]
         piece = filled(given.reshape(self.batch, self._own, width), 1, self.size)
-        chunks = self._chunks(self.num_pieces * piece.nbytes, piece.device)
+        chunks = self._chunks(self.num_pieces * _bytes_of(piece), piece.device)
         pending = [start_all_gather(piece[chunk.batch, chunk.tokens], self._group, 1) for chunk in chunks]
         for chunk, each in zip(chunks, pending, strict=True):
             yield chunk, each.finish().flatten(0, 1)
@@ -174,6 +174,11 @@ def count_chunks(num_bytes: int, device: torch.device, wanted: int | None) -> in
     if wanted is not None:
         return wanted
     return 1 if device.type != "cuda" else max(1, min(MOST_CHUNKS, num_bytes // LEAST_CHUNK_BYTES))
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Not `nbytes`, which a compiler does not know of shapes that change."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _parts(length: int, count: int) -> list[slice]:

@@ -31,7 +31,7 @@ class Projects(Block):
         return super().forward(x @ projection(x.shape[-1]))
 
 
-@program(but="cp,sp")
+@program(but="cp")
 def a_projection_drawn_once(parallelize: Parallelize) -> Result:
     """`@cache` of a random matrix: trials draw nothing, and it is not theirs that is trained with."""
     projection.cache_clear()

@@ -311,8 +311,9 @@ def rows_that_meet_beside_a_counter(parallelize: Parallelize) -> Result:
 
 
 @program(
-    dict.fromkeys(("dp", "microbatches"), "forwards count .* and when it is 100000 in training mode"),
-    but="cp,recompute,sp", always=True,
+    {**dict.fromkeys(("dp", "microbatches"), "forwards count .* and when it is 100000 in training mode"),
+     "sp": "forwards count .* and when it is 100000 nothing can be shared out along the sequence"},
+    but="cp,recompute", always=True,
 )  # fmt: skip
 def rows_that_meet_after_some_forwards(parallelize: Parallelize) -> Result:
     """`if self.calls > 3:`: decided by what the forward has counted itself."""

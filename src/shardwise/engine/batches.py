@@ -79,7 +79,7 @@ class Batches:
         self.same = SameBatch(
             parts.plan, parts.wires, is_local=is_local, settings=lambda: settings_of(optimizers), outside=self.outside,
             routes=[each.route for each in parts.split.stages if isinstance(each, ModuleStage)], values=parts.settings,
-            device=parts.device,
+            device=parts.device, draws=parts.sharded.tensor is None or parts.sharded.tensor.draws,
         )  # fmt: skip
 
     def cut(self, batch: Batch, what: str = "step", *, predicts: bool = False) -> list[Batch]:

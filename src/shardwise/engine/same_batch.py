@@ -81,13 +81,14 @@ class SameBatch:
     """Compares the batches of ranks. Every rank has one.
 
     `settings` gives bits of what must be the same on all, `outside` of what was written between steps, `values` of what
-    was set then, and `routes` of the units that forwards have called. On the `device` of a module it may be drawn.
+    was set then, and `routes` of the units that forwards have called. On the `device` of a module it may be drawn
+    at random, by torch only where it `draws`.
     """
 
     def __init__(
         self, plan: Plan, wires: Wires, *, is_local: bool, settings: Callable[[], int] | None = None,
         outside: _Told | None = None, routes: Sequence[Route] = (), values: _Told | None = None,
-        device: torch.device | None = None,
+        device: torch.device | None = None, draws: bool = True,
     ) -> None:  # fmt: skip
         self._plan, self._wires, self._is_local = plan, wires, is_local
         self._is_alone = wires.watch is None
@@ -95,7 +96,9 @@ class SameBatch:
         self._settings, self._outside, self._routes, self._set = settings, outside, routes, 0
         self._values = values
         is_told = device is not None and not self._is_alone
-        self._draws = SameDraws(device, is_early=plan.pp > 1) if device is not None and is_told else None
+        self._draws: SameDraws | None = None
+        if device is not None and is_told:
+            self._draws = SameDraws(device, is_early=plan.pp > 1, of_torch=draws)
         #: Which ranks compute one forward together: those of a replica that have the same stages.
         self._together = places_together(plan) if is_told else []
         self._now: Checksum | None = None

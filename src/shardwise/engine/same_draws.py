@@ -23,11 +23,12 @@ class SameDraws:
     """Where this rank's generators were when a step began, and which of them steps move.
 
     `is_early`: numbers of a step are told before all of its forwards are over, as where there are stages; then what the
-    steps before have moved is compared.
+    steps before have moved is compared. Without `of_torch` its generators are not looked at: layers that are cut take
+    seeds from them where something is dropped, and nobody else does (`sharding/rng_tracker.py`).
     """
 
-    def __init__(self, device: torch.device, *, is_early: bool) -> None:
-        self._device, self._is_early = device, is_early
+    def __init__(self, device: torch.device, *, is_early: bool, of_torch: bool = True) -> None:
+        self._device, self._is_early, self._of_torch = device, is_early, of_torch
         self._before: list[bytes] = []
         self._drawn: set[int] = set()
 
@@ -54,8 +55,10 @@ class SameDraws:
     def _told(self) -> list[bytes]:
         """The same of each as long as nothing is drawn from it."""
         _, words, normal = random.getstate()
-        found = [torch.get_rng_state().numpy().tobytes(), f"{hash(words)} {normal}".encode(), told_of_numpy() or b""]
-        if self._device.type == "cuda":
+        found = [f"{hash(words)} {normal}".encode(), told_of_numpy() or b""]
+        if self._of_torch:
+            found.append(torch.get_rng_state().numpy().tobytes())
+        if self._of_torch and self._device.type == "cuda":
             found.append(torch.cuda.get_rng_state(self._device).numpy().tobytes())
         return found
 

@@ -348,7 +348,12 @@ class TriedAgain:
                 found = found._replace(read={unit: names for unit, names in read.items() if unit})
         if self._plan.tp > 1:
             apart = find_apart(
-                twin, self._plan.tp, self._tensor, sequence=self._plan.sp, example=unmarked(batch), loss=self._loss
+                self._copy.again(),
+                self._plan.tp,
+                self._tensor,
+                sequence=self._plan.sp,
+                example=unmarked(batch),
+                loss=self._loss,
             )
             found = found._replace(apart=apart)
         return found

@@ -21,7 +21,7 @@ def _handing_on(kind: Any) -> Any:
     """A class of classes like this one, that sets what is set on its base."""
 
     def set_there(made: Any, key: str, value: Any) -> None:
-        if key.startswith(("__", "_abc_")):  # Of the class itself.
+        if key.startswith(("__", "_abc_")) or callable(value):  # Of the class itself, as another forward is.
             type.__setattr__(made, key, value)
         else:
             setattr(made.__base__, key, value)

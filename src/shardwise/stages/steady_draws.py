@@ -23,6 +23,8 @@ class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, *, turns: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._turns = turns
+        #: Whether anything but dropout was drawn.
+        self.has_drawn = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -34,6 +36,7 @@ class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        self.has_drawn = True
         made = func(*args, **kwargs)
         if name.startswith("randperm"):
             order = torch.arange(len(made), device=made.device)

@@ -46,6 +46,8 @@ class Course:
     marks: list[tuple[str, Tensor]] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    #: Whether the forward draws at random by itself.
+    has_drawn: bool = False
 
 
 @contextmanager
@@ -71,8 +73,9 @@ def run(
         )
         for name in looked_at
     ]
-    with torch.set_grad_enabled(backward), SteadyDropout(), SteadyDraws():
+    with torch.set_grad_enabled(backward), SteadyDropout(), SteadyDraws() as draws:
         output = call(module)
+        course.has_drawn = draws.has_drawn
         for handle in handles:
             handle.remove()
         total: Tensor | None = None

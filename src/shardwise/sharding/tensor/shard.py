@@ -91,6 +91,7 @@ def shard(
         twin=twin,
         unverified=trial.unverified,
         is_along_sequence=trial.sequence,
+        draws=trial.draws,
     )
     if group.rank == 0:
         _warn(sharding, trial.found, plan)
@@ -152,12 +153,12 @@ class Apart(NamedTuple):
 
 @leaves_classes
 def find_apart(
-    twin: nn.Module, num_ranks: int, spec: Mapping[str, str] | None = None, *, sequence: bool = False, example: Batch,
+    module: nn.Module, num_ranks: int, spec: Mapping[str, str] | None = None, *, sequence: bool = False, example: Batch,
     loss: Loss | None = None,
 ) -> Apart:  # fmt: skip
-    """The layers of a module on the meta device that would be cut over so many ranks."""
-    plan = read_tensor_plan(twin, spec)
-    trial = _settled(twin, meta_twin(twin), num_ranks, plan, example, sequence=sequence, loss=loss)
+    """The layers that would be cut over so many ranks; parameters may be on the meta device."""
+    plan = read_tensor_plan(module, spec)
+    trial = _settled(module, meta_twin(module), num_ranks, plan, example, sequence=sequence, loss=loss)
     together = tuple(frozenset((*each.columns, *each.rows)) for each in trial.found.regions)
     return Apart(frozenset(trial.cut_layers()), frozenset(trial.seen.given), together, trial.unshared)
 

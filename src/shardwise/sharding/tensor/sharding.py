@@ -92,6 +92,8 @@ class Sharding:
     unverified: str = ""
     #: Whether what lies between cut layers is shared out along the sequence.
     is_along_sequence: bool = False
+    #: Whether its forward was seen to draw at random by itself when it was tried.
+    draws: bool = False
     #: The module as it was, without numbers.
     twin: nn.Module = field(default_factory=nn.Module, repr=False)
 

@@ -36,6 +36,7 @@ from shardwise.sharding.tensor.sequence import UnsharedError
 from shardwise.sharding.tensor.sharding import Shards, starred
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
+from shardwise.stages.split.remembered import remembers_draws
 from shardwise.stages.stage import Batch, Loss
 
 #: Arguments of a module on the meta device.
@@ -85,6 +86,8 @@ class Trial:
     unverified: str = ""
     #: Why nothing is shared out along the sequence, though it was asked for.
     unshared: str = ""
+    #: Whether its forward was seen to draw at random, beside dropout.
+    draws: bool = False
     _first_reasons: dict[str, str] = field(default_factory=dict)
     #: Where parameters would lie, from the run for shapes.
     _shards: Mapping[str, Shards] = field(default_factory=dict)
@@ -160,6 +163,9 @@ class Trial:
         """Compare a copy of the whole with what all ranks make of it."""
         try:
             difference = self._difference(sequence=self.sequence)
+            if self.sequence and (self.draws or remembers_draws(self.module)):
+                why = "its forward draws at random, which each rank would for its tokens alone"
+                return self._fault_without_sequence(why) or self._fault_of_numbers()
             if difference is None:
                 return None
             if self.sequence and self._difference(sequence=False) is None:
@@ -257,6 +263,7 @@ class Trial:
             return self._whole_of(example, dtype, device, loss, seed, gain)
         if problem is not None:
             raise problem
+        self.draws = self.draws or course.has_drawn
         return _Whole(course, twin, call, batch, loss, dtype)
 
     def _compared(self, whole: _Whole, *, sequence: bool) -> Difference | None:
@@ -344,12 +351,14 @@ def _different_ranks(found: Found, num_ranks: int) -> list[int]:
 
 
 class Settled(NamedTuple):
-    """What is cut, whether along the sequence too; and why numbers were not compared, or nothing is shared out so."""
+    """What is cut, whether along the sequence too; why numbers were not compared, or nothing is shared out so; and
+    whether the forward draws at random."""
 
     found: Found
     sequence: bool
     unverified: str
     unshared: str
+    draws: bool
 
 
 #: What the first runs of a trial are run in.
@@ -366,10 +375,10 @@ def settle(trial: Trial, *, verify: bool, by_first: ByFirst | None = None) -> No
         trial.settle(verify=verify)
         if verify and differs_in_evaluation(trial):
             settle_in_evaluation(trial)
-        return Settled(trial.found, trial.sequence, trial.unverified, trial.unshared)
+        return Settled(trial.found, trial.sequence, trial.unverified, trial.unshared, trial.draws)
 
     settled = attempt(nullcontext) if by_first is None else by_first(attempt)
-    trial.found, trial.sequence, trial.unverified, trial.unshared = settled
+    trial.found, trial.sequence, trial.unverified, trial.unshared, trial.draws = settled
 
 
 class _FirstRuns:

@@ -347,13 +347,9 @@ class TriedAgain:
                 # What is read between units comes for the stage, if no unit was seen to read it.
                 found = found._replace(read={unit: names for unit, names in read.items() if unit})
         if self._plan.tp > 1:
+            copy, given = self._copy.again(), unmarked(batch)
             apart = find_apart(
-                self._copy.again(),
-                self._plan.tp,
-                self._tensor,
-                sequence=self._plan.sp,
-                example=unmarked(batch),
-                loss=self._loss,
+                copy, self._plan.tp, self._tensor, sequence=self._plan.sp, example=given, loss=self._loss
             )
             found = found._replace(apart=apart)
         return found

@@ -33,7 +33,7 @@ from shardwise.sharding.tensor.trial import Arguments, ByFirst, Trial, settle
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
-from shardwise.stages.split.python_state import leaves_classes, left_as_it_was
+from shardwise.stages.split.python_state import leaves_classes, left_as_it_was, remembers_draws
 from shardwise.stages.stage import Batch, Loss
 from shardwise.torch_private import EagerDispatchMode, pytree
 
@@ -128,7 +128,7 @@ def _settled(
         _check_named(plan, found)
     trial = Trial(
         module=module, twin=twin, found=found, seen=seen, num_ranks=num_ranks, example=given, on_meta=arguments,
-        device=home_of(given), loss=loss, sequence=sequence, num_chunks=num_chunks,
+        device=home_of(given), loss=loss, sequence=sequence, num_chunks=num_chunks, draws=remembers_draws(module),
         named=frozenset(name for name, kind in plan.kinds.items() if kind != "whole") if plan.is_users else frozenset(),
     )  # fmt: skip
     settle(trial, verify=verify, by_first=by_first)

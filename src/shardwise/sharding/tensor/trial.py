@@ -36,11 +36,14 @@ from shardwise.sharding.tensor.sequence import UnsharedError
 from shardwise.sharding.tensor.sharding import Shards, starred
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
-from shardwise.stages.split.remembered import remembers_draws
 from shardwise.stages.stage import Batch, Loss
 
 #: Arguments of a module on the meta device.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+#: Why nothing is shared out where a forward draws.
+_DRAWS = "its forward draws at random, which each rank would for its tokens alone"
 
 
 class _UntriedError(Exception):
@@ -74,25 +77,17 @@ class Trial:
     loss: Loss | None = None
     sequence: bool = False
     num_chunks: int | None = None
-    #: Layers that the user has named to be cut.
-    named: frozenset[str] = frozenset()
-    #: Whether it is run as in evaluations: without gradients.
-    evaluates: bool = False
+    named: frozenset[str] = frozenset()  #: Layers that the user has named to be cut.
+    evaluates: bool = False  #: Whether it is run as in evaluations: without gradients.
     #: What runs of the whole are run in; it is told whether they are evaluations.
     around: Callable[[bool], AbstractContextManager[Any]] = nullcontext
-    #: Whether its forward writes to parameters: then no two of them are one on the copy.
-    _writes: bool = False
-    #: Why numbers could not be compared, if so.
-    unverified: str = ""
-    #: Why nothing is shared out along the sequence, though it was asked for.
-    unshared: str = ""
-    #: Whether its forward was seen to draw at random, beside dropout.
-    draws: bool = False
+    _writes: bool = False  #: Whether its forward writes to parameters: then no two of them are one on the copy.
+    unverified: str = ""  #: Why numbers could not be compared, if so.
+    unshared: str = ""  #: Why nothing is shared out along the sequence, though it was asked for.
+    draws: bool = False  #: Whether its forward was seen to draw at random, beside dropout.
     _first_reasons: dict[str, str] = field(default_factory=dict)
-    #: Where parameters would lie, from the run for shapes.
-    _shards: Mapping[str, Shards] = field(default_factory=dict)
-    #: Blocks that may be left out, and what each does, from the same run.
-    _passing: Mapping[str, Hashable] = field(default_factory=dict)
+    _shards: Mapping[str, Shards] = field(default_factory=dict)  #: Where parameters would lie, by the run for shapes.
+    _passing: Mapping[str, Hashable] = field(default_factory=dict)  #: Blocks that may be left out, and what each does.
 
     def settle(self, *, verify: bool) -> None:
         """Try until what is left computes what the whole module does."""
@@ -163,9 +158,8 @@ class Trial:
         """Compare a copy of the whole with what all ranks make of it."""
         try:
             difference = self._difference(sequence=self.sequence)
-            if self.sequence and (self.draws or remembers_draws(self.module)):
-                why = "its forward draws at random, which each rank would for its tokens alone"
-                return self._fault_without_sequence(why) or self._fault_of_numbers()
+            if self.sequence and self.draws:
+                return self._fault_without_sequence(_DRAWS) or self._fault_of_numbers()
             if difference is None:
                 return None
             if self.sequence and self._difference(sequence=False) is None:

@@ -43,6 +43,12 @@ _R = TypeVar("_R")
 _MOST = 200_000
 
 _CONTAINERS = (list, dict, set, deque)
+#: What draws at random, of torch's, NumPy's and Python's.
+_DRAWING = frozenset({
+    "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "normal_", "uniform",
+    "uniform_", "bernoulli", "bernoulli_", "multinomial", "exponential_", "orthogonal_", "trunc_normal_", "shuffle",
+    "permutation", "standard_normal", "random", "choice", "sample",
+})  # fmt: skip
 #: The class of functions under `lru_cache` or `cache`.
 _REMEMBERING = type(lru_cache(int))
 #: Names, and what is to be looked at next.
@@ -396,6 +402,12 @@ def _is_state(value: Any) -> bool:
     if isinstance(value, (*_CONTAINERS, *SPACES, Tensor)) or type(value) is _REMEMBERING or is_array(type(value)):
         return True
     return not isinstance(value, (FunctionType, type, nn.Module)) and is_own(type(value))
+
+
+def remembers_draws(*roots: Any) -> bool:
+    """Whether a function under `lru_cache` draws at random: what it draws once is used from then on."""
+    codes = [getattr(each.__wrapped__, "__code__", None) for each in PythonState(*roots).remembering]
+    return any(code is not None and not _DRAWING.isdisjoint(names_in(code)) for code in codes)
 
 
 class _Empty:

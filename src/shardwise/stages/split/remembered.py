@@ -10,15 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from shardwise.stages.split.drawn_state import names_in
 from shardwise.stages.split.python_state import PythonState
-
-#: What draws at random, of torch's, NumPy's and Python's.
-_DRAWING = frozenset({
-    "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "normal_", "uniform",
-    "uniform_", "bernoulli", "bernoulli_", "multinomial", "exponential_", "orthogonal_", "trunc_normal_", "shuffle",
-    "permutation", "standard_normal", "random", "choice", "sample",
-})  # fmt: skip
 
 
 def remembering(*roots: Any) -> list[Any]:
@@ -29,12 +21,6 @@ def remembering(*roots: Any) -> list[Any]:
 def num_remembered(functions: Sequence[Any]) -> int:
     """How often they had to compute something."""
     return sum(each.cache_info().misses for each in functions)
-
-
-def remembers_draws(*roots: Any) -> bool:
-    """Whether a function that remembers draws at random: what it draws once is used from then on."""
-    codes = [getattr(each.__wrapped__, "__code__", None) for each in remembering(*roots)]
-    return any(code is not None and not _DRAWING.isdisjoint(names_in(code)) for code in codes)
 
 
 @contextmanager

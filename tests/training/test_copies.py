@@ -50,7 +50,7 @@ def slow(job: Job, memory: str) -> None:
 
     def look_up(self: Loop, step: int) -> None:
         plain(self, step)
-        time.sleep(0.1)
+        time.sleep(0.3)
 
     Loop._look_up = look_up  # type: ignore[method-assign]
     on_nodes(job, memory)

@@ -95,12 +95,12 @@ class SameBatch:
         self._replicas = [0] if self._is_alone else [each.replica for each in replicas_of(plan)]
         self._settings, self._outside, self._routes, self._set = settings, outside, routes, 0
         self._values = values
-        is_told = device is not None and not self._is_alone
         self._draws: SameDraws | None = None
-        if device is not None and is_told:
-            self._draws = SameDraws(device, is_early=plan.pp > 1, of_torch=draws)
         #: Which ranks compute one forward together: those of a replica that have the same stages.
-        self._together = places_together(plan) if is_told else []
+        self._together: list[int] = []
+        if device is not None and not self._is_alone:
+            self._draws = SameDraws(device, is_early=plan.pp > 1, of_torch=draws)
+            self._together = places_together(plan)
         self._now: Checksum | None = None
         self._num_early = {"step": _NUM_EARLY, "evaluation": 1}
         self._has_warned = False

@@ -24,7 +24,7 @@ class SameDraws:
 
     `is_early`: numbers of a step are told before all of its forwards are over, as where there are stages; then what the
     steps before have moved is compared. Without `of_torch` its generators are not looked at: layers that are cut take
-    seeds from them where something is dropped, and nobody else does (`sharding/rng_tracker.py`).
+    seeds from them where something is dropped, and no forward was seen to draw (`sharding/rng_tracker.py`).
     """
 
     def __init__(self, device: torch.device, *, is_early: bool, of_torch: bool = True) -> None:

@@ -63,8 +63,9 @@ def _named(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 def agree_on_set(wires: Wires, bits: int) -> None:
     """Refuse different values that scripts have set on ranks, told in bits. All call this alike."""
-    if len(set(wires.gather(bits))) > 1:
-        raise set_apart(len(wires.gather(None)))
+    told = wires.gather(bits)
+    if len(set(told)) > 1:
+        raise set_apart(len(told))
 
 
 def settings_of(optimizers: Iterable[Optimizer]) -> int:

@@ -13,7 +13,7 @@ from torch.library import custom_op
 BLOCK = 2048
 #: Scores of tokens that a program holds, and its warps: a processor has room for more warps than programs.
 #: `benchmarks/kernels.py --sweep` tries others.
-SCORES, WARPS = 1024, 4
+SCORES, WARPS = 512, 4
 
 
 @triton.jit

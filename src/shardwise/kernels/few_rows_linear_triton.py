@@ -53,10 +53,10 @@ NARROW, WIDE, GATED, AHEAD = Tile(64, 128, 6, 4), Tile(32, 256, 6, 2), Tile(64, 
 #: processor should have some programs, with tiles small enough that they have room there (chosen by that, and by what
 #: is on its way; not measured yet: `benchmarks/narrow_tiles.py`). In 4 bits the columns are those that share words.
 NARROW_TILES = {
-    ("fp8", False): {16: Tile(64, 128, 5, 4, 3), 32: Tile(64, 128, 4, 4, 3), 64: Tile(64, 128, 4, 4, 2)},
-    ("fp8", True): {16: Tile(64, 128, 4, 4, 3), 32: Tile(64, 128, 3, 4, 3), 64: Tile(64, 128, 3, 4, 2)},
-    ("int4", False): {16: Tile(64, RUN, 4, 4, 3), 32: Tile(64, RUN, 4, 4, 3), 64: Tile(64, RUN, 4, 4, 2)},
-    ("int4", True): {16: Tile(64, RUN, 4, 4, 3), 32: Tile(64, RUN, 4, 4, 3), 64: Tile(64, RUN, 3, 4, 2)},
+    ("fp8", False): {16: Tile(64, 256, 3, 4, 4), 32: Tile(64, 256, 3, 4, 2), 64: Tile(64, 128, 4, 4, 2)},
+    ("fp8", True): {16: Tile(64, 128, 4, 4, 4), 32: Tile(64, 256, 3, 4, 2), 64: Tile(64, 128, 3, 4, 2)},
+    ("int4", False): {16: Tile(64, RUN, 3, 4, 4), 32: Tile(64, RUN, 3, 4, 4), 64: Tile(64, RUN, 3, 4, 2)},
+    ("int4", True): {16: Tile(64, RUN, 3, 4, 4), 32: Tile(64, RUN, 3, 4, 2), 64: Tile(64, RUN, 3, 4, 2)},
 }
 #: From so many columns on rows are wide: then programs of fewer of them have enough on its way, and there are more.
 MANY_COLUMNS = 4096

@@ -13,10 +13,11 @@ from shardwise.kernels.launch import launch, num_processors, overlapping, rows_o
 
 #: Numbers that a program holds at once, where rows are short; how many of them a warp has; and how many rows of the
 #: backward are on their way or in use. `benchmarks/kernels.py --sweep` tries others.
-TILE, A_WARP, STAGES = 2048, 512, 2
+TILE, A_WARP, STAGES = 2048, 512, 3
 #: Registers of a multiprocessor, and how many of them a program of the backward has for each number of its tile; one
-#: more for the gradient of a residual, and one for that of a bias.
-REGISTERS, A_NUMBER = 65_536, 5
+#: more for the gradient of a residual, and one for that of a bias. Two more than it needs: fewer programs with three
+#: rows on their way were faster than more with two (60 us and 80 for 16384 x 2048 on an H200).
+REGISTERS, A_NUMBER = 65_536, 7
 #: Sums of programs, and columns of them, that are added up at a time.
 SUMS, COLUMNS = 256, 16
 #: Up to so many rows a norm of a decode step takes little more than its beginning and end, which overlap with those of

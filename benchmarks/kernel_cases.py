@@ -11,7 +11,9 @@ from torch import Tensor
 from shardwise import kernels
 
 BF16 = 2
-TOKENS, WIDTH, INNER = 16_384, 2048, 8192
+#: Of a step of 4 x 4096 and of one of 16 x 4096: what begins and ends a kernel is a tenth of the smaller one's time.
+TOKENS, MANY_TOKENS = 16_384, 65_536
+WIDTH, INNER = 2048, 8192
 HEADS, KEY_HEADS, DIM, LENGTH = 32, 8, 64, 4096
 EXPERTS, CHOSEN = 128, 8
 
@@ -21,8 +23,9 @@ def number(*shape: int, gradient: bool = True, dtype: torch.dtype = torch.bfloat
 
 
 def cases(case: Callable[..., Any]) -> Iterator[Any]:
-    yield from norms(case)
-    yield rotary(case)
+    for tokens, suffix in ((TOKENS, ""), (MANY_TOKENS, "_large")):
+        yield from norms(case, tokens, suffix)
+        yield rotary(case, tokens, suffix)
     yield gated(case)
     yield from losses(case)
     yield from experts(case)
@@ -41,25 +44,25 @@ def who(ours: Callable[..., Any], plain: Callable[..., Any], liger: str | None, 
     return found
 
 
-def norms(case: Callable[..., Any]) -> Iterator[Any]:
-    for tokens, width in ((TOKENS, WIDTH), (8192, 4096)):
-        size = tokens * width * BF16
-        inputs = partial(lambda t, w: [number(t, w), number(w)], tokens, width)
+def norms(case: Callable[..., Any], tokens: int, suffix: str) -> Iterator[Any]:
+    for rows, width in ((tokens, WIDTH), (tokens // 2, 2 * WIDTH)):
+        size = rows * width * BF16
+        inputs = partial(lambda t, w: [number(t, w), number(w)], rows, width)
         found = who(
             partial(kernels.rms_norm, eps=1e-5), partial(kernels.rms_norm, eps=1e-5, kernels=False), "liger_rms_norm"
         )
         if "liger" in found:
             found["liger"] = partial(lambda f, x, w: f(x, w, 1e-5), found["liger"])
         yield case(
-            name=f"rms_norm_{width}",
-            shape=f"{tokens} x {width}",
+            name=f"rms_norm_{width}{suffix}",
+            shape=f"{rows} x {width}",
             inputs=inputs,
             functions=found,
             forward_bytes=2 * size,
             backward_bytes=3 * size,
             small=lambda: [number(1000, 2048), number(2048)],
         )
-    size = TOKENS * WIDTH * BF16
+    size = tokens * WIDTH * BF16
     found = who(
         partial(kernels.add_rms_norm, eps=1e-5),
         partial(kernels.add_rms_norm, eps=1e-5, kernels=False),
@@ -68,9 +71,9 @@ def norms(case: Callable[..., Any]) -> Iterator[Any]:
     if "liger" in found:
         found["liger"] = partial(lambda f, x, r, w: f(x, r, w, 1e-5), found["liger"])
     yield case(
-        name="add_rms_norm",
-        shape=f"{TOKENS} x {WIDTH}",
-        inputs=lambda: [number(TOKENS, WIDTH), number(TOKENS, WIDTH), number(WIDTH)],
+        name=f"add_rms_norm{suffix}",
+        shape=f"{tokens} x {WIDTH}",
+        inputs=lambda: [number(tokens, WIDTH), number(tokens, WIDTH), number(WIDTH)],
         functions=found,
         forward_bytes=4 * size,
         backward_bytes=4 * size,
@@ -80,9 +83,9 @@ def norms(case: Callable[..., Any]) -> Iterator[Any]:
     if "liger" in found:
         found["liger"] = partial(lambda f, x, w, b: f(x, w, b, 1e-5), found["liger"])
     yield case(
-        name="layer_norm",
-        shape=f"{TOKENS} x {WIDTH}",
-        inputs=lambda: [number(TOKENS, WIDTH), number(WIDTH), number(WIDTH)],
+        name=f"layer_norm{suffix}",
+        shape=f"{tokens} x {WIDTH}",
+        inputs=lambda: [number(tokens, WIDTH), number(WIDTH), number(WIDTH)],
         functions=found,
         forward_bytes=2 * size,
         backward_bytes=3 * size,
@@ -90,8 +93,8 @@ def norms(case: Callable[..., Any]) -> Iterator[Any]:
     )
 
 
-def rotary(case: Callable[..., Any]) -> Any:
-    batch = TOKENS // LENGTH
+def rotary(case: Callable[..., Any], tokens: int, suffix: str) -> Any:
+    batch = tokens // LENGTH
 
     def heads(length: int) -> list[Any]:
         made = [
@@ -104,9 +107,9 @@ def rotary(case: Callable[..., Any]) -> Any:
     found = who(kernels.rotary, partial(kernels.rotary, kernels=False), "liger_rope")
     if "liger" in found:
         found["liger"] = partial(lambda f, q, k, c, s: f(q, k, c.repeat(1, 1, 2), s.repeat(1, 1, 2)), found["liger"])
-    size = TOKENS * (HEADS + KEY_HEADS) * DIM * BF16
+    size = tokens * (HEADS + KEY_HEADS) * DIM * BF16
     return case(
-        name="rotary",
+        name=f"rotary{suffix}",
         shape=f"{batch} x {HEADS} and {KEY_HEADS} heads x {LENGTH} x {DIM}",
         inputs=lambda: heads(LENGTH),
         functions=found,

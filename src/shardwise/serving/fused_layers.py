@@ -65,7 +65,7 @@ class FusedLayers:
             sizes = model.settings.attention
             assert isinstance(sizes, Heads), "layers by heads"
             self.graphs = PromptGraphs(
-                self, width=model.settings.width, seen_width=sizes.num_heads * sizes.head_dim, like=model.embed.weight
+                width=model.settings.width, seen_width=sizes.num_heads * sizes.head_dim, like=model.embed.weight
             )
 
     def logits(
@@ -77,7 +77,7 @@ class FusedLayers:
         hidden: Tensor = model.embed(tokens)
         if model.positions is not None:
             hidden = hidden + model.positions(positions)
-        run_piece = self.graphs.runner(len(tokens)) if self.graphs is not None and in_pieces else self.run_piece
+        run_piece = self.graphs.runner(self, len(tokens)) if self.graphs is not None and in_pieces else self.run_piece
         for number, layer in enumerate(self._layers):
             product, residual = run_piece(number, hidden, residual)
             hidden = layer.attend(attend, product)

@@ -81,7 +81,7 @@ def _given(x, item, at, k):
 
 @triton.jit
 def _wide_eight_bits(words, COLUMNS: tl.constexpr, FAST: tl.constexpr):
-    """All places of words as one tile of columns in their order. A thread has the places of its words: nothing moves."""
+    """All places of words as one tile of columns in their order. A thread has those of its words: nothing moves."""
     one = tl.join(from_eight_bits(words, 0, FAST), from_eight_bits(words, 2, FAST))
     two = tl.join(from_eight_bits(words, 1, FAST), from_eight_bits(words, 3, FAST))
     made = tl.reshape(tl.join(one, two), (words.shape[0], COLUMNS // _RUN, EIGHTS, 2, 2))

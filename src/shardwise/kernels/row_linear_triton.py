@@ -170,8 +170,8 @@ def _times_four_bits(
 def _row_linear(
     x, weight, scales, bias, residual, norm, out, new, n, k, stride, eps,
     CODES: tl.constexpr, STEPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -256,7 +256,8 @@ def forward(
         _row_linear, (triton.cdiv(n, rows),),
         x, codes, scales_of(weight) if is_narrow else None, bias, residual, norm, out, new, n, k, codes.shape[1], eps,
         CODES=weight.kind if is_narrow else "", STEPS=steps_of(weight) if is_narrow else "",
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm is not None, ACTIVATION=activation or "", ROWS=rows, COLUMNS=columns, STAGES=stages,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm is not None,
+        ACTIVATION=activation or "", ROWS=rows, COLUMNS=columns, STAGES=stages,
         AHEAD=AHEAD if is_on_gpu(x) else 0, num_warps=tile.warps, **overlap,
     )  # fmt: skip
     return out, new

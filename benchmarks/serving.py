@@ -284,14 +284,13 @@ def narrow_rows() -> dict[str, float]:
     return found
 
 
-def measure(name: str, cases: Sequence[str], weights: str | None = None) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def measure(name: str, cases: Sequence[str], weights: str | None, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Of one model; `keep` is given each figure as soon as there is one."""
     if "transformers" in cases:
-        found["transformers"] = transformers_batching(name, make_requests("256-requests"))
-        print(f"  transformers: {found['transformers']}")
+        keep({"transformers": transformers_batching(name, make_requests("256-requests"))})
         torch.cuda.empty_cache()
     if not set(cases) - {"transformers"}:
-        return found
+        return
     weights_in = 0.0
 
     def read(*given: Any, **options: Any) -> Any:
@@ -306,34 +305,26 @@ def measure(name: str, cases: Sequence[str], weights: str | None = None) -> dict
         engine = load_engine(name, random_weights=True, max_length=4096, weights=weights)
     assert isinstance(engine, LLMEngine), "one device"
     torch.cuda.synchronize()
-    found["ready_seconds"] = time.perf_counter() - begun
-    print(f"  ready in {found['ready_seconds']:.1f} s; {engine.summary.num_blocks:,} blocks")
+    keep({"ready_seconds": time.perf_counter() - begun, "num_blocks": engine.summary.num_blocks})
     plan = {"first": "tiny", "one": "one-sequence", "32": "32-sequences", "256": "256-requests"}
     if "first" in cases:
         asked = time.perf_counter()
-        found["first"] = answered(engine, make_requests("tiny")[:1], "first")
+        figures = answered(engine, make_requests("tiny")[:1], "first")
         # What is compiled ahead is waited for before the engine is ready.
-        found["first"]["after_weights_seconds"] = asked - weights_in + found["first"]["first_token_seconds"]
-        print(f"  first: {found['first']}")
+        figures["after_weights_seconds"] = asked - weights_in + figures["first_token_seconds"]
+        keep({"first": figures})
     for case in ("one", "32", "256"):
         if case not in cases:
             continue
         for turn in ("cold", "first", "again"):
             if turn == "first":
                 engine.scheduler.pool.forget()
-            figures = found[f"{case} {turn}"] = answered(engine, make_requests(plan[case]), f"{case} {turn} ")
-            print(f"  {case} {turn}: {figures['tokens_per_second']:,.0f} tokens/s {figures}")
-    if "idle" in cases:
-        found["idle"] = idle(engine, make_requests("32-sequences"))
-        print(f"  idle: {found['idle']}")
-    if "idle1" in cases:
-        found["idle1"] = idle(engine, make_requests("one-sequence"))
-        print(f"  idle, one sequence: {found['idle1']}")
-    if "idle256" in cases:
-        found["idle256"] = idle(engine, make_requests("256-requests"))
-        print(f"  idle, 256: {found['idle256']}")
+            keep({f"{case} {turn}": answered(engine, make_requests(plan[case]), f"{case} {turn} ")})
+    for case, asked_for in (("idle", "32-sequences"), ("idle1", "one-sequence"), ("idle256", "256-requests")):
+        if case in cases:
+            keep({case: idle(engine, make_requests(asked_for))})
     engine.close()
-    return found
+    torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -347,27 +338,30 @@ def main() -> None:
         print("no GPU here: nothing is measured")
         return
     cases = arguments.cases.split(",")
-    found: dict[str, Any] = {}
+
+    def keep(label: str, figures: dict[str, Any]) -> None:
+        for name, each in figures.items():
+            rate = f"{each['tokens_per_second']:,.0f} tokens/s " if isinstance(each, dict) and len(each) > 3 else ""
+            print(f"  {name}: {rate}{each}", flush=True)
+        if arguments.save:
+            before = kept("serving")
+            held = before.get(label)
+            record("serving", {**before, label: {**(held if isinstance(held, dict) else {}), **figures}})
+
     if "bandwidth" in cases:
-        found["paged decode"] = bandwidth()
+        keep("paged decode", bandwidth())
     if "prefill" in cases:
-        found["paged prefill"] = prefill_speed()
+        keep("paged prefill", prefill_speed())
     if "sweep" in cases:
         sweep()
     if "rows" in cases:
         rows()
     if "narrow" in cases:
-        found["narrow rows"] = narrow_rows()
+        keep("narrow rows", narrow_rows())
     for name, weights in itertools.product(arguments.models, arguments.weights.split(",")):
         label = name if weights == "none" else f"{name} {weights}"
         print(label)
-        found[label] = measure(name, cases, None if weights == "none" else weights)
-    if arguments.save:
-        before = kept("serving")
-        for name, figures in found.items():
-            held = before.get(name)
-            before[name] = {**held, **figures} if isinstance(held, dict) else figures
-        record("serving", before)
+        measure(name, cases, None if weights == "none" else weights, partial(keep, label))
 
 
 if __name__ == "__main__":

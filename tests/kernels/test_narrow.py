@@ -49,12 +49,19 @@ def test_one_row_comes_out_as_by_the_definition(
     assert (made.double() - plain.double()).abs().max() <= 8 * STEP[dtype] * float(plain.abs().max())
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_sums_of_columns_that_are_split_over_programs_are_added(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice, as products follow each other: what one leaves in its counters is what the next begins with."""
+def test_sums_of_columns_that_are_split_over_programs_are_added(
+    kind: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, as products follow each other: what one leaves in its counters is what the next begins with. Tiles of
+    codes are multiplied place by place, and as a whole."""
     from shardwise.kernels import few_rows_linear_triton as kernel
 
     monkeypatch.setattr(kernel, "FEWEST_TILES", 1)
+    for has_gate in (False, True):
+        tile = kernel.Tile(64, 256 if kind == "fp8" and not has_gate else 128, 3, 4, 3, is_whole)
+        monkeypatch.setitem(kernel.NARROW_TILES, (kind, has_gate), dict.fromkeys((16, 32, 64), tile))
     x, weight, bias = (
         random_of(*shape, dtype=torch.bfloat16, gradient=False) for shape in ((3, 640), (70, 640), (70,))
     )

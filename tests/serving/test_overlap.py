@@ -1,7 +1,10 @@
 """Steps that begin before the one before is known: the way of GPUs, here on the CPU by definitions."""
 
+import gc
 import random
+import weakref
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +44,21 @@ def test_greedy_tokens_are_those_of_transformers(family: str, overlapped: Any) -
     assert answer(tight, requests) == wanted
     assert tight.load().num_preemptions > 0
     assert tight.load().num_used_blocks == 0
+
+
+def test_a_closed_engine_holds_no_memory(tmp_path: Path, overlapped: Any) -> None:
+    """Whoever still has it: the next engine wants its room. And it goes at once, not when Python looks for circles."""
+    model = Transformer(both("llama")[1].settings)
+    engine = overlapped(model, host_bytes=4096, file_bytes=4096, kv_folder=tmp_path)
+    held = [weakref.ref(each) for each in (model.embed.weight, engine.tiers.store._data)]
+    answer(engine, [ask(prompts(1)[0])])
+    gc.disable()
+    try:
+        del model
+        engine.close()
+        assert [each() is None for each in held] == [True, True]
+    finally:
+        gc.enable()
 
 
 def test_draws_stops_and_those_who_need_the_host_are_the_same(overlapped: Any) -> None:

@@ -28,7 +28,7 @@ def ran(work: Callable[[], None]) -> Callable[[], None]:
 
 def made(graphs: PromptGraphs, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """A step: attention sees the first numbers of the product, twice as large."""
-    run, given, residual = graphs.runner(len(hidden)), hidden, None
+    run, given, residual = graphs.runner(TwoLayers(), len(hidden)), hidden, None
     for number in range(2):
         product, residual = run(number, given, residual)
         given = product[:, :5] * 2
@@ -36,7 +36,7 @@ def made(graphs: PromptGraphs, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def graphs(capture: Callable[[Callable[[], None]], Callable[[], None]] = ran) -> PromptGraphs:
-    return PromptGraphs(TwoLayers(), width=4, seen_width=5, like=torch.zeros(1), capture=capture)
+    return PromptGraphs(width=4, seen_width=5, like=torch.zeros(1), capture=capture)
 
 
 def test_captured_pieces_give_what_the_pieces_give_whatever_is_left_over() -> None:
@@ -52,10 +52,10 @@ def test_captured_pieces_give_what_the_pieces_give_whatever_is_left_over() -> No
 def test_a_size_is_captured_once_it_has_come_often() -> None:
     told = graphs()
     for _ in range(PATIENCE):
-        told.runner(SIZES[0])
-        told.runner(SIZES[-1] + 1)
+        told.runner(TwoLayers(), SIZES[0])
+        told.runner(TwoLayers(), SIZES[-1] + 1)
     assert not told._captured
-    told.runner(1)
+    told.runner(TwoLayers(), 1)
     assert list(told._captured) == [SIZES[0]]
 
 

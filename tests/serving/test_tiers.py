@@ -191,6 +191,31 @@ def test_what_a_disk_has_no_room_for_turns_the_files_off_and_what_is_there_is_fo
     assert [each.suffix for each in tmp_path.iterdir()] == [".kv"]
 
 
+@pytest.mark.parametrize("begins", [False, True], ids=["at once", "one by one"])
+def test_where_a_disk_does_not_keep_up_those_are_kept_that_left_last(begins: bool, tmp_path: Path) -> None:
+    """They are nearest to the beginning of what they are part of; what lies behind a block that is missing is lost."""
+    size, count, gate = 16, 7, Event()
+    data = torch.arange(count, dtype=torch.uint8)[:, None].repeat(1, size)
+    files = FileTier(tmp_path, 100 * (size + 16), size)
+    store = TierStore(data, HostTier(0, size, num_leaving=3), files)
+    for writer in files._writers:
+        writer.submit(gate.wait)
+    names = [number.to_bytes(16, "big") for number in range(count)]
+    for block, name in enumerate(names):
+        assert store.put(block, name)
+        data[block] = 99  # Another's from now on.
+        if begins:
+            store.begin()
+    store.begin()
+    gate.set()
+    files.settle()
+    assert (sorted(store.file_names()), files.num_skipped) == (names[-3:], count - 3)
+    assert store.bring([(name, block) for block, name in enumerate(names[-3:])]) == 3
+    assert data[:3, 0].tolist() == [count - 3, count - 2, count - 1]
+    assert store.host.places.num_free == 3
+    store.close()
+
+
 def three_blocks(load: float, compute: float) -> tuple[Tiers, list[bytes]]:
     """Names of which the host has all, with what was measured of them."""
     data, pool = torch.zeros(2, 8, dtype=torch.uint8), BlockPool(2, 4)

@@ -2,12 +2,14 @@
 
 Whoever launches first would wait for one after the other, half a second each. Nine tenths of that is not under Python's
 lock: passes over the code, the assembler, and in older versions of Triton a C compiler. Before the first Triton also
-reads all of itself to name what it keeps on disk: a second or two, whatever is kept there.
+reads all of itself to name what it keeps on disk: a second or two, whatever is kept there. That is done while what will
+be launched is found out.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -47,9 +49,25 @@ def compile_all(launches: Iterable[Launch], *, before: Callable[[], object] | No
 
     threads = min(os.cpu_count() or 1, _MOST_THREADS)
     with ThreadPoolExecutor(threads, initializer=before) as pool:
+        told = _behind(launches, pool.submit(_name_triton))
         with AsyncCompileMode(pool, ignore_errors=True):
-            made: list[Any] = [each.kernel.warmup(*each.arguments, grid=(1,), **each.options) for each in launches]
+            made: list[Any] = [each.kernel.warmup(*each.arguments, grid=(1,), **each.options) for each in told]
         return sum(pool.map(_is_loaded, made))
+
+
+def _name_triton() -> None:
+    """Have Triton read all of itself, once. Where it keeps that elsewhere, its first kernel does it."""
+    with suppress(ImportError):
+        from triton.runtime.cache import triton_key  # type: ignore[import-untyped]
+
+        triton_key()
+
+
+def _behind(launches: Iterable[Launch], named: "Future[None]") -> Iterator[Launch]:
+    """The same, from the first on behind that: else it would be done twice."""
+    for each in launches:
+        named.result()
+        yield each
 
 
 def _is_loaded(kernel: Any) -> bool:

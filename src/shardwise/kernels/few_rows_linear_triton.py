@@ -27,31 +27,37 @@ from shardwise.kernels.widen_triton import (
     OFFSET,
     from_eight_bits,
     from_four_bits,
-    half_of,
     is_fast,
+    scaled_four_bits,
     scales_of,
+    step_of,
+    steps_of,
 )
 
 
 class Tile(NamedTuple):
-    """Rows and columns of the weight that a program has at a time, how many tiles are on their way, and warps; and how
-    many programs a processor should have, if there are fewer columns for each."""
+    """Rows and columns of the weight that a program has at a time, how many tiles are on their way, and warps; how many
+    programs a processor should have, if there are fewer columns for each; and whether a tile of codes is multiplied as
+    a whole, or what is at each place of its words after the other."""
 
     rows: int
     columns: int
     stages: int
     warps: int
     programs: int = 0
+    is_whole: bool = False
 
 
 #: Without a gate, of weights with narrow and with wide rows, and with one, whose program has two tiles at a time; and
 #: how many bytes of a row are fetched into the cache while the kernel before ends. `benchmarks/serving.py --cases rows`
 #: tries others.
 NARROW, WIDE, GATED, AHEAD = Tile(64, 128, 6, 4), Tile(32, 256, 6, 2), Tile(64, 64, 5, 4), 1024
-#: Of weights in fewer bits, by kind and whether there is a gate, for up to so many rows of x. What is read of x is as
-#: much as what is read of the weight, so programs have many rows. Products of a program wait for each other, so a
-#: processor should have some programs, with tiles small enough that they have room there (chosen by that, and by what
-#: is on its way; not measured yet: `benchmarks/narrow_tiles.py`). In 4 bits the columns are those that share words.
+#: Of weights in fewer bits, by kind and whether there is a gate, for up to so many rows of x: the fastest of those that
+#: were tried on an H200 with the products of an 8B (2026-11-18). What is read of x is as much as what is read of the
+#: weight, so programs have many rows. Products of a program wait for each other, so a processor should have some
+#: programs, with tiles small enough that they have room there. `benchmarks/narrow_tiles.py` tries others, also tiles
+#: that are multiplied as a whole: those have run in Triton's interpreter alone. In 4 bits the columns are those that
+#: share words.
 NARROW_TILES = {
     ("fp8", False): {16: Tile(64, 256, 3, 4, 4), 32: Tile(64, 256, 3, 4, 2), 64: Tile(64, 128, 4, 4, 2)},
     ("fp8", True): {16: Tile(64, 128, 4, 4, 4), 32: Tile(64, 256, 3, 4, 2), 64: Tile(64, 128, 3, 4, 2)},
@@ -68,23 +74,53 @@ _RUN = tl.constexpr(RUN)
 
 
 @triton.jit
-def _given(x, item, m, at, k):
+def _given(x, item, at, k):
     """Some columns of the rows of x, as a product takes them."""
-    return tl.load(x + item[None, :] * k + at[:, None], mask=(item < m)[None, :], other=0.0)
+    return tl.load(x + item[None, :] * k + at[:, None])
 
 
 @triton.jit
-def _times_eight_bits(total, words, x, item, m, begin, k, PRECISION: tl.constexpr, FAST: tl.constexpr):
+def _wide_eight_bits(words, COLUMNS: tl.constexpr, FAST: tl.constexpr):
+    """All places of words as one tile of columns in their order. A thread has those of its words: nothing moves."""
+    one = tl.join(from_eight_bits(words, 0, FAST), from_eight_bits(words, 2, FAST))
+    two = tl.join(from_eight_bits(words, 1, FAST), from_eight_bits(words, 3, FAST))
+    made = tl.reshape(tl.join(one, two), (words.shape[0], COLUMNS // _RUN, EIGHTS, 2, 2))
+    return tl.reshape(tl.permute(made, (0, 1, 3, 4, 2)), (words.shape[0], COLUMNS))
+
+
+@triton.jit
+def _wide_four_bits(words, steps, STEPS: tl.constexpr, FAST: tl.constexpr):
+    """The same of 4 bits, a run of them, with scales and lowest values: numbers as the definition has them."""
+    pairs = tl.join(
+        tl.join(_scaled(words, steps, 0, STEPS, FAST), _scaled(words, steps, 4, STEPS, FAST)),
+        tl.join(_scaled(words, steps, 2, STEPS, FAST), _scaled(words, steps, 6, STEPS, FAST)),
+    )
+    others = tl.join(
+        tl.join(_scaled(words, steps, 1, STEPS, FAST), _scaled(words, steps, 5, STEPS, FAST)),
+        tl.join(_scaled(words, steps, 3, STEPS, FAST), _scaled(words, steps, 7, STEPS, FAST)),
+    )
+    return tl.reshape(tl.permute(tl.join(pairs, others), (0, 2, 3, 4, 1)), (words.shape[0], _RUN))
+
+
+@triton.jit
+def _scaled(words, steps, PLACE: tl.constexpr, STEPS: tl.constexpr, FAST: tl.constexpr):
+    return scaled_four_bits(words, steps, PLACE, PLACE // 4, STEPS, FAST)
+
+
+@triton.jit
+def _times_eight_bits(total, words, x, item, begin, k, PRECISION: tl.constexpr, FAST: tl.constexpr):
     """Add a tile of the weight times what is given to it, one place of its words after the other."""
     word = tl.arange(0, words.shape[1])
     for place in tl.static_range(4):
-        given = _given(x, item, m, begin + word // EIGHTS * _RUN + place * EIGHTS + word % EIGHTS, k)
+        given = _given(x, item, begin + word // EIGHTS * _RUN + place * EIGHTS + word % EIGHTS, k)
         total += dot(from_eight_bits(words, place, FAST).to(given.dtype), given, PRECISION)
     return total
 
 
 @triton.jit
-def _times_four_bits(total, words, steps, x, item, m, begin, k, PRECISION: tl.constexpr, FAST: tl.constexpr):
+def _times_four_bits(
+    total, words, steps, x, item, begin, k, PRECISION: tl.constexpr, STEPS: tl.constexpr, FAST: tl.constexpr
+):
     """The same of 4 bits. Sums are scaled, not weights: there are fewer of them. What is given is summed as a product
     with ones, whose sums lie where the others do."""
     ones = tl.full(words.shape, 1.0, x.dtype.element_ty)
@@ -92,11 +128,11 @@ def _times_four_bits(total, words, steps, x, item, m, begin, k, PRECISION: tl.co
         made = tl.zeros(total.shape, tl.float32)
         whole = tl.zeros(total.shape, tl.float32)
         for place in tl.static_range(4):
-            given = _given(x, item, m, tl.arange(0, FOURS) + begin + (group * 4 + place) * FOURS, k)
+            given = _given(x, item, tl.arange(0, FOURS) + begin + (group * 4 + place) * FOURS, k)
             made += dot(from_four_bits(words, group * 4 + place, FAST).to(given.dtype), given, PRECISION)
             whole += dot(ones, given, PRECISION)
-        scale = half_of(steps, 2 * group)
-        total += made * scale + whole * (half_of(steps, 2 * group + 1) - OFFSET * scale)
+        scale = step_of(steps, 2 * group, STEPS)
+        total += made * scale + whole * (step_of(steps, 2 * group + 1, STEPS) - OFFSET * scale)
     return total
 
 
@@ -143,9 +179,9 @@ def _finish(
 @triton.jit(do_not_specialize=["m"])
 def _few_rows_linear(
     x, weight, scales, bias, out, sums, counters, m, n, k, stride,
-    CODES: tl.constexpr, FAST: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, M: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, IS_SPLIT: tl.constexpr, AHEAD: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    CODES: tl.constexpr, STEPS: tl.constexpr, FAST: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    IS_SPLIT: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -168,30 +204,46 @@ def _few_rows_linear(
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     item = tl.program_id(0) * M + tl.arange(0, M)
+    # As with rows: a mask would be computed for every piece of x that a thread asks for.
+    read = tl.minimum(item, m - 1)
     total = tl.zeros((ROWS, M), tl.float32)
     other = tl.zeros((ROWS, M), tl.float32)
     for begin in tl.range(first, end, COLUMNS, num_stages=STAGES):
         if CODES == "fp8":
             column = begin // 4 + tl.arange(0, COLUMNS // 4)[None, :]
             words = tl.load(here + column, eviction_policy="evict_first")
-            total = _times_eight_bits(total, words, x, item, m, begin, k, PRECISION, FAST)
+            if IS_WHOLE:
+                given = _given(x, read, begin + tl.arange(0, COLUMNS), k)
+                total += dot(_wide_eight_bits(words, COLUMNS, FAST).to(given.dtype), given, PRECISION)
+            else:
+                total = _times_eight_bits(total, words, x, read, begin, k, PRECISION, FAST)
             if ACTIVATION != "":
                 words = tl.load(under + column, eviction_policy="evict_first")
-                other = _times_eight_bits(other, words, x, item, m, begin, k, PRECISION, FAST)
+                if IS_WHOLE:
+                    other += dot(_wide_eight_bits(words, COLUMNS, FAST).to(given.dtype), given, PRECISION)
+                else:
+                    other = _times_eight_bits(other, words, x, read, begin, k, PRECISION, FAST)
         elif CODES == "int4":
             column = begin // 8 + tl.arange(0, FOURS)[None, :]
             run = begin // _RUN
             words = tl.load(here + column, eviction_policy="evict_first")
             steps = tl.load(scales + there * (stride // FOURS) + run)
-            total = _times_four_bits(total, words, steps, x, item, m, begin, k, PRECISION, FAST)
+            if IS_WHOLE:
+                given = _given(x, read, begin + tl.arange(0, _RUN), k)
+                total += dot(_wide_four_bits(words, steps, STEPS, FAST).to(given.dtype), given, PRECISION)
+            else:
+                total = _times_four_bits(total, words, steps, x, read, begin, k, PRECISION, STEPS, FAST)
             if ACTIVATION != "":
                 words = tl.load(under + column, eviction_policy="evict_first")
                 steps = tl.load(scales + (there + n) * (stride // FOURS) + run)
-                other = _times_four_bits(other, words, steps, x, item, m, begin, k, PRECISION, FAST)
+                if IS_WHOLE:
+                    other += dot(_wide_four_bits(words, steps, STEPS, FAST).to(given.dtype), given, PRECISION)
+                else:
+                    other = _times_four_bits(other, words, steps, x, read, begin, k, PRECISION, STEPS, FAST)
         else:
             at = begin + tl.arange(0, COLUMNS)
             tile = tl.load(here + at[None, :], eviction_policy="evict_first")
-            given = _given(x, item, m, at, k)
+            given = _given(x, read, at, k)
             total += dot(tile, given, PRECISION)
             if ACTIVATION != "":
                 other += dot(tl.load(under + at[None, :], eviction_policy="evict_first"), given, PRECISION)
@@ -232,7 +284,8 @@ def forward(x: Tensor, weight: Tensor | NarrowWeight, bias: Tensor | None, activ
     launch(
         _few_rows_linear, (*grid, parts),
         x, codes, scales_of(weight) if is_narrow else None, bias, out, sums, counters, m, n, k, codes.shape[1],
-        CODES=weight.kind if is_narrow else "", FAST=is_narrow and is_fast(weight), HAS_BIAS=bias is not None,
+        CODES=weight.kind if is_narrow else "", STEPS=steps_of(weight) if is_narrow else "",
+        FAST=is_narrow and is_fast(weight), IS_WHOLE=is_narrow and tile.is_whole, HAS_BIAS=bias is not None,
         ACTIVATION=activation or "", M=rows_of_x, ROWS=tile.rows, COLUMNS=columns, STAGES=tile.stages,
         IS_SPLIT=parts > 1, AHEAD=AHEAD if is_on_gpu(x) else 0,
         PRECISION=precision_of(x.dtype), num_warps=tile.warps, **overlapping(x.device),

@@ -1,7 +1,8 @@
 """Weights in fewer bits: how they are kept. Products that read them so: `row_linear`, `few_rows_linear`.
 
     fp8    8 bits a weight (e4m3), and one scale, float32, for each row of outputs
-    int4   4 bits a weight, and for each 64 of them along the inputs a scale and a lowest value, of 16 bits each
+    int4   4 bits a weight, and for each 64 of them along the inputs a scale and a lowest value, of 16 bits each: in
+           bfloat16 for weights that are, whose programs multiply in that
 
 They lie in words of 32 bits, and each 128 inputs of a row share theirs. What is at one place of all these words are
 inputs that lie one behind the other: a program reads whole words, and multiplies what is at a place with what is given
@@ -76,8 +77,9 @@ def make_narrow(weight: Tensor, kind: str) -> NarrowWeight:
         codes = (wide / scales[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
         groups = wide.view(*weight.shape[:-1], -1, GROUP)
-        low, high = groups.amin(-1, keepdim=True).half(), groups.amax(-1, keepdim=True)
-        step = ((high - low.float()) / 15).clamp_min(1e-7).half()
+        kept = dtype if dtype.itemsize == 2 else torch.float16
+        low, high = groups.amin(-1, keepdim=True).to(kept), groups.amax(-1, keepdim=True)
+        step = ((high - low.float()) / 15).clamp_min(1e-7).to(kept)
         codes = ((groups - low.float()) / step.float()).round().clamp(0, 15).to(torch.uint8).flatten(-2)
         scales = torch.cat((step, low), -1)
     return NarrowWeight(kind=kind, codes=_packed(codes, BITS[kind]), scales=scales, inputs=inputs, dtype=dtype)

@@ -24,8 +24,9 @@ from shardwise.kernels.widen_triton import (
     OFFSET,
     eight_bits_shifted,
     four_bits_shifted,
-    half_of,
     scales_of,
+    step_of,
+    steps_of,
 )
 
 
@@ -80,10 +81,10 @@ def _columns(begin, PLACE: tl.constexpr, RUNS: tl.constexpr, WORDS: tl.constexpr
 
 
 @triton.jit
-def _scaled(made, whole, steps, GROUP: tl.constexpr):
+def _scaled(made, whole, steps, GROUP: tl.constexpr, STEPS: tl.constexpr):
     """Sums of a group times its scale, and what was given to it times its lowest value."""
-    scale = half_of(steps, 2 * GROUP)
-    low = half_of(steps, 2 * GROUP + 1) - OFFSET * scale
+    scale = step_of(steps, 2 * GROUP, STEPS)
+    low = step_of(steps, 2 * GROUP + 1, STEPS) - OFFSET * scale
     return made * scale[:, :, None] + whole[None] * low[:, :, None]
 
 
@@ -140,7 +141,7 @@ def _times_eight_bits(
 @triton.jit
 def _times_four_bits(
     total, other, here, under, steps, steps_under, begin, k, is_row, x, residual, norm, rstd,
-    HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """The same of 4 bits, one group after the other."""
     words = _words(here, begin, k, is_row, total.shape[1], FOURS)
@@ -159,18 +160,18 @@ def _times_four_bits(
             made += four_bits_shifted(words, place) * value[None]
             if ACTIVATION != "":
                 under_made += four_bits_shifted(beneath, place) * value[None]
-        total += _scaled(made, whole, step, group)
+        total += _scaled(made, whole, step, group, STEPS)
         if ACTIVATION != "":
-            other += _scaled(under_made, whole, step_under, group)
+            other += _scaled(under_made, whole, step_under, group, STEPS)
     return total, other
 
 
 @triton.jit
 def _row_linear(
     x, weight, scales, bias, residual, norm, out, new, n, k, stride, eps,
-    CODES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    CODES: tl.constexpr, STEPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -206,7 +207,7 @@ def _row_linear(
             steps = scales + there * (stride // FOURS)
             total, other = _times_four_bits(
                 total, other, here, under, steps, steps + n * (stride // FOURS), begin, k, is_row,
-                x, residual, norm, rstd, HAS_RESIDUAL, HAS_NORM, ACTIVATION,
+                x, residual, norm, rstd, HAS_RESIDUAL, HAS_NORM, ACTIVATION, STEPS,
             )  # fmt: skip
         else:
             at = begin + column
@@ -254,8 +255,9 @@ def forward(
     launch(
         _row_linear, (triton.cdiv(n, rows),),
         x, codes, scales_of(weight) if is_narrow else None, bias, residual, norm, out, new, n, k, codes.shape[1], eps,
-        CODES=weight.kind if is_narrow else "", HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        HAS_NORM=norm is not None, ACTIVATION=activation or "", ROWS=rows, COLUMNS=columns, STAGES=stages,
+        CODES=weight.kind if is_narrow else "", STEPS=steps_of(weight) if is_narrow else "",
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm is not None,
+        ACTIVATION=activation or "", ROWS=rows, COLUMNS=columns, STAGES=stages,
         AHEAD=AHEAD if is_on_gpu(x) else 0, num_warps=tile.warps, **overlap,
     )  # fmt: skip
     return out, new

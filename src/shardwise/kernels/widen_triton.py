@@ -46,18 +46,25 @@ def _from_byte(place: int) -> str:
         }}"""
 
 
-def _from_four_bits(place: int) -> str:
+def _from_four_bits(place: int, scale: str = "mov.b32 $0, a;") -> str:
     """The same of 4 bits. Low ones of a byte lie where they should."""
     shift = "shr.u32 a, a, 4;" if place % 2 else ""
     return f"""{{
-        .reg .b32 a;
+        .reg .b32 a, s;
         prmt.b32 a, $1, $2, 0x0{4 + place // 2}0{place // 2};
         {shift}
-        lop3.b32 $0, a, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+        {scale}
         }}"""
 
 
+def _scaled_four_bits(place: int) -> str:
+    """The same without what is too much, times a scale and with a lowest value, each given for both words."""
+    return _from_four_bits(place, "mov.b32 s, 0xc300c300; add.rn.bf16x2 a, a, s; fma.rn.bf16x2 $0, a, $3, $5;")
+
+
 _BYTES = tl.constexpr(tuple(map(_from_byte, range(4))))
+_SCALED_FOUR_BITS = tl.constexpr(tuple(map(_scaled_four_bits, range(8))))
 _FOUR_BITS = tl.constexpr(tuple(map(_from_four_bits, range(8))))
 
 
@@ -97,15 +104,40 @@ def four_bits_shifted(words, PLACE: tl.constexpr):
 
 
 @triton.jit
-def half_of(bits, PLACE: tl.constexpr):
+def step_of(bits, PLACE: tl.constexpr, STEPS: tl.constexpr):
     """One of the four numbers of 16 bits that lie in 64: scale and lowest value of a group, and of the next."""
-    return ((bits >> (16 * PLACE)) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    if STEPS == "bf16":
+        return (((bits >> (16 * PLACE)) & 0xFFFF) << 16).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        return ((bits >> (16 * PLACE)) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _twice(bits, PLACE: tl.constexpr):
+    """One of these four, beside itself."""
+    one = ((bits >> (16 * PLACE)) & 0xFFFF).to(tl.int32)
+    return one | (one << 16)
+
+
+@triton.jit
+def scaled_four_bits(words, bits, PLACE: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, FAST: tl.constexpr):
+    """4 bits of words times the scale of their group, with its lowest value. A bfloat16 has all that comes of 4 bits
+    and 8 before it is rounded, once, as in the definition."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            _SCALED_FOUR_BITS[PLACE], "=r,r,r,r,r,r,r",
+            [words, _twice(bits, 2 * GROUP), _twice(bits, 2 * GROUP + 1)],
+            dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        made = four_bits_shifted(words, PLACE) - OFFSET
+        return made * step_of(bits, 2 * GROUP, STEPS) + step_of(bits, 2 * GROUP + 1, STEPS)
 
 
 @triton.jit
 def _widen(
     codes, scales, out, num_rows, k, stride,
-    CODES: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CODES: tl.constexpr, STEPS: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     begin = tl.program_id(1) * COLUMNS
@@ -126,8 +158,7 @@ def _widen(
             steps = tl.load(scales + there * (stride // FOURS) + run, mask=is_row, other=0)
             for place in tl.static_range(8):
                 at = begin + first + place * FOURS + tl.arange(0, FOURS)[None, :]
-                made = (from_four_bits(word, place, FAST).to(tl.float32) - OFFSET) * half_of(steps, place // 4 * 2)
-                made += half_of(steps, place // 4 * 2 + 1)
+                made = scaled_four_bits(word, steps, place, place // 4, STEPS, FAST)
                 tl.store(out + there * k + at, made.to(out.dtype.element_ty), mask=is_row & (at < k))
 
 
@@ -140,6 +171,11 @@ def scales_of(weight: NarrowWeight) -> Tensor:
     return weight.scales if weight.kind == "fp8" else weight.scales.flatten().view(torch.int64)
 
 
+def steps_of(weight: NarrowWeight) -> str:
+    """What scales and lowest values of 4 bits are kept in."""
+    return "" if weight.kind == "fp8" else "bf16" if weight.scales.dtype == torch.bfloat16 else "fp16"
+
+
 def forward(weight: NarrowWeight) -> Tensor:
     """See `widen`."""
     out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.codes.device)
@@ -148,6 +184,6 @@ def forward(weight: NarrowWeight) -> Tensor:
     launch(
         _widen, (triton.cdiv(num_rows, ROWS), triton.cdiv(k, COLUMNS)),
         weight.codes, scales_of(weight), out, num_rows, k, stride,
-        CODES=weight.kind, FAST=is_fast(weight), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+        CODES=weight.kind, STEPS=steps_of(weight), FAST=is_fast(weight), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
     return out

@@ -104,7 +104,10 @@ class DeviceRunner:
 
     def recover(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of weights, cache and graphs: their memory is free, whoever still has the engine."""
+        for name in ("_layers", "_graphs"):
+            vars(self).pop(name, None)
 
     def _pack(self, pieces: Several[Piece]) -> Whole:
         return pack_singles(pieces, self._tables, self._block_size)

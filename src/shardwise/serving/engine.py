@@ -128,8 +128,11 @@ class LLMEngine:
             self.step()
 
     def close(self) -> None:
+        """Nothing is answered from here on, and memory for weights and blocks is free."""
         if self.tiers is not None:
             self.tiers.close()
+            self.tiers = self.scheduler.beneath = None
+        self._under_way = None
         self.runner.close()
 
     def _begin(self, pieces: Several[Piece], *, waits: bool) -> Step:

@@ -28,7 +28,9 @@ from shardwise.serving.host_places import HostPlaces
 
 _SUFFIX = ".kv"
 _HEAD_BYTES = 16
-#: Blocks that may wait to be written: what comes faster than the disk takes it is not kept.
+#: Blocks that may wait to be written. What comes faster than the disk takes it is not kept, and of all that wait the
+#: first go: whoever leaves the cache later was asked for later, or is nearer to the beginning that it is part of, and
+#: what lies behind a block that is missing is found by nobody.
 _MOST_WRITES = 256
 #: What is read ahead has so many places, or those of so many bytes.
 _MOST_READS, _MOST_READ_BYTES = 64, 256 * 2**20
@@ -48,7 +50,8 @@ class FileTier:
         #: Blocks that were not written because the disk did not keep up.
         self.num_skipped = 0
         self._names = Arc(self.num_blocks)
-        self._writing: dict[bytes, Future[None]] = {}
+        #: Writes that wait or are under way, the oldest first, and what is called behind them.
+        self._writing: dict[bytes, tuple[Future[None], Callable[[], None] | None]] = {}
         #: Reads that were begun, the oldest first, and where to.
         self._reading: dict[bytes, tuple[Future[bool], int]] = {}
         #: What was written, and not taken over yet; removals under way, the oldest first.
@@ -93,10 +96,21 @@ class FileTier:
         if name in self._names:
             self._names.renew(name)
             return False
-        if len(self._writing) >= min(_MOST_WRITES, self.num_blocks):
+        if len(self._writing) >= min(_MOST_WRITES, self.num_blocks) and not self.give_up_oldest():
             self.num_skipped += 1
             return False
         return True
+
+    def give_up_oldest(self) -> bool:
+        """Do not write whoever has waited longest, if anybody waits."""
+        for name, (writing, after) in self._writing.items():
+            if writing.cancel():
+                del self._writing[name]
+                self.num_skipped += 1
+                if after is not None:
+                    after()
+                return True
+        return False
 
     def put(
         self, name: bytes, block: Tensor, *, before: Callable[[], None] | None = None,
@@ -107,7 +121,8 @@ class FileTier:
         if not self.wants(name):
             return False
         self._make_room(1)
-        self._writing[name] = self._writer(name).submit(self._write, name, block, before, after, list(self._going))
+        writing = self._writer(name).submit(self._write, name, block, before, after, list(self._going))
+        self._writing[name] = writing, after
         return True
 
     def prefetch(self, name: bytes) -> None:
@@ -151,7 +166,7 @@ class FileTier:
 
     def settle(self) -> None:
         """Wait for all that is being written or removed."""
-        for each in (*self._writing.values(), *self._going):
+        for each in (*(writing for writing, _ in self._writing.values()), *self._going):
             each.result()
         self._take_over()
 

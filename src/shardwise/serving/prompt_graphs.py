@@ -74,53 +74,54 @@ class _Captured:
 
 
 class PromptGraphs:
-    """Who runs the pieces of a step with so many tokens."""
+    """Who runs the pieces of a step with so many tokens. It does not hold the layers, which hold it: what nobody uses
+    any more is to go at once, not when Python looks for circles."""
 
-    def __init__(self, pieces: Pieces, *, width: int, seen_width: int, like: Tensor, capture: Any = None) -> None:
-        self._pieces, self._widths, self._like = pieces, (width, seen_width), like
+    def __init__(self, *, width: int, seen_width: int, like: Tensor, capture: Any = None) -> None:
+        self._widths, self._like = (width, seen_width), like
         self._capture = capture or Capture()
         self._captured: dict[int, _Captured] = {}
         self._asked: Counter[int] = Counter()
         self._is_on = True
 
-    def runner(self, num_tokens: int) -> RunPiece:
+    def runner(self, pieces: Pieces, num_tokens: int) -> RunPiece:
         if not self._is_on or num_tokens > SIZES[-1]:
-            return self._pieces.run_piece
+            return pieces.run_piece
         size = SIZES[bisect_left(SIZES, num_tokens)]
         self._asked[size] += 1
         if size not in self._captured and self._asked[size] > PATIENCE:
-            self._try_to_capture(size)
+            self._try_to_capture(pieces, size)
         held = self._captured.get(size)
-        return self._pieces.run_piece if held is None else held.run(num_tokens)
+        return pieces.run_piece if held is None else held.run(num_tokens)
 
-    def _try_to_capture(self, size: int) -> None:
+    def _try_to_capture(self, pieces: Pieces, size: int) -> None:
         try:
-            self._captured[size] = self._capture_all(size)
+            self._captured[size] = self._capture_all(pieces, size)
         except Exception as error:  # Whatever a layer does that no graph can hold: steps go on without.
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             warnings.warn(f"steps with prompts run without CUDA graphs ({reason})", stacklevel=2)
             self._is_on = False
 
-    def _capture_all(self, size: int) -> _Captured:
+    def _capture_all(self, pieces: Pieces, size: int) -> _Captured:
         hidden, seen = (self._like.new_zeros(size, width) for width in self._widths)
         # Once as it is: kernels are compiled, and libraries choose theirs, outside of the graphs.
-        product, residual = self._pieces.run_piece(0, hidden, None)
+        product, residual = pieces.run_piece(0, hidden, None)
         held = torch.empty_like(product)
-        for number in range(1, self._pieces.num_pieces):
-            product, residual = self._pieces.run_piece(number, seen, residual)
+        for number in range(1, pieces.num_pieces):
+            product, residual = pieces.run_piece(number, seen, residual)
         last = torch.empty_like(product), torch.empty_like(residual)
         between: list[Tensor | None] = [None]
 
         def work(number: int) -> None:
             given, before = (seen, between[0]) if number else (hidden, None)
-            found = self._pieces.run_piece(number, given, before)
+            found = pieces.run_piece(number, given, before)
             between[0] = found[1]
             # One place for all products: that of each layer would be held for good.
-            if number + 1 < self._pieces.num_pieces:
+            if number + 1 < pieces.num_pieces:
                 held.copy_(found[0])
             else:
                 for place, each in zip(last, found, strict=True):
                     place.copy_(each)
 
-        replays = [self._capture(partial(work, number)) for number in range(self._pieces.num_pieces)]
+        replays = [self._capture(partial(work, number)) for number in range(pieces.num_pieces)]
         return _Captured(hidden=hidden, seen=seen, product=held, last=last, replays=replays)

@@ -145,4 +145,5 @@ class LocalRunner:
 
     def recover(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        vars(self).pop("_part", None)

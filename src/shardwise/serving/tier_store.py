@@ -6,8 +6,8 @@
 
 Copies between a GPU and the host run beside its steps (`block_copies.py`), and files are written and read by threads
 (`file_tier.py`). A block on its way to a file stays in its place on the host until it is written: a thread waits for
-its copy, and gives the place back. Nobody else waits. If there is no place left, the block is not kept. Copies are
-begun some at a time (`begin`), and only then are threads told of what they carry.
+its copy, and gives the place back. Nobody else waits. If there is no place left, whoever waits longest to be written
+is not kept. Copies are begun some at a time (`begin`), and only then are threads told of what they carry.
 """
 
 from collections.abc import Container, Sequence
@@ -236,14 +236,25 @@ class TierStore:
     def _put_in_a_file(self, block: int, name: bytes) -> bool:
         if self.files is None or name in self._to_write or not self.files.wants(name):
             return False
-        places = self.host.places
-        place = places.take()
+        places, place = self.host.places, self._take_place()
         if place is None:
             self.files.num_skipped += 1
             return False
         self._copies.out(block, places, place)
         self._to_write[name] = place
         return True
+
+    def _take_place(self) -> int | None:
+        """For a block on its way to a file: a free one, or that of whoever has waited longest."""
+        place = self.host.places.take()
+        if place is not None or self.files is None:
+            return place
+        if self.files.give_up_oldest():
+            return self.host.places.take()
+        if not self._to_write:
+            return None
+        self.files.num_skipped += 1
+        return self._to_write.pop(next(iter(self._to_write)))  # Copies to one place come in their order.
 
     def _let_go(self, name: bytes, place: int) -> None:
         """A block leaves the host, for a file if whoever comes has a place meanwhile."""

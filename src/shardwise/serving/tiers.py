@@ -184,6 +184,7 @@ class Tiers:
         """What only the host has goes to the files, so that the next start finds it."""
         self.store.flush()
         self.store.close()
+        self._pool.on_evict = self._pool.on_drop = None
 
     def _keep(self, block: int, name: bytes) -> bool:
         begun = perf_counter()

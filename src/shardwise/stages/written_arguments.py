@@ -31,8 +31,8 @@ class WrittenArguments:
         In the places of those that are copied is nothing: torch holds arguments until they are computed with again, and
         refuses what was written meanwhile.
         """
-        given: dict[_Key, Any] = {**dict(enumerate(args)), **kwargs}
-        tensors = {key: each for key, each in given.items() if isinstance(each, Tensor)}
+        given: list[tuple[_Key, Any]] = [*enumerate(args), *kwargs.items()]
+        tensors = {key: each for key, each in given if isinstance(each, Tensor)}
         first = {key: each for key, each in tensors.items() if self._known is None or key in self._known}
         copies = {key: each.detach().clone().requires_grad_(each.requires_grad) for key, each in first.items()}
         versions = {key: (each, version_of(each)) for key, each in tensors.items()}

@@ -320,6 +320,18 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def before_gradient(tensor: Tensor, call: Callable[[], None]) -> None:
+    """Have a function called when a backward comes from a tensor to what has made it.
+
+    A view that is written in place later (a block that begins with `nn.ReLU(inplace=True)`) is made by something else
+    from then on, and its hooks are not called: autograd goes from there to what it is a view of. No public way.
+    """
+    tensor.register_hook(lambda _: call())  # type: ignore[no-untyped-call]
+    base = tensor._base
+    if base is not None and base.grad_fn is not None:
+        base.grad_fn.register_prehook(lambda _: call())
+
+
 def gradient_hooks(tensor: Tensor) -> Mapping[Any, Callable[[Tensor], Tensor | None]]:
     """Hooks of `register_hook`, to call where a gradient does not come from autograd. No public way."""
     return tensor._backward_hooks or {}

@@ -2,7 +2,10 @@
 # Programs as users write them.
 # mypy: disable-error-code="no-any-return"
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from threading import Event, Thread
 
 import numpy as np
 import torch
@@ -63,12 +66,61 @@ def a_seed_of_each_rank(parallelize: Parallelize) -> Result:
     return trained(engine)
 
 
+@program({"all": "not at the same place of their generators"}, only="tp", but="dp")
+def a_seed_of_each_rank_and_nothing_tried(parallelize: Parallelize) -> Result:
+    """The same with `verify=False`: what blocks name tells that they draw."""
+    engine = start(parallelize, small_net(block=Noisy), verify=False)
+    torch.manual_seed(7 + rank())
+    return trained(engine)
+
+
 @program(only="tp", but="dp")
 def a_seed_of_each_rank_and_nothing_drawn(parallelize: Parallelize) -> Result:
     """The same where nothing is drawn: right."""
     engine = start(parallelize, small_net())
     torch.manual_seed(7 + rank())
     return trained(engine)
+
+
+@contextmanager
+def thread_that_draws() -> Iterator[None]:
+    """As a loader does that prepares batches while steps run: each rank's is somewhere else."""
+    end = Event()
+
+    def draw() -> None:
+        while not end.wait(1e-4):
+            random.random()
+            np.random.random()
+
+    thread = Thread(target=draw, daemon=True)
+    random.seed(rank())
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+@program(only="tp", but="dp", always=True)
+def a_thread_that_draws(parallelize: Parallelize) -> Result:
+    """From generators that the forward does not draw from."""
+    engine = start(parallelize, small_net())
+    with thread_that_draws():
+        return trained(engine)
+
+
+class Lucky(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.uniform(0.9, 1.1)
+
+
+@program({"all": "not at the same place of their generators"}, only="tp", but="dp", always=True)
+def a_thread_and_a_forward_that_draw(parallelize: Parallelize) -> Result:
+    """From one generator: nobody knows what the forward draws."""
+    engine = start(parallelize, small_net(block=Lucky))
+    with thread_that_draws():
+        return trained(engine)
 
 
 @program(WORLD)

@@ -396,3 +396,27 @@ class Whole(nn.Module):
 def torch_encoder_and_decoder(parallelize: Parallelize) -> Result:
     """`nn.Transformer`."""
     return trained(start(parallelize, Whole().double()))
+
+
+class InPlace(nn.Module):
+    """A block that writes into what it is given, which is a view: what a linear layer returns."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x.mul_(1.5))))
+
+
+@program(only="zero=3", always=True)
+def blocks_that_begin_in_place(parallelize: Parallelize) -> Result:
+    """Autograd goes another way back then, and does not come by hooks of what a block returned."""
+    return trained(start(parallelize, small_net(block=InPlace)))
+
+
+@program(only="recompute", always=True)
+def blocks_that_begin_in_place_computed_again(parallelize: Parallelize) -> Result:
+    """The second forward is given what the first one was given, not what that has written there."""
+    return trained(start(parallelize, small_net(block=InPlace)))

@@ -136,7 +136,7 @@ class Registers(Net):
         return self.head(self.layers[1](self.layers[0](hidden)))
 
 
-@program()
+@program({"pp": "writes to the buffer places, and no unit has it"})
 def a_buffer_registered_by_the_first_forward(parallelize: Parallelize) -> Result:
     """`register_buffer` when it is first needed."""
     return trained(start(parallelize, Registers().double()))

@@ -138,7 +138,7 @@ def keep(folder: Path, node: str, addresses: Sequence[str], patience: float) -> 
         return 0
     keeper, token = KeptFiles(memory), secrets.token_hex(16)
     with _server(keeper, token) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, name="shardwise-copies", daemon=True).start()
         place = folder / COPIES / f"{memory.folder.name}.json"
         told = {"node": node, "addresses": list(addresses), "port": server.server_address[1], "token": token,
                 "process": os.getpid()}  # fmt: skip

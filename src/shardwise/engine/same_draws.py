@@ -4,11 +4,17 @@
 of one layer (tp), of one sequence (cp) or of its experts compute one forward together, and must draw alike: a mask of
 tokens, a factor, whether a layer is left out. Nothing is compared as long as steps draw nothing: dropout is no draw of
 these generators (`sharding/dropout.py`).
+
+Threads of the script's own (a loader that prepares batches) draw from the same generators whenever they come to it.
+While there are any, what has moved was drawn by a step only where the code of the forward or the loss names something
+that draws from it. Else it was they.
 """
 
 import hashlib
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 
@@ -24,21 +30,30 @@ class SameDraws:
 
     `is_early`: numbers of a step are told before all of its forwards are over, as where there are stages; then what the
     steps before have moved is compared. Without `of_torch` its generators are not looked at: layers that are cut take
-    seeds from them where something is dropped, and no forward was seen to draw (`sharding/rng_tracker.py`).
+    seeds from them where something is dropped, and no forward was seen to draw (`sharding/rng_tracker.py`). `by_code`
+    says of Python's, NumPy's and torch's whether a step may draw from it.
     """
 
-    def __init__(self, device: torch.device, *, is_early: bool, of_torch: bool = True) -> None:
+    def __init__(
+        self, device: torch.device, *, is_early: bool, by_code: Callable[[], Sequence[bool]], of_torch: bool = True
+    ) -> None:
         self._device, self._is_early, self._of_torch = device, is_early, of_torch
+        self._by_code = cache(by_code)
         self._before: list[bytes] = []
         self._drawn: set[int] = set()
+        self._had_others = False
 
     def begin(self) -> None:
-        self._before = self._told()
+        self._before, self._had_others = self._told(), _are_others_there()
 
     def look(self) -> None:
         """Which were drawn from since the step began."""
         pairs = zip(self._before, self._told(), strict=True)
-        self._drawn |= {number for number, (was, now) in enumerate(pairs) if was != now}
+        moved = {number for number, (was, now) in enumerate(pairs) if was != now} - self._drawn
+        if moved and (self._had_others or _are_others_there()):
+            python, numpy, of_torch = self._by_code()
+            moved = {each for each in moved if (python, numpy, of_torch, of_torch)[each]}
+        self._drawn |= moved
 
     @property
     def number(self) -> float:
@@ -61,6 +76,12 @@ class SameDraws:
         if self._of_torch and self._device.type == "cuda":
             found.append(torch.cuda.get_rng_state(self._device).numpy().tobytes())
         return found
+
+
+def _are_others_there() -> bool:
+    """Whether the script, or a library, has threads beside the one that trains. Our own draw nothing."""
+    here = threading.get_ident()
+    return any(each.ident != here and not each.name.startswith("shardwise") for each in threading.enumerate())
 
 
 def check_draws(found: Sequence[float], together: Sequence[object]) -> None:

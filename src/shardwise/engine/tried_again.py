@@ -238,8 +238,11 @@ class TriedAgain:
 
     def _read_of(self, module: nn.Module, batch: Batch) -> dict[str, frozenset[str]]:
         flow = watch(module, {name: module.get_submodule(name) for name in self.units}, batch)
+        # What is its own is there for a unit, and buffers are there for all that are on one stage.
+        there = frozenset(name for name, _ in module.named_buffers()) if self._plan.pp == 1 else frozenset()
         read = {unit: frozenset[str]().union(*[c.touched for c in flow.calls if c.unit == unit]) for unit in self.units}
-        return {**read, "": flow.in_glue}
+        others = {unit: {name for name in names if not name.startswith(f"{unit}.")} for unit, names in read.items()}
+        return {unit: frozenset(names - there) for unit, names in {**others, "": flow.in_glue}.items()}
 
     def end(self) -> None:
         """What has changed during a step was changed by it, or by the engine that was made."""

@@ -36,6 +36,7 @@ from shardwise.stages.recalled import DEAR, recalling
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.switch import Inner
 from shardwise.stages.stage import Split
+from shardwise.stages.written_arguments import WrittenArguments
 from shardwise.torch_private import is_in_checkpoint
 
 
@@ -84,7 +85,7 @@ def _inside(_unit: str, call: Inner) -> Inner:
 
 
 def _outside(stage: ModuleStage, selective: bool, stops_early: bool, unit: str, call: Inner) -> Inner:
-    held = Held()
+    held, written = Held(), WrittenArguments(unit)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # What the module checkpoints itself is not kept anyway.
@@ -93,7 +94,7 @@ def _outside(stage: ModuleStage, selective: bool, stops_early: bool, unit: str, 
             return call(*args, **kwargs)
         again, counted = stage.moment(stage.unit(unit))
         computed = _with_arguments_kept(call, args, kwargs) if has_containers((*args, *kwargs.values())) else call
-        computed = _in_its_context(computed)
+        computed, args, kwargs = written.kept(_in_its_context(computed), args, kwargs)
         as_it_was = held.now(stage.unit(unit))
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

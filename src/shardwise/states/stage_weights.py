@@ -12,6 +12,7 @@ there; it is done with the unit when all gradients of its weights have arrived.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from shardwise.states.buckets.make import HeldStages, Users, ZeroConfig
 from shardwise.states.buckets.offloaded_weights import OffloadedWeights, OffloadedWhole
 from shardwise.states.buckets.reducer import MAKES_GRADIENTS
 from shardwise.states.buckets.weights import Weights
-from shardwise.torch_private import backward_id, pytree
+from shardwise.torch_private import backward_id, before_gradient, pytree
 
 _HALVES_OF_BACKWARD = (Kind.I, Kind.W)
 
@@ -68,7 +69,7 @@ class UnitPrefetch:
                 if isinstance(leaf, LazyLogits):
                     leaf.on_gradient(lambda _: self._go_back(unit))
                 elif leaf.requires_grad:
-                    leaf.register_hook(lambda _: self._go_back(unit))  # type: ignore[no-untyped-call]
+                    before_gradient(leaf, partial(self._go_back, unit))
             # Logits that wait for their loss need the weight until then, which is in the same computation (`end`).
             if not any(isinstance(leaf, LazyLogits) for leaf in leaves):
                 self.leave(unit)

@@ -30,7 +30,7 @@ from shardwise.states.tiers.disk import DiskReader, Records
 from shardwise.states.tiers.streamed_block import ScratchFile, StreamedBlock, num_bytes_of
 from shardwise.states.tiers.streamed_gradients import StreamedGradients
 from shardwise.states.tiers.swapped_storage import Presence, SourcedStorage
-from shardwise.torch_private import backward_id, call_after_backward, without_torch_function
+from shardwise.torch_private import backward_id, before_gradient, call_after_backward, without_torch_function
 
 #: Blocks on the device at once: one is computed, the others are on their way. More take room and bring nothing.
 NUM_AHEAD = 3
@@ -164,9 +164,9 @@ class StreamedWeights:
         self._blocks[number].bind_host()
         for each in tensors_in(output) if torch.is_grad_enabled() else ():
             if each.requires_grad and not each.is_leaf:
-                each.register_hook(partial(self._before_backward, number))  # type: ignore[no-untyped-call]
+                before_gradient(each, partial(self._before_backward, number))
 
-    def _before_backward(self, number: int, *_: object) -> None:
+    def _before_backward(self, number: int) -> None:
         if self._versions.get(number) != self._blocks[number].version:
             raise ShardwiseError(
                 "weights of a streamed block were changed between a forward and its backward",

@@ -1,0 +1,124 @@
+"""What the code names that a forward or a loss may come to: its functions, and those that they name or close over.
+
+What is named may not be called, and what is called through an attribute is not seen. So it tells what may be drawn, and
+is asked only where nothing else tells.
+"""
+
+import random
+import sys
+from collections.abc import Iterator
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from shardwise.stages.split.drawn_state import names_in
+from shardwise.torch_private import DropoutModule
+
+#: Code of these names what it draws in other ways, or nothing that a user's forward decides.
+_NOT_READ = frozenset({"torch", "shardwise", "numpy", *sys.stdlib_module_names})
+_STATE = frozenset({"seed", "getstate", "setstate", "get_state", "set_state"})
+_OF_PYTHON = frozenset(name for name in dir(random.Random) if not name.startswith("_")) - _STATE
+_OF_TORCH = frozenset({
+    "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "normal_", "uniform_",
+    "bernoulli", "bernoulli_", "multinomial", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_",
+    "poisson", "binomial", "gumbel_softmax", "rrelu", "alpha_dropout", "feature_alpha_dropout", "dropout1d",
+    "dropout2d", "dropout3d", "trunc_normal_", "sample", "rsample",
+})  # fmt: skip
+#: Layers of torch that draw. Not `nn.Dropout`, nor the function: they drop by places (`sharding/dropout.py`).
+_DRAWING_LAYERS = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+def may_draw_by(*roots: Any) -> tuple[bool, bool, bool]:
+    """Whether modules and functions may draw from generators of Python, NumPy and torch, by what they name."""
+    names = names_reached(*roots)
+    numpy = sys.modules.get("numpy")
+    layers = [layer for each in roots if isinstance(each, nn.Module) for layer in each.modules()]
+    return (
+        not names.isdisjoint(_OF_PYTHON),
+        numpy is not None and "numpy" in names and not names.isdisjoint(dir(numpy.random.RandomState)),
+        not names.isdisjoint(_OF_TORCH) or any(map(_draws, layers)),
+    )
+
+
+def _draws(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.RNNBase):
+        return layer.dropout > 0
+    is_dropout = isinstance(layer, DropoutModule) and not isinstance(layer, nn.Dropout)
+    return is_dropout or isinstance(layer, _DRAWING_LAYERS)
+
+
+def names_reached(*roots: Any) -> frozenset[str]:
+    """All names in functions that these modules, functions and objects may call; NumPy's by its own name."""
+    waiting, seen, found = list(roots), set[int](), set[str]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, FunctionType) and _is_read(each):
+            names = set(names_in(each.__code__))
+            held = [each.__globals__[name] for name in names if name in each.__globals__]
+            found |= names | {str(getattr(one, "__name__", "")) for one in held}  # `from random import random as draw`
+            found |= {"numpy" for one in held if _is_numpys(one)}
+        waiting.extend(_next(each))
+    return frozenset(found)
+
+
+def _is_read(each: Any) -> bool:
+    return str(getattr(each, "__module__", None) or "torch").partition(".")[0] not in _NOT_READ
+
+
+def _is_numpys(held: Any) -> bool:
+    """Whether it is NumPy, a part of it, or a function that draws from its generator."""
+    owner = getattr(held, "__self__", None)
+    name = held.__name__ if isinstance(held, ModuleType) else type(owner).__module__
+    return name.partition(".")[0] == "numpy"
+
+
+def _next(each: Any) -> Iterator[Any]:
+    if isinstance(each, FunctionType):
+        yield from (cell.cell_contents for cell in each.__closure__ or () if _is_full(cell))
+        if _is_read(each):
+            named = (each.__globals__.get(name) for name in names_in(each.__code__))
+            yield from (held for held in named if isinstance(held, (FunctionType, type, nn.Module)))
+    elif isinstance(each, MethodType):
+        yield from (each.__func__, each.__self__)
+    elif isinstance(each, partial):
+        yield from (each.func, *each.args, *each.keywords.values())
+    elif isinstance(each, dict):
+        yield from each.values()
+    elif isinstance(each, type):
+        yield from _methods(each)
+    elif isinstance(each, nn.Module):
+        yield type(each)
+        yield from each.children()
+        kinds = (FunctionType, MethodType, partial, dict)
+        yield from (held for held in vars(each).values() if isinstance(held, kinds))
+    elif callable(each) and hasattr(each, "__dict__"):
+        yield type(each)
+        yield from vars(each).values()
+
+
+def _methods(kind: type) -> Iterator[FunctionType]:
+    """A class's forward, and the methods that it names, and so on."""
+    bases = [each for each in kind.__mro__ if _is_read(each)]
+    seen, waiting = set[str](), ["forward", "__call__"]
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for held in [vars(base)[name] for base in bases if name in vars(base)]:
+            function = getattr(held, "__func__", held)
+            if isinstance(function, FunctionType):
+                yield function
+                waiting.extend(names_in(function.__code__))
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

@@ -1,0 +1,69 @@
+"""Arguments that a unit writes into: `nn.ReLU(inplace=True)` as its first layer, a board with a row for each block.
+
+A unit that is computed again must find them as its first run did. Which it writes into is known once it has run: in its
+first call all of its tensors are copied before, in all others those that are known.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError
+from shardwise.stages.split.switch import Inner
+from shardwise.torch_private import version_of
+
+#: An argument's place, or its name.
+_Key = int | str
+
+
+class WrittenArguments:
+    """Of one unit, those that it was seen to write into; None before its first call."""
+
+    def __init__(self, unit: str) -> None:
+        self._unit = unit
+        self._known: frozenset[_Key] | None = None
+
+    def kept(
+        self, call: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Inner, tuple[Any, ...], dict[str, Any]]:
+        """The same call, whose later runs find what its first one found; and the arguments that it is to be given.
+
+        In the places of those that are copied is nothing: torch holds arguments until they are computed with again, and
+        refuses what was written meanwhile.
+        """
+        given: list[tuple[_Key, Any]] = [*enumerate(args), *kwargs.items()]
+        tensors = {key: each for key, each in given if isinstance(each, Tensor)}
+        first = {key: each for key, each in tensors.items() if self._known is None or key in self._known}
+        copies = {key: each.detach().clone().requires_grad_(each.requires_grad) for key, each in first.items()}
+        versions = {key: (each, version_of(each)) for key, each in tensors.items()}
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            is_first = bool(versions)
+            # A leaf that requires a gradient cannot be written into, so copies are given as copies of their own.
+            held = dict(first) if is_first else {key: copies[key].clone() for key in copies}
+            result = call(
+                *(held.get(place, each) for place, each in enumerate(args)),
+                **{key: held.get(key, each) for key, each in kwargs.items()},
+            )
+            if is_first:
+                written = frozenset(key for key, (each, version) in versions.items() if version_of(each) != version)
+                self._learn(written)
+                copies.update({key: each for key, each in first.items() if key not in written})
+                first.clear()
+                versions.clear()
+            return result
+
+        return (
+            run,
+            tuple(None if place in first else each for place, each in enumerate(args)),
+            {key: None if key in first else each for key, each in kwargs.items()},
+        )
+
+    def _learn(self, written: frozenset[_Key]) -> None:
+        if self._known is not None and not written <= self._known:
+            raise ShardwiseError(
+                f"{self._unit} writes into a tensor that it is given, which it did not in its first call: computed"
+                " again in the backward, it would find what it has written",
+                remedy="a copy of it in the forward (x = x.clone()), or a plan without recompute",
+            )
+        self._known = written if self._known is None else self._known

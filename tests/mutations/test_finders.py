@@ -9,6 +9,7 @@ import pytest
 
 from tests.left_out import LEFT_OUT, ONE_IN, ROOT, _kept, finders
 from tests.mutations.fault import read_faults
+from tests.stand_ins import STAND_INS
 
 
 def test_every_fault_has_been_found() -> None:
@@ -21,10 +22,22 @@ def test_no_test_that_found_a_fault_is_left_out(pytestconfig: pytest.Config) -> 
     assert sorted(left_out & set(finders().values())) == []
 
 
-@pytest.mark.parametrize("test", sorted({name.partition("[")[0] for name in finders().values()}))
-def test_a_test_that_found_a_fault_is_still_there(test: str) -> None:
-    path, _, name = test.partition("::")
-    assert re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+def test_every_test_that_found_a_fault_is_still_there() -> None:
+    assert sorted(test for test in {*finders().values()} if not is_there(test)) == []
+
+
+def test_what_is_left_out_for_a_stand_in_is_there_and_the_stand_in_runs() -> None:
+    found_faults = {each.partition("[")[0] for each in finders().values()}
+    for test, other in STAND_INS.items():
+        assert is_there(test), test
+        assert is_there(other), other
+        assert other not in STAND_INS, other
+        assert test not in found_faults, test
+
+
+def is_there(test: str) -> bool:
+    path, _, name = test.partition("[")[0].partition("::")
+    return re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 def test_every_row_that_is_run_in_part_is_there() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.cost.serving import WEIGHT_BYTES
 from shardwise.kernels.few_rows_linear import few_rows_linear
 from shardwise.kernels.gated import Activation
 from shardwise.kernels.narrow import KINDS, make_narrow
@@ -13,6 +14,13 @@ from shardwise.kernels.widen import widen
 from tests.kernels.against import STEP, random_of
 
 HALVES = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.whole)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_take_as_many_bytes_as_the_planner_counts(kind: str) -> None:
+    narrow = make_narrow(torch.randn(8, 1024), kind)
+    scales = narrow.scales.nbytes if kind == "int4" else 0  # One for a whole row is next to nothing.
+    assert narrow.codes.nbytes + scales == WEIGHT_BYTES[kind] * 8 * 1024
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -73,7 +73,8 @@ The plainest within 3 % of the fastest is the answer, and contexts shorter than 
 the host, have to gain more ([planning.md](planning.md)). A 405B on 1,024 H100 as `dp=2,tp=4,pp=32,cp=4`, contexts of
 2,048 positions on a rank and a pipeline twice as deep as Meta's, is predicted 5.4 % faster than the answer, since four
 tensor parallel ranks wait less for their sums than eight, which Megatron hides in part and our engine does not. A 70B
-on 64 H100 with optimizer state on the host would gain 6.3 %, and GPT-OSS 120B with half of it there 6.8 %.
+on 64 H100 with optimizer state on the host would gain 6.3 %. Mixtures are priced by the launches that were counted in
+our engine's layers, and no such step of it was timed on GPUs: where a batch is small (Moonlight), that decides.
 
     python -m tests.planner.configurations        # writes this page
 

@@ -10,6 +10,7 @@ from shardwise.cli import main
 from shardwise.cost.memory import fitting_odds
 from shardwise.planner.account import account, layouts_of
 from shardwise.planner.changes import cheapest_changes
+from shardwise.planner.goals import faster_pool
 from shardwise.planner.leave_out import _MEASURED, PRIORS, _fit
 from shardwise.planner.plan import Plan
 from shardwise.planner.question import make_question
@@ -28,6 +29,11 @@ _ASK = ["--cluster", "8xh100", "--sequence", "4096"]
         (["plan", "llama3-8b", *_ASK, "--batch", "64", "--target", "4s"], "--target is a limit", "--goal fewest"),
         (["fit", "llama3-8b", *_ASK, "--plan", "dp=4 tp=2"], "has a space between two keys", "dp=4,tp=2"),
         (["fit", "gpt2", *_ASK, "--plan", "dp=8"], "has learned 1024 positions", "--sequence 1024"),
+        (["plan", "llama3-8b", *_ASK, "--batch", "64", "--fix", "ep=2"], "has no experts", "ep=1"),
+        (["plan", "llama3-8b", *_ASK, "--batch", "64", "--fix", "zero=0,zero_group=4"], "under zero=0 none", "zero=1"),
+        (["plan", "llama3-8b", *_ASK, "--batch", "64", "--weights", "fp8"], "is for serving", "--task serve"),
+        (["plan", "llama3-8b", *_ASK, "--task", "serve", "--weights", "int3"], "unknown kind of weights", "int4"),
+        (["plan", "llama3.1-405b", *_ASK, "--task", "serve"], "its weights in bf16 take 94.5 GiB", "--weights fp8"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_said_with_what_to_type_instead(
@@ -135,6 +141,38 @@ def test_a_limit_is_kept_by_the_fastest_where_the_simplest_does_not() -> None:
     assert kept.best is faster
     assert found.within(slower.seconds) is found
     assert found.within(0.8 * slower.seconds) is None
+
+
+def test_a_mixture_is_not_priced_by_launches_that_the_engine_does_not_make() -> None:
+    """With the routing that Megatron's runs were fitted by, a 30B on 16 H100 recomputed layers and had its optimizer on
+    the host, so as to have fewer microbatches."""
+    question = make_question("qwen3-30b-a3b", cluster="2x8xh100", batch=1024, sequence=4096)
+    plain, odd = (
+        account(question, Plan.parse(f"dp=4,pp=4,{text},precision=bf16")).seconds
+        for text in (
+            "ep=4,schedule=v-half,microbatches=256,zero=1",
+            "ep=2,microbatches=64,zero=2,recompute=full,recompute_layers=9,offload.optimizer=1",
+        )
+    )
+    assert plain < 0.95 * odd
+
+
+def test_groups_of_replicas_that_are_decided_are_so_many_whatever_tp_is() -> None:
+    fixed = {"tp": 2, "pp": 1, "cp": 1, "zero": 1, "zero_group": 4, "recompute": "none", "microbatches": 1}
+    question = make_question("gpt2", cluster="2x8xh100", batch=16, sequence=512, fixed=fixed)
+    assert find_plan(question).plan.zero_group == 4
+
+
+def test_a_pool_that_is_faster_without_the_others_is_told_of() -> None:
+    def alone(cluster: str) -> Findings | None:
+        fixed = {"tp": 1, "pp": 1, "cp": 1, "zero": 0, "recompute": "none"}
+        question = make_question("gpt2", cluster=cluster, batch=64, sequence=512, fixed=fixed)
+        return faster_pool(question, find_plan(question).best.seconds)
+
+    found = alone("1xh100+1xv100-32g")
+    assert found is not None
+    assert str(found.question.cluster) == "1xh100-80g"
+    assert alone("1xh100+1xh200") is None
 
 
 def test_odds_are_even_where_all_memory_is_taken() -> None:

@@ -270,7 +270,7 @@ class Engine:
     def _num_kernels(self, operation: Operation, share: Share) -> Number:
         """Kernels that one operation launches forward, or waits of the processor for the device that cost as much."""
         if isinstance(operation, Matmul):
-            if not operation.num_experts:
+            if not operation.num_experts or self.software.one_grouped:
                 return 1
             return gemm(operation, share).num_products
         if isinstance(operation, Attention):
@@ -279,6 +279,8 @@ class Engine:
         if isinstance(operation, Norm):
             return 1 if self.software.fused_norms else 6
         if isinstance(operation, (Router, Permutation)):
+            if self.software.routing_kernels is not None:
+                return self.software.routing_kernels
             fast = self.software.fast_dispatch or self.software.graphed_routing
             return self.constants.routing_kernels * (self.constants.fast_routing if fast else 1.0)
         return 1 if self.software.fused else 4

@@ -28,6 +28,8 @@ _TAKEN = 0.9
 _PROMPT_TOKENS = 8192
 # Kernels in a graph that choose experts, and as many that sort rows for them and back: nothing waits for counts there.
 _ROUTING_KERNELS = 4.0
+#: Bytes of a weight that is kept in fewer bits, scales of groups among them (`kernels/narrow.py`).
+WEIGHT_BYTES = {"fp8": 1.0, "int4": 0.5 + 2 * 2 / 64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +55,8 @@ def serve(
     pipeline has as many groups of sequences as stages, each on a stage of its own; tensor parallel ranks cut experts
     too.
     """
-    of_graphs = replace(constants, routing_kernels=_ROUTING_KERNELS)
-    engine = Engine(
-        device=pool.device, software=replace(software, cuda_graphs=True), constants=of_graphs, layer_bytes=layer_bytes
-    )
+    of_graphs = replace(software, cuda_graphs=True, routing_kernels=_ROUTING_KERNELS)
+    engine = Engine(device=pool.device, software=of_graphs, constants=constants, layer_bytes=layer_bytes)
     wires = Wires(pool=pool)
     together = np.maximum(-(-sequences // pp), 1)
     # A sequence ends, and a prompt comes in its place, once in `output` steps of its group.

@@ -74,6 +74,11 @@ class Software:
     scatters_gradients: bool = True
     # All-to-alls and grouped products made for experts (HybridEP and the kernels of its time).
     fast_dispatch: bool = False
+    # Kernels that choosing experts, sending rows to them and bringing them back each launch, where they were counted
+    # (ours); else as many as Megatron's take the time of, which is fitted.
+    routing_kernels: float | None = None
+    # One kernel multiplies the rows of all experts of a rank; else each expert's is launched by itself.
+    one_grouped: bool = False
     # A tensor parallel rank sends its part of an activation to the next stage, not all of it.
     split_hops: bool = True
     # The pipeline's instructions go through Python one by one, and what is sent is kept (DeepSpeed).

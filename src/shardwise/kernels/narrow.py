@@ -63,11 +63,6 @@ class NarrowWeight:
         return made[..., : self.inputs].to(self.dtype)
 
 
-def bytes_of(kind: str) -> float:
-    """Of one weight, the scales of 4 bits among them; one for a whole row is next to nothing."""
-    return 1.0 if kind == "fp8" else 0.5 + 2 * 2 / GROUP
-
-
 def make_narrow(weight: Tensor, kind: str) -> NarrowWeight:
     """Rounded to the nearest."""
     inputs, dtype = weight.shape[-1], weight.dtype

@@ -94,11 +94,10 @@ def assumptions(account: Account) -> str:
         told.append(f"weights that do not train held in {account.plan.precision}, since not in 8 or 4 bits")
     for pool in account.question.cluster.pools:
         host, node = pool.node.host, pool.node
-        if node.devices_per_node > 1:
-            told.append(
-                f"{node.link.name} {node.link.bytes_per_second / 1e9:g} GB/s in a node of {node.devices_per_node}"
-            )
-        if pool.num_nodes > 1:
+        if pool.domain > 1:
+            within = "node" if pool.domain <= node.devices_per_node else "domain"
+            told.append(f"{node.link.name} {node.link.bytes_per_second / 1e9:g} GB/s in a {within} of {pool.domain}")
+        if pool.num_devices > pool.domain:
             told.append(f"{8 * node.fabric.bytes_per_second / 1e9:g} Gb/s a device between nodes")
         if pool.device.architecture != "cpu":
             rate = link_rate(host, node.devices_per_node) / 1e9
@@ -210,7 +209,8 @@ def compared(best: Account, other: Account) -> list[str]:
     words += [f"{PART_WORDS[name]} -{format_seconds(-differences[name])}" for name in shrunk[:2]]
     memory = other.fullest.total - best.fullest.total
     sign = "+" if memory >= 0 else "-"
-    return [f"{longer * 100:+.1f} %", f"{sign}{format_bytes(abs(memory))}", ", ".join(words) or "much the same"]
+    percent = round(longer * 100, 1) + 0.0  # Not -0.0.
+    return [f"{percent:+.1f} %", f"{sign}{format_bytes(abs(memory))}", ", ".join(words) or "much the same"]
 
 
 def account_data(account: Account) -> dict[str, object]:
@@ -260,6 +260,15 @@ def draw_findings(found: "Findings", canvas: Canvas) -> None:
     canvas.print()
     for line in tally_lines(found.tally):
         canvas.print(canvas.paint(line, "dim"))
+
+
+def draw_pool(best: Account, alone: Account, canvas: Canvas) -> None:
+    """That one of several pools is faster without the others, and its plan."""
+    gain = 1.0 - alone.seconds / best.seconds
+    canvas.print(
+        f"\n{alone.question.cluster} alone is {format_percent(gain)} faster: {interval_text(alone)} with {alone.plan}. "
+        "A step on several pools takes as long as on the slowest, each rank with as much of the batch."
+    )
 
 
 def tally_lines(tally: "Tally") -> list[str]:

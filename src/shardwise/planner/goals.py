@@ -74,6 +74,21 @@ def cheapest(question: Question, prices: Mapping[str, float], seconds: float | N
     return best
 
 
+def faster_pool(question: Question, seconds: float) -> Findings | None:
+    """The best plan on one of several pools alone, if its step takes less than `seconds`: those of all take as long as
+    on the slowest."""
+    best: Findings | None = None
+    for pool in question.cluster.pools if len(question.cluster.pools) > 1 else ():
+        alone = replace(question, cluster=Cluster(pools=(pool,)))
+        try:
+            found = find_plan_if_any(alone, Tally()) if _least_seconds(alone) < seconds else None
+        except ShardwiseError:
+            continue  # What is decided beforehand was for all devices.
+        if found is not None and found.best.seconds < seconds:
+            best, seconds = found, found.best.seconds
+    return best
+
+
 def parts_of(cluster: Cluster) -> Iterator[Cluster]:
     """Parts of a cluster that a job would be given, the smallest first: parts of a node, then whole nodes."""
     parts = {

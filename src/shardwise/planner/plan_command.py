@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fix", metavar="KEYS", help="keys of the plan that are decided already: tp=8,zero=1")
     parser.add_argument("--any-engine", action="store_true", help="also plans that the engines do not run yet")
     parser.add_argument("--output", metavar="N", type=int, default=256, help="serving: tokens of an answer")
+    parser.add_argument("--weights", metavar="W", help="serving: of layers in fewer bits, fp8 or int4 (bf16)")
     parser.add_argument("--first-token", metavar="T", help="serving: the longest that a first token may take: 500ms")
     parser.add_argument("--each-token", metavar="T", help="serving: the longest that each token may take: 30ms")
     parser.add_argument(
@@ -65,6 +66,11 @@ def run(arguments: argparse.Namespace) -> Answer:
         check_output(Path(arguments.save), remedy="--save plan.toml")
     if arguments.program == "vllm" and arguments.task != "serve":
         raise ShardwiseError("vLLM serves and does not train", remedy="--task serve --for vllm")
+    if arguments.task == "train" and arguments.weights is not None:
+        raise ShardwiseError(
+            f"--weights {arguments.weights} is for serving, and the task is to train",
+            remedy="--task serve, or --fix precision=fp8",
+        )
     if arguments.task == "serve":
         if arguments.lora is not None:
             raise ShardwiseError("--lora is for training, and the task is to serve", remedy="--task train")
@@ -76,7 +82,8 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 def _train(arguments: argparse.Namespace) -> Answer:
     # These load numpy, which --help does not need.
-    from shardwise.planner.drawing import account_data, draw_findings, tally_data
+    from shardwise.planner.drawing import account_data, draw_findings, draw_pool, tally_data
+    from shardwise.planner.goals import faster_pool
     from shardwise.planner.question import make_question
 
     if arguments.lora is not None and arguments.program is not None:
@@ -101,6 +108,7 @@ def _train(arguments: argparse.Namespace) -> Answer:
 
         return plan_answer(arguments, question)
     found, price = _find(arguments, question)
+    alone = faster_pool(found.question, found.best.seconds)
     saved = arguments.save
     if saved is not None:
         found.plan.save(Path(saved))
@@ -112,6 +120,7 @@ def _train(arguments: argparse.Namespace) -> Answer:
         **account_data(found.best),
         "fastest": None if found.fastest is None else account_data(found.fastest),
         "others": [account_data(each) for each in found.others],
+        "faster_pool": None if alone is None else {"cluster": str(alone.question.cluster), **account_data(alone.best)},
         "candidates": tally_data(found.tally),
         "price_of_step": price,
         "saved": saved,
@@ -119,6 +128,8 @@ def _train(arguments: argparse.Namespace) -> Answer:
 
     def render(canvas: Canvas) -> None:
         draw_findings(found, canvas)
+        if alone is not None:
+            draw_pool(found.best, alone.best, canvas)
         if price is not None:
             canvas.print(f"\na step costs {price:.4g}")
         if saved is not None:

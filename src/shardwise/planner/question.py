@@ -25,6 +25,10 @@ from shardwise.planner.plan import AXES, FP8_SCALES, Offload, Plan
 
 _COUNTED = (*AXES, "chunks", "microbatches", "zero_group", "recompute_layers")
 _KERNELS = {"hopper": "flash3", "blackwell": "flash3", "volta": "torch"}
+# A third of the operations by which a layer chooses experts, sends rows and brings them back, without the experts' own
+# products. Counted on two ranks: 75 of our own layer with its balancing loss, 50 of a Hugging Face mixture. On a GPU
+# kernels do several of them at once.
+_ROUTING_KERNELS = 25.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +147,8 @@ def usual_software(device: Device) -> Software:
         by_operation=True,
         fp8_layers=True,
         recomputes_stages=True,
+        routing_kernels=_ROUTING_KERNELS,
+        one_grouped=device.architecture in ("hopper", "blackwell"),
         fused=is_fused,
         fused_norms=is_fused,
     )
@@ -198,6 +204,11 @@ def _checked(fixed: Mapping[str, Any]) -> Mapping[str, Any]:
             Plan(**{key: value})
         if key.startswith("offload."):
             Plan(offload=Offload(**{key.removeprefix("offload."): value}))
+    if fixed.get("zero") == 0 and "zero_group" in fixed:
+        raise ShardwiseError(
+            f"zero_group={fixed['zero_group']} is how many replicas share states out, and under zero=0 none do",
+            remedy=f"--fix zero=1,zero_group={fixed['zero_group']}",
+        )
     return {key: value for key, value in fixed.items() if (key, value) != ("schedule", "auto")}
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import gcd
 
 import numpy as np
 
 from shardwise.cluster.cluster import Cluster
-from shardwise.cost.serving import BLOCK, Served, serve
+from shardwise.cost.serving import BLOCK, WEIGHT_BYTES, Served, serve
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan, largest_divisor
 from shardwise.planner.question import Question
@@ -34,6 +35,12 @@ class Target:
     each_token: float | None = None
     sequences: int | None = None
     experts_over_all: bool = False
+    #: Weights of layers in fewer bits: a kind of `WEIGHT_BYTES`.
+    weights: str | None = None
+
+    @property
+    def layer_bytes(self) -> float | None:
+        return None if self.weights is None else WEIGHT_BYTES[self.weights]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +114,7 @@ def _served(question: Question, target: Target, columns: dict[str, np.ndarray]) 
         serve(
             question.model, pool, tp=columns["tp"], pp=columns["pp"], ep=columns["ep"], sequences=columns["sequences"],
             prompt=question.sequence, output=target.output, software=question.software_in("bf16"),
+            layer_bytes=target.layer_bytes,
         )
         for pool in question.cluster.pools
     ]  # fmt: skip
@@ -134,7 +142,7 @@ def _reasons(question: Question, target: Target, ways: Sequence[Serving]) -> tup
     """Why the first of some ways, in sentences: what had to be cut, and what cutting otherwise would lose."""
     best, found = ways[0], []
     plan, room = best.plan, question.device.memory_bytes
-    weights = 2.0 * question.model.num_parameters
+    weights = _all_weights(question, target)
     link = question.cluster.pools[0].node.link.name
     if plan.tp * plan.pp > 1 and weights > room:
         found.append(f"weights of {format_bytes(weights)} do not fit one device of {format_bytes(room)}")
@@ -155,6 +163,13 @@ def _reasons(question: Question, target: Target, ways: Sequence[Serving]) -> tup
             f"most prompts to read: {_compared(piped, best)}"
         )
     return tuple(found)
+
+
+def _all_weights(question: Question, target: Target) -> float:
+    """Bytes of a model in one place."""
+    in_layers = sum(block.num_parameters * count for block, count in question.model.kinds if block.stack)
+    saved = 0.0 if target.layer_bytes is None else (2.0 - target.layer_bytes) * in_layers
+    return 2.0 * question.model.num_parameters - saved
 
 
 def _compared(way: Serving, best: Serving) -> str:
@@ -229,8 +244,12 @@ def _refusal(question: Question, target: Target, served: Served) -> ShardwiseErr
             (each for each in doubled(cluster) if _could_serve(replace(question, cluster=each), target)), None
         )
         more = f"more devices than {cluster.num_devices}" if larger is None else f"--cluster {larger}"
+        narrower = [kind for kind in WEIGHT_BYTES if target.weights is None and not target.experts_over_all]
+        found = (kind for kind in narrower if _could_serve(question, replace(target, weights=kind)))
+        more = ", or ".join((more, *(f"--weights {kind}" for kind in islice(found, 1))))
+        said = "in bf16" if target.weights is None else f"with layers in {target.weights}"
         return ShardwiseError(
-            f"{model} cannot be served on {cluster}: its weights in bf16 take {format_bytes(least)} on each device at "
+            f"{model} cannot be served on {cluster}: its weights {said} take {format_bytes(least)} on each device at "
             f"least, of {format_bytes(question.device.memory_bytes)}, and keys and values of "
             f"{question.sequence + target.output} tokens need room too",
             remedy=more if least > question.device.memory_bytes else f"{more}, or shorter sequences",

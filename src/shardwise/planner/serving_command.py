@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from shardwise.answer import Answer, Canvas, table
-from shardwise.cost.serving import BLOCK
+from shardwise.cost.serving import BLOCK, WEIGHT_BYTES
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.planner.plan import read_keys
 from shardwise.planner.programs.vllm import write
@@ -22,6 +22,8 @@ def answer(arguments: argparse.Namespace) -> Answer:
     if goal not in _GOALS:
         error = unknown("goal of serving", goal, _GOALS)
         raise ShardwiseError(error.problem, remedy=f"--goal {error.remedy or 'tokens'}")
+    if arguments.weights is not None:
+        _check_weights(arguments)
     target = Target(
         output=arguments.output,
         goal=goal,
@@ -29,6 +31,7 @@ def answer(arguments: argparse.Namespace) -> Answer:
         each_token=None if arguments.each_token is None else parse_seconds(arguments.each_token),
         sequences=arguments.batch,
         experts_over_all=arguments.program == "vllm",
+        weights=arguments.weights,
     )
     fixed = {} if arguments.fix is None else read_keys(arguments.fix)
     for key in fixed:
@@ -56,6 +59,7 @@ def answer(arguments: argparse.Namespace) -> Answer:
         "cluster": str(question.cluster),
         "prompt": question.sequence,
         "output": target.output,
+        "weights": target.weights,
         **_data(found.best),
         "reasons": list(found.reasons),
         "fastest": None if found.fastest is None else _data(found.fastest),
@@ -71,6 +75,17 @@ def answer(arguments: argparse.Namespace) -> Answer:
             canvas.print(f"\n{command}")
 
     return Answer(data=data, render=render)
+
+
+def _check_weights(arguments: argparse.Namespace) -> None:
+    if arguments.weights not in WEIGHT_BYTES:
+        error = unknown("kind of weights", arguments.weights, tuple(WEIGHT_BYTES))
+        raise ShardwiseError(error.problem, remedy=f"--weights {error.remedy or 'fp8'}")
+    if arguments.program is not None:
+        raise ShardwiseError(
+            f"--weights is priced as our own engine serves, and what --for {arguments.program} writes is in bf16",
+            remedy="--weights without --for, or --for without --weights",
+        )
 
 
 def _data(way: Serving) -> dict[str, object]:
@@ -97,7 +112,7 @@ def _draw(found: ServingFindings, canvas: Canvas) -> None:
     canvas.print()
     canvas.print(
         f"  plan     {canvas.paint(str(best.plan), 'bold green')}, {counted(best.sequences, 'sequence')} at once in "
-        "each replica"
+        f"each replica{'' if found.target.weights is None else f', layers in {found.target.weights}'}"
     )
     canvas.print(
         f"  answers  {best.tokens_per_second:,.0f} tokens/s in all; the first token after "

@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from shardwise.cluster.cluster import Cluster
-from shardwise.cost.serving import serve
+from shardwise.cost.serving import WEIGHT_BYTES, serve
 from shardwise.errors import ShardwiseError
-from shardwise.kernels.narrow import bytes_of
 from shardwise.model.load import load_model
 from shardwise.model.model import Model
 from shardwise.nets.hf.catalogue import config_for
@@ -58,7 +57,7 @@ def forecast(
     served = serve(
         question.model, cluster.pools[0], tp=one(plan.tp), pp=one(plan.pp), ep=one(plan.ep), sequences=one(sequences),
         prompt=prompt, output=output, software=question.software_in("fp32" if width == 4 else "bf16"), width=width,
-        layer_bytes=None if weights is None else bytes_of(weights),
+        layer_bytes=None if weights is None else WEIGHT_BYTES[weights],
     )  # fmt: skip
     return Forecast(
         prompt=prompt,

@@ -25,7 +25,7 @@ from shardwise.planner.programs.choose import (
 from shardwise.planner.programs.program import Machine
 from shardwise.planner.question import Question, make_question
 from shardwise.planner.serving import Target, find_serving
-from shardwise.units import format_bytes, format_seconds
+from shardwise.units import format_bytes, format_percent, format_seconds
 from shardwise.working import working_at
 
 # A better plan is worth a word from this much on: no prediction is good to less.
@@ -66,7 +66,9 @@ def plan_answer(arguments: argparse.Namespace, question: Question) -> Answer:
             slower = best.seconds / found.best.seconds - 1.0
             whole = format_seconds(found.best.seconds)
             canvas.print(f"  The best plan of all, {found.plan}, would take {whole} if it ran there;")
-            canvas.print(f"  the best that {program.title} can run takes {100 * slower:+.1f} %.")
+            much = f"{format_percent(abs(slower))} {'longer' if slower > 0 else 'less, and is less simple'}"
+            much = much if round(1000 * abs(slower)) else "as long"
+            canvas.print(f"  the best that {program.title} can run takes {much}.")
         canvas.print()
         canvas.print(f"  plan  {canvas.paint(str(best.plan), 'bold green')}")
         canvas.print(

@@ -107,6 +107,9 @@ def _switches(plan: Plan) -> list[str]:
     found = []
     if plan.sp:
         found.append("--sequence-parallel")
+    if plan.ep > 1:
+        # Its own default gathers all rows on all ranks, and multiplies experts one by one.
+        found.append("--moe-token-dispatcher-type alltoall --moe-grouped-gemm")
     if plan.zero == 1:
         found.append("--use-distributed-optimizer")
         if plan.zero_group is not None:

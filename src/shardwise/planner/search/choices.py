@@ -92,12 +92,13 @@ def recomputations(question: Question) -> list[tuple[int, float]]:
 
 
 def zeros(question: Question, domain: int) -> list[tuple[int, int]]:
-    """ZeRO stages, each over all replicas (0) or over those of one domain of fast links."""
+    """ZeRO stages, each over all replicas (0) or over those of one domain of fast links; groups of a size that is
+    decided beforehand are told by its negative, since they are no smaller for tensor parallel ranks between them."""
     wanted, group = question.fixed.get("zero"), question.fixed.get("zero_group")
     stages = range(4) if wanted is None else (int(wanted),)
     found = []
     for stage in stages:
-        for size in (0, domain) if group is None else (int(group),):
+        for size in (0, domain) if group is None else (-int(group),):
             if stage == 0 and size:
                 continue
             if not question.runnable or _runs(dp=4, zero=stage, zero_group=2 if size else None):
@@ -164,10 +165,11 @@ def with_schedule(layouts: Layouts, schedules: Schedules, rows: Ints, chosen: In
 def each_zero(layouts: Layouts, zeros: list[tuple[int, int]]) -> Iterator[tuple[Layouts, np.ndarray]]:
     """All layouts under one ZeRO stage after the other, and which of them have the replicas for it."""
     replicas = layouts.dp * layouts.cp
-    for index, (stage, _) in enumerate(zeros):
+    for index, (stage, size) in enumerate(zeros):
         under = with_zero(layouts, zeros, np.full_like(layouts.dp, index))
         groups = under.zero_group
-        in_groups = (groups > 1) & (groups < replicas) & (replicas % np.maximum(groups, 1) == 0)
+        most = replicas if size < 0 else replicas - 1
+        in_groups = (groups > 1) & (groups <= most) & (replicas % np.maximum(groups, 1) == 0)
         yield under, ((replicas > 1) | (stage == 0)) & ((groups == 0) | in_groups)
 
 
@@ -177,7 +179,7 @@ def with_zero(layouts: Layouts, zeros: list[tuple[int, int]], chosen: Ints) -> L
     A group is of the replicas of one domain of fast links: smaller by the tensor parallel ranks between them.
     """
     stages, domains = (np.array(column)[chosen] for column in zip(*zeros, strict=True))
-    groups = np.where(domains > 0, np.maximum(domains // layouts.tp, 1), 0)
+    groups = np.where(domains > 0, np.maximum(domains // layouts.tp, 1), -domains)
     return replace(layouts, zero=stages, zero_group=groups)
 
 

@@ -38,9 +38,11 @@ def nowhere(question: Question, tally: Tally) -> ShardwiseError:
     """The error for a question that has no answer."""
     model, cluster = question.model.name, question.cluster
     asked = f"{model} with a batch of {question.batch} x {question.sequence}"
-    uneven = _uneven(question)
-    if uneven is not None:
-        return uneven
+    wrong = _uneven(question) or _no_experts(question) or _no_groups(question)
+    if wrong is not None:
+        return wrong
+    if question.fixed:
+        asked += f" and {','.join(f'{key}={_as_typed(value)}' for key, value in question.fixed.items())}"
     if not tally.memory:
         counts = ", ".join(f"{count} by {reason}" for reason, count in tally.refused.most_common())
         return ShardwiseError(
@@ -81,6 +83,32 @@ def _uneven(question: Question) -> ShardwiseError | None:
     return ShardwiseError(
         f"{said} does not divide the {devices} devices of {question.cluster}", remedy=f"--fix {instead}"
     )
+
+
+def _no_experts(question: Question) -> ShardwiseError | None:
+    """The error for experts that are to be shared out over ranks, and are none or not so many."""
+    ep, have = int(question.fixed.get("ep", 1)), question.num_experts
+    if have % ep == 0:
+        return None
+    has = f"has {have} experts in a layer" if have > 1 else "has no experts"
+    return ShardwiseError(
+        f"{question.model.name} {has}, which ep={ep} cannot share out", remedy=f"--fix ep={largest_divisor(have, ep)}"
+    )
+
+
+def _no_groups(question: Question) -> ShardwiseError | None:
+    """The error for states that are to be shared out in groups of replicas of which there cannot be as many."""
+    group, devices = int(question.fixed.get("zero_group", 1)), question.cluster.num_devices
+    if devices % group == 0:
+        return None
+    return ShardwiseError(
+        f"zero_group={group} does not divide the replicas that {devices} devices can be",
+        remedy=f"--fix zero_group={largest_divisor(devices, group)}",
+    )
+
+
+def _as_typed(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
 def _host_words(question: Question) -> str:
@@ -126,6 +154,8 @@ def _larger(question: Question) -> str:
     """The smallest clusters of this device, and of a larger one, that would do; or adapters, where these fit."""
     clusters = ", or ".join(str(each) for each in (_more(question), _other(question)) if each is not None)
     words = [f"--cluster {clusters}"] if clusters else []
+    if question.fixed and feasible(replace(question, fixed={})):
+        words.insert(0, "nothing decided by --fix")
     if not question.model.is_partly_frozen and question.cuts_layers:
         adapted = replace(question, model=with_lora(question.model, _USUAL_RANK))
         words += [f"--lora {_USUAL_RANK}"] if feasible(adapted) else []

@@ -58,7 +58,8 @@ def with_reasons(
         else:
             rows = [row, row if rival is None else rival]
             compared = seconds[rows].tolist(), {part: each[rows].tolist() for part, each in parts.items()}
-        why = _reason(key, columns[column], row, rival, *compared)
+        is_simpler = rival is not None and bool(weighed[row] < weighed[rival])
+        why = _reason(key, columns[column], row, rival, *compared, is_simpler=is_simpler)
         if why is not None:
             reasons[key] = why
     reasons |= _making_room(best)
@@ -114,9 +115,9 @@ def _rival(column: np.ndarray, row: int, weighed: Floats) -> int | None:
 
 def _reason(
     key: str, column: np.ndarray, row: int, rival: int | None, seconds: Sequence[float],
-    parts: Mapping[str, Sequence[float]],
+    parts: Mapping[str, Sequence[float]], *, is_simpler: bool,
 ) -> str | None:  # fmt: skip
-    """Seconds and parts are of the plan and of its rival."""
+    """Seconds and parts are of the plan and of its rival; whether the plan is the simpler of the two."""
     if rival is None:
         return None if _is_plain(key, column[row]) else "no other value fits, or comes near"
     longer = seconds[1] / seconds[0] - 1.0
@@ -126,7 +127,7 @@ def _reason(
     if longer < -_SAME:
         return f"the best with {name} takes {format_percent(-longer)} less, and is less simple"
     if longer <= _SAME:
-        return f"{name} would take as long"
+        return f"the best with {name} takes as long{', and is less simple' if is_simpler else ''}"
     more = {part: each[1] - each[0] for part, each in parts.items()}
     grown = max(more, key=lambda part: more[part])
     return (

@@ -79,7 +79,7 @@ def of_schedules(code: Ints, chunks: Ints) -> Floats:
 
 def of_zeros(zero: Ints, group: Ints) -> Floats:
     """What sharing out all weights, or states in groups of replicas, adds."""
-    return _factor(0.0, (zero == 3).astype(np.float64) + (group > 0))
+    return _factor(0.0, (zero == 3).astype(np.float64) + (group != 0))
 
 
 def of_host(layouts: Layouts) -> Floats:

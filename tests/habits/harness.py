@@ -130,8 +130,8 @@ def tried_by_default(topic: str) -> list[Program]:
 def turns_of(topic: str, plans: Sequence[str]) -> dict[str, str]:
     """The plan that each program of a file is tried under by default, by its name: in turn one of those it is for.
 
-    Of one file in seven the first is tried on four ranks, which takes three times as long as on two. On two a file begins
-    where its name says: else all would begin with the first plans, and few would come to the last.
+    Of one file in seven the first is tried on four ranks, which takes three times as long as on two. On two a file
+    begins where its name says: else all would begin with the first plans, and few would come to the last.
     """
     found = {}
     place = crc32(topic.encode())

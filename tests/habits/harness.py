@@ -46,7 +46,7 @@ TWO = (
 FOUR = ("dp=2,pp=2,microbatches=2,zero=1", "dp=2,tp=2,zero=3")
 #: Of a file with more programs than each of these every other, one in three and so on is tried by default: each takes
 #: an engine's time or more, on every rank.
-_MANY = (4, 8, 14, 18, 30)
+_MANY = (3, 6, 9, 14, 19, 28)
 _TOLERANCE = 1e-5
 
 Result = Mapping[str, Any]
@@ -130,8 +130,8 @@ def tried_by_default(topic: str) -> list[Program]:
 def turns_of(topic: str, plans: Sequence[str]) -> dict[str, str]:
     """The plan that each program of a file is tried under by default, by its name: in turn one of those it is for.
 
-    Of one file in four the first is tried on four ranks, which takes three times as long as on two. On two a file begins
-    where its name says: else all would begin with the first plans, and few would come to the last.
+    Of one file in seven the first is tried on four ranks, which takes three times as long as on two. On two a file
+    begins where its name says: else all would begin with the first plans, and few would come to the last.
     """
     found = {}
     place = crc32(topic.encode())
@@ -139,8 +139,8 @@ def turns_of(topic: str, plans: Sequence[str]) -> dict[str, str]:
         fitting = [plan for plan in plans if each.is_for(plan)]
         on_four = [plan for plan in fitting if plan in FOUR]
         on_two = [plan for plan in fitting if plan not in FOUR]
-        is_wide = bool(on_four) and number == 0 and place % 4 == 0 and not each.always
-        found[each.name] = on_four[place // 4 % len(on_four)] if is_wide else on_two[(place + number) % len(on_two)]
+        is_wide = bool(on_four) and number == 0 and place % 7 == 0 and not each.always
+        found[each.name] = on_four[place // 7 % len(on_four)] if is_wide else on_two[(place + number) % len(on_two)]
     return found
 
 

@@ -426,7 +426,7 @@ def a_module_compiled_in_place(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, model))
 
 
-@program(always=True)
+@program()
 def compiled_layers_of_a_list(parallelize: Parallelize) -> Result:
     """`layers[i] = torch.compile(layers[i])`: names have `_orig_mod` in them."""
     model = small_net()

@@ -15,7 +15,7 @@ from tests.habits.random_modules import Bench, reason_of, summary
 
 #: Those of two ranks among them are tried by default: a case takes 0.8 s of a core. All others with `--whole`. The
 #: last was silently wrong under tp: numbers of the trial grew to 1e23, and what differed was lost beside them.
-BY_DEFAULT = (*range(4), 38, 5321)
+BY_DEFAULT = (*range(2), 38, 5321)
 WHOLE = range(2000)
 #: At most so many of the cases that plain dp takes may be refused.
 MOST_REFUSED = 0.05

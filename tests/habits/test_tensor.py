@@ -11,8 +11,8 @@ from tests.habits import tensor
 from tests.habits.tensor import Verdict
 from tests.habits.tensor_models import PROGRAMS
 
-#: Every sixth program is run without `--whole`.
-BY_DEFAULT = {"the root of the number of channels", *list(PROGRAMS)[::6]}
+#: Every tenth program is run without `--whole`.
+BY_DEFAULT = {"the root of the number of channels", *list(PROGRAMS)[::10]}
 
 
 @pytest.fixture(scope="module")

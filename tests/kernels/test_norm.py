@@ -12,7 +12,7 @@ from tests.kernels.against import assert_alike, random_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.whole)])
-@pytest.mark.parametrize("shape", [(5, 37), (2, 3, 64), (1, 1), (0, 16), (9, 2100)])
+@pytest.mark.parametrize("shape", [(5, 37), (2, 3, 64), (1, 1), (0, 16), (3, 2100)])
 def test_norms_are_those_of_their_definitions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, residual = (random_of(*shape, dtype=dtype) for _ in range(2))
     weight, bias = (random_of(shape[-1], dtype=dtype) for _ in range(2))

@@ -56,6 +56,14 @@ def slow(job: Job, memory: str) -> None:
     on_nodes(job, memory)
 
 
+@pytest.fixture(scope="module")
+def calm_losses(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Of a run in which nobody is killed."""
+    calm = make_job(tmp_path_factory.mktemp("calm"), "dp=2,zero=1", steps=STEPS)
+    two.run(train_rank, calm)
+    return losses_of(calm.folder)
+
+
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("SHARDWISE_COPIES", str(tmp_path / "memory"))
@@ -97,7 +105,9 @@ def node_memory(memory: Path, run: Path, node: str) -> Path:
     return memory / f"shardwise-{os.getuid()}" / (find_id(run) or "none") / node
 
 
-def test_a_killed_rank_costs_no_disk_and_a_lost_machine_neither(two: Ranks, memory: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_costs_no_disk_and_a_lost_machine_neither(
+    two: Ranks, calm_losses: list[float], memory: Path, tmp_path: Path
+) -> None:
     job = replace(make_job(tmp_path / "wild", "dp=2,zero=1", steps=STEPS), copies_every=2)
     killed_at(job, memory, 5, copied=4)
     assert not (job.folder / "checkpoints").exists(), "nothing was on disk"
@@ -112,14 +122,12 @@ def test_a_killed_rank_costs_no_disk_and_a_lost_machine_neither(two: Ranks, memo
     assert (status.copy_step, status.copy_nodes) == (newest.step, ("node0",))
     two.run(on_nodes, job, str(memory))
     assert starts(job.folder) == [(0, None), (newest.step, "memory")]
-    calm = make_job(tmp_path / "calm", "dp=2,zero=1", steps=STEPS)
-    two.run(on_nodes, calm, str(memory))
-    assert losses_of(job.folder) == losses_of(calm.folder), "to the bit"
+    assert losses_of(job.folder) == calm_losses, "to the bit"
     assert not survey(job.folder), "the run is over, and its memory free"
 
 
 def test_a_damaged_copy_is_told_of_and_an_older_one_or_the_disk_is_taken(
-    two: Ranks, memory: Path, tmp_path: Path
+    two: Ranks, calm_losses: list[float], memory: Path, tmp_path: Path
 ) -> None:
     job = replace(make_job(tmp_path / "wild", "dp=2,zero=1", steps=STEPS, checkpoint__every=7), copies_every=2)
     killed_at(job, memory, 8, copied=8, on_disk=True)
@@ -133,9 +141,7 @@ def test_a_damaged_copy_is_told_of_and_an_older_one_or_the_disk_is_taken(
     said = [each["problem"] for each in read_journal(job.folder) if "problem" in each]
     assert said
     assert all("is damaged between the bytes" in each for each in said)
-    calm = make_job(tmp_path / "calm", "dp=2,zero=1", steps=STEPS)
-    two.run(on_nodes, calm, str(memory))
-    assert losses_of(job.folder) == pytest.approx(losses_of(calm.folder), rel=1e-5)
+    assert losses_of(job.folder) == pytest.approx(calm_losses, rel=1e-5)
 
 
 def test_too_little_memory_is_a_sentence_and_the_run_goes_on(two: Ranks, memory: Path, tmp_path: Path) -> None:

@@ -287,3 +287,13 @@ def depth_that_grows(parallelize: Parallelize) -> Result:
         model.depth = 2 if step >= 1 else 1
 
     return trained(engine, steps=4, between=between)
+
+
+@program(only="pp", always=True)
+def a_state_kept_over_steps(parallelize: Parallelize) -> Result:
+    """`best = engine.state_dict()`, and a few steps more: it is of one moment, on all stages."""
+    engine = start(parallelize, small_net())
+    engine.train_step(batch(0))
+    best = engine.state_dict()
+    engine.train_step(batch(1))
+    return best

@@ -166,8 +166,8 @@ class Engine:
     def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
         """Parameters and buffers under the names of the original module: whole, all of them on every rank.
 
-        Or, `sharded`, the parts that this rank has. A tied parameter is there under each of its names. Tensors are the
-        engine's own where it holds them whole."""
+        They are copies: no later step changes them. Or, `sharded`, the parts that this rank has, which are the engine's
+        own. A tied parameter is there under each of its names."""
         self.flush()
         return self.states.module.part() if sharded else self.states.module.whole()
 

@@ -41,13 +41,12 @@ class ModuleState:
 
     def part(self) -> dict[str, Any]:
         """What this rank has of its stages' parameters, and their buffers."""
-        return self._named(self.numbers())
+        return self._named(self.numbers(), {name: each.detach() for name, each in self._buffers_now().items()})
 
     def whole(self) -> dict[str, Any]:
         """All of the module's state."""
-        mine = self._named(
-            {name: self._at_home(name, self._sharded.gather(name, self._local(name))) for name in self._parameters}
-        )
+        buffers = {name: each.detach().clone() for name, each in self._buffers_now().items()}
+        mine = self._named({name: self._at_home(name, self._copy(name)) for name in self._parameters}, buffers)
         found = {name: each for part in (*self._from_pipeline(mine), mine) for name, each in part.items()}
         every = self._module.state_dict(keep_vars=True)
         strangers = [name for name in every if name not in found]
@@ -137,17 +136,26 @@ class ModuleState:
         return {name: self._at_home(name, self._local(name)) for name in self._parameters}
 
     def _local(self, name: str) -> Tensor:
-        if name not in self._in_buckets or self._data.is_always_here(name):
+        if self._is_in_place(name):
             return self._parameters[name].detach()
         return self._data.wholes.weight(name)
+
+    def _copy(self, name: str) -> Tensor:
+        """All of a parameter, in memory that no step writes to: what comes from other stages is of now as well."""
+        local = self._local(name)
+        whole = self._sharded.gather(name, local)
+        return whole.clone() if whole is local and self._is_in_place(name) else whole
+
+    def _is_in_place(self, name: str) -> bool:
+        return name not in self._in_buckets or self._data.is_always_here(name)
 
     def _at_home(self, name: str, numbers: Tensor) -> Tensor:
         """What lives on the host is given there."""
         return numbers.cpu() if self._data.wholes.is_offloaded(name) else numbers
 
-    def _named(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Under all names that the module has for them, with the buffers."""
-        held = {**parameters, **{name: each.detach() for name, each in self._buffers_now().items()}}
+    def _named(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Under all names that the module has for them."""
+        held = {**parameters, **buffers}
         return {**{name: held[own] for name, own in self._names_here().items()}, **self._extra_states()}
 
     def _extra_states(self) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Tiles of products with narrow weights (`NARROW_TILES` of `kernels/few_rows_linear_triton.py`), tried on a GPU.
 
-python -m benchmarks.narrow_tiles [--rows 16,32,64]      less than a minute; ends with the table, to be pasted in
+python -m benchmarks.narrow_tiles [--rows 16,32,64] [--whole]      less than a minute; ends with the table, to be pasted
+
+With `--whole` tiles of codes are multiplied as a whole, not place by place.
 
 All candidates are compiled first, by many threads. Products are those of a Qwen3-8B's layer. Each is timed as a graph
 over more weights than a GPU's cache holds, with every number of programs a processor.
@@ -28,8 +30,11 @@ PROGRAMS = (1, 2, 3, 4, 6)
 APART = 150e6
 
 
-def tiles_of(kind: str) -> list[Tile]:
-    """Rows, columns, stages, warps. Of fewer than 64 rows two warps multiply as older GPUs do."""
+def tiles_of(kind: str, is_whole: bool) -> list[Tile]:
+    """Rows, columns, stages, warps. Two warps multiply as older GPUs do."""
+    if is_whole:
+        found = [(64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 3, 2), (64, 128, 4, 2), (128, 128, 3, 4), (32, 128, 4, 2)]
+        return [Tile(*each, 0, True) for each in found + ([(64, 256, 3, 4)] if kind == "fp8" else [])]
     if kind == "fp8":
         return [Tile(64, 128, 3, 4), Tile(64, 128, 4, 4), Tile(64, 128, 6, 4), Tile(64, 256, 3, 4), Tile(32, 128, 4, 2)]
     return [Tile(64, RUN, 3, 4), Tile(64, RUN, 4, 4), Tile(64, RUN, 7, 4), Tile(32, RUN, 5, 2)]
@@ -41,7 +46,7 @@ def product(weight: NarrowWeight, x: torch.Tensor, tile: Tile, has_gate: bool) -
         few_rows_linear(x, weight, activation="silu" if has_gate else None)
 
 
-def find_launches(gpu: Gpu, all_rows: Sequence[int]) -> Iterable[Launch]:
+def find_launches(gpu: Gpu, all_rows: Sequence[int], is_whole: bool) -> Iterable[Launch]:
     """Of all candidates, with columns that are split, and that are not."""
     with Rehearsal(gpu) as seen, torch.device("meta"):
         for kind in KINDS:
@@ -50,7 +55,7 @@ def find_launches(gpu: Gpu, all_rows: Sequence[int]) -> Iterable[Launch]:
                     weight = make_narrow(torch.empty(n, k, dtype=torch.bfloat16), kind)
                     for rows in all_rows:
                         x = torch.empty(rows, k, dtype=torch.bfloat16)
-                        for tile in tiles_of(kind):
+                        for tile in tiles_of(kind, is_whole):
                             for programs in PROGRAMS:
                                 product(weight, x, tile._replace(programs=programs), has_gate)
     return seen.launches.values()
@@ -78,7 +83,7 @@ def timed(weights: Sequence[NarrowWeight], x: torch.Tensor, tile: Tile, has_gate
     return min(found[1:])
 
 
-def choose(kind: str, has_gate: bool, rows: int) -> Tile:
+def choose(kind: str, has_gate: bool, rows: int, is_whole: bool) -> Tile:
     """The tile that is fastest over all of the products of one table's entry."""
     totals: dict[Tile, float] = {}
     num_bytes = 0
@@ -91,13 +96,12 @@ def choose(kind: str, has_gate: bool, rows: int) -> Tile:
         )]  # fmt: skip
         num_bytes += each
         x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
-        for tile in tiles_of(kind):
-            for programs in PROGRAMS:
-                chosen = tile._replace(programs=programs)
-                seconds = float("inf")
-                with suppress(Exception):  # What has no room in a processor.
-                    seconds = timed(weights, x, chosen, has_gate)
-                totals[chosen] = totals.get(chosen, 0.0) + seconds
+        tiles = {each._replace(programs=count) for each in tiles_of(kind, is_whole) for count in PROGRAMS}
+        for chosen in {*tiles, few.NARROW_TILES[kind, has_gate][rows]}:
+            seconds = float("inf")
+            with suppress(Exception):  # What has no room in a processor.
+                seconds = timed(weights, x, chosen, has_gate)
+            totals[chosen] = totals.get(chosen, 0.0) + seconds
     ranked = sorted(totals.items(), key=lambda each: each[1])
     told = "; ".join(f"{tuple(tile)} {1e6 * seconds:.1f} us" for tile, seconds in ranked[:4])
     before = next((s for tile, s in ranked if tile == few.NARROW_TILES[kind, has_gate][rows]), float("nan"))
@@ -109,19 +113,21 @@ def choose(kind: str, has_gate: bool, rows: int) -> Tile:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="16,32,64", help="rows of x")
-    all_rows = [int(each) for each in parser.parse_args().rows.split(",")]
+    parser.add_argument("--whole", action="store_true", help="tiles of codes that are multiplied as a whole")
+    arguments = parser.parse_args()
+    all_rows, is_whole = [int(each) for each in arguments.rows.split(",")], arguments.whole
     if not torch.cuda.is_available():
-        launches = find_launches(Gpu(num_processors=132, overlaps=True), all_rows)
+        launches = find_launches(Gpu(num_processors=132, overlaps=True), all_rows, is_whole)
         print(f"no GPU here: nothing is measured ({len(list(launches))} programs would be compiled)")
         return
     begun, device = time.perf_counter(), torch.device("cuda", torch.cuda.current_device())
-    count = compile_all(find_launches(gpu_of(device), all_rows), before=lambda: torch.cuda.set_device(device))
+    count = compile_all(find_launches(gpu_of(device), all_rows, is_whole), before=lambda: torch.cuda.set_device(device))
     print(f"compiled {count} programs in {time.perf_counter() - begun:.0f} s", flush=True)
 
     lines = []
     for kind in KINDS:
         for has_gate in (False, True):
-            chosen = {rows: choose(kind, has_gate, rows) for rows in all_rows}
+            chosen = {rows: choose(kind, has_gate, rows, is_whole) for rows in all_rows}
             told = ", ".join(f"{rows}: Tile{tuple(tile)}" for rows, tile in chosen.items())
             lines.append(f'    ("{kind}", {has_gate}): {{{told}}},')
     print("NARROW_TILES = {", *lines, sep="\n")

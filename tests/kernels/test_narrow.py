@@ -57,8 +57,9 @@ def test_one_row_comes_out_as_by_the_definition(
     assert (made.double() - plain.double()).abs().max() <= 8 * STEP[dtype] * float(plain.abs().max())
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "is_whole"), [("fp8", False), ("fp8", True), ("int4", False), ("int4", True), ("bf16", False)]
+)
 def test_sums_of_columns_that_are_split_over_programs_are_added(
     kind: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,10 +71,11 @@ def test_sums_of_columns_that_are_split_over_programs_are_added(
     for has_gate in (False, True):
         tile = kernel.Tile(64, 256 if kind == "fp8" and not has_gate else 128, 3, 4, 3, is_whole)
         monkeypatch.setitem(kernel.NARROW_TILES, (kind, has_gate), dict.fromkeys((16, 32, 64), tile))
+        monkeypatch.setattr(kernel, "GATED" if has_gate else "NARROW", tile)
     x, weight, bias = (
         random_of(*shape, dtype=torch.bfloat16, gradient=False) for shape in ((3, 640), (70, 640), (70,))
     )
-    narrow = make_narrow(weight, kind)
+    narrow = weight if kind == "bf16" else make_narrow(weight, kind)
     asked: list[int] = []
 
     def launch(program: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> None:

@@ -11,15 +11,22 @@ from tests.kernels.against import STEP, random_of
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.whole)])
 @pytest.mark.parametrize(
-    ("n", "k", "has"),
+    ("n", "k", "has", "whole_rows"),
     [
-        (7, 40, ()),
-        (33, 1500, ("residual", "norm")),
-        (10, 2048, ("norm", "activation")),
-        (6, 24, ("residual", "norm", "activation", "bias")),
+        (7, 40, (), 0),
+        (33, 1500, ("residual", "norm"), 0),
+        (10, 2048, ("norm", "activation"), 0),
+        (6, 24, ("residual", "norm", "activation", "bias"), 0),
+        (18, 300, ("residual", "norm", "activation"), 300),
     ],
 )
-def test_one_row_comes_out_as_by_the_definition(n: int, k: int, has: tuple[str, ...], dtype: torch.dtype) -> None:
+def test_one_row_comes_out_as_by_the_definition(
+    n: int, k: int, has: tuple[str, ...], whole_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardwise.kernels import row_linear_triton as kernel
+
+    monkeypatch.setattr(kernel, "WHOLE_ROWS", whole_rows)
+
     def of(*shape: int) -> torch.Tensor:
         return random_of(*shape, dtype=dtype, gradient=False)
 

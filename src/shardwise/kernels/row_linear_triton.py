@@ -48,6 +48,9 @@ WIDE, GATED, GATED_WIDE, AHEAD = (
     RowTile(16384, 2048, 2, 4),
     2048,
 )
+#: Rows of up to so many columns are one tile, which a program reads before it waits for the kernel before: what it has
+#: in registers by then need not come from the cache later. 0: none; `benchmarks/decode_settings.py` tries others.
+WHOLE_ROWS = 0
 #: In fewer bits: behind a norm, which every program makes for itself, and without.
 EIGHT_BITS_NORMED, EIGHT_BITS, FOUR_BITS = (
     RowTile(16384, 1024, 2, 8),
@@ -171,7 +174,7 @@ def _row_linear(
     x, weight, scales, bias, residual, norm, out, new, n, k, stride, eps,
     CODES: tl.constexpr, STEPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
+    AHEAD: tl.constexpr, IS_WHOLE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -181,7 +184,12 @@ def _row_linear(
     there = tl.minimum(row, n - 1).to(tl.int64)[:, None]
     here = weight + there * stride
     under = weight + (there + n) * stride
-    if AHEAD > 0:  # The weight is asked for before anything else: the rest is done while it comes.
+    if IS_WHOLE:
+        whole = is_row[:, None] & (column < k)[None, :]
+        tile = tl.load(here + column[None, :], mask=whole, other=0.0, eviction_policy="evict_first")
+        if ACTIVATION != "":
+            beneath = tl.load(under + column[None, :], mask=whole, other=0.0, eviction_policy="evict_first")
+    elif AHEAD > 0:  # The weight is asked for before anything else: the rest is done while it comes.
         prefetch_rows(here, stride, AHEAD)
         if ACTIVATION != "":
             prefetch_rows(under, stride, AHEAD)
@@ -197,7 +205,12 @@ def _row_linear(
     else:  # What belongs to a row is summed at the end.
         total = tl.zeros((ROWS, num_runs, EIGHTS if CODES == "fp8" else FOURS), tl.float32)
         other = tl.zeros((ROWS, num_runs, EIGHTS if CODES == "fp8" else FOURS), tl.float32)
-    for begin in tl.range(0, k, COLUMNS, num_stages=STAGES):
+    if IS_WHOLE:
+        value = _normed_piece(x, residual, norm, column, column < k, rstd, HAS_RESIDUAL, HAS_NORM)
+        total = tl.sum(tile.to(tl.float32) * value[None, :], 1)
+        if ACTIVATION != "":
+            other = tl.sum(beneath.to(tl.float32) * value[None, :], 1)
+    for begin in tl.range(0, 0 if IS_WHOLE else k, COLUMNS, num_stages=STAGES):
         if CODES == "fp8":
             total, other = _times_eight_bits(
                 total, other, here, under, begin, k, is_row, x, residual, norm, rstd,
@@ -248,7 +261,9 @@ def forward(
     is_narrow, overlap = isinstance(weight, NarrowWeight), overlapping(x.device)
     codes = weight.codes if is_narrow else weight
     tile = _tile_for(weight, has_norm=norm is not None, has_gate=activation is not None)
-    columns = min(tile.columns, max(triton.next_power_of_2(k), RUN))
+    is_whole = not is_narrow and k <= WHOLE_ROWS
+    columns = max(triton.next_power_of_2(k), RUN)
+    columns = columns if is_whole else min(tile.columns, columns)
     rows = max(tile.numbers // columns // (1 if activation is None else 2), 1)
     # Older processors have less shared memory for what is on its way.
     stages = tile.stages if overlap["OVERLAPS"] and x.element_size() == 2 else 2
@@ -258,7 +273,7 @@ def forward(
         CODES=weight.kind if is_narrow else "", STEPS=steps_of(weight) if is_narrow else "",
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm is not None,
         ACTIVATION=activation or "", ROWS=rows, COLUMNS=columns, STAGES=stages,
-        AHEAD=AHEAD if is_on_gpu(x) else 0, num_warps=tile.warps, **overlap,
+        AHEAD=AHEAD if is_on_gpu(x) else 0, IS_WHOLE=is_whole, num_warps=tile.warps, **overlap,
     )  # fmt: skip
     return out, new
 

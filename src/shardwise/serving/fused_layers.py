@@ -139,17 +139,20 @@ class _FusedLayer:
             self._gate_up = _joined(block.mlp.gate_proj, block.mlp.up_proj)
         #: Whether it is of RMS norms and products alone.
         self.is_plain = self._gate_up is not None and settings.norm == "rms"
-        weight = self._qkv[0]
-        self._is_by_row = self.is_plain and not (isinstance(weight, NarrowWeight) and weight.kind in BY_FEW)
+        self._kind = self._qkv[0].kind if isinstance(self._qkv[0], NarrowWeight) else None
 
     def before(self, hidden: Tensor, residual: Tensor | None, kernels: bool) -> tuple[Tensor, Tensor]:
         """Queries, keys and values, one behind the other, and the residual, of what the last layer adds to its own."""
         norm = self._block.attention_norm
-        if self._is_by_row and len(hidden) == 1:
+        if self._goes_by_row(hidden):
             # Of one token norms and gates are parts of the products, which are the time that it takes.
             return row_linear(hidden, *self._qkv, residual=residual, **_of(norm), kernels=kernels)
         given, residual = _added(norm, hidden, residual, kernels)
         return few_rows_linear(given, *self._qkv, kernels=kernels), residual
+
+    def _goes_by_row(self, given: Tensor) -> bool:
+        """Whether norms and gates of this are parts of products of one row."""
+        return self.is_plain and len(given) == 1 and self._kind not in BY_FEW
 
     def attend(self, attend: Attend, product: Tensor) -> Tensor:
         return attend(product, self._keys, self._values, self._turn, self._scale, self._window).flatten(1)
@@ -157,7 +160,7 @@ class _FusedLayer:
     def after(self, seen: Tensor, residual: Tensor, kernels: bool) -> tuple[Tensor, Tensor]:
         """What the layer adds to the residual, [tokens, width], and the residual without it."""
         norm, mlp = self._block.mlp_norm, self._mlp
-        if self._is_by_row and len(seen) == 1:
+        if self._goes_by_row(seen):
             assert isinstance(mlp, FeedForward), "an MLP with a gate"
             assert self._gate_up is not None, "an MLP with a gate"
             attended, _ = row_linear(seen, self._o.weight, self._o.bias, kernels=kernels)

@@ -42,7 +42,7 @@ ONE_IN = {
     "tests/explain/doctor/test_following.py": 3,
     "tests/explain/doctor/test_gpu_corpus.py": 3,
     "tests/explain/doctor/test_real.py": 6,
-    "tests/habits/test_crossing.py": 5,
+    "tests/habits/test_crossing.py": 3,
     "tests/kernels/test_cache_write.py": 8,
     "tests/kernels/test_compact_states.py": 4,
     "tests/kernels/test_cross_entropy.py": 10,

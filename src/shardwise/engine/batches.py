@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from torch.optim import Optimizer
 from shardwise.engine.parts import Parts
 from shardwise.engine.rank_device import batch_on
 from shardwise.engine.same_batch import SameBatch
-from shardwise.engine.same_draws import SameDraws
 from shardwise.engine.same_weights import OutsideWrites, settings_of
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
@@ -24,7 +22,6 @@ from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.batch import cut_batch
 from shardwise.stages.rows import RowRule, Seen, check_openable, take_rows, unmarked
 from shardwise.stages.split.module_stage import ModuleStage
-from shardwise.stages.split.names_reached import may_draw_by
 from shardwise.stages.stage import Batch
 
 
@@ -82,8 +79,14 @@ class Batches:
         self.same = SameBatch(
             parts.plan, parts.wires, is_local=is_local, settings=lambda: settings_of(optimizers), outside=self.outside,
             routes=[each.route for each in parts.split.stages if isinstance(each, ModuleStage)], values=parts.settings,
-            draws=_draws_of(parts),
+            device=parts.device, computed=(parts.module, parts.loss), draws=self._draws(parts),
         )  # fmt: skip
+
+    @staticmethod
+    def _draws(parts: Parts) -> bool | None:
+        """Whether forwards may draw by torch's generators; None where layers are cut, and nobody has tried them."""
+        tensor = parts.sharded.tensor
+        return tensor is None or tensor.draws or (False if parts.options.verify else None)
 
     def cut(self, batch: Batch, what: str = "step", *, predicts: bool = False) -> list[Batch]:
         """The microbatches of this process, on its device. `predicts`: nobody takes a loss of them."""
@@ -141,11 +144,3 @@ def _outside_writes(parts: Parts) -> OutsideWrites | None:
     come_late = plan.zero or plan.offload.parameters or plan.offload.optimizer
     are_whole = plan.dp * plan.cp == plan.num_ranks and plan.ep == 1
     return OutsideWrites(parts.module.parameters() if are_whole and not come_late else ())
-
-
-def _draws_of(parts: Parts) -> SameDraws:
-    by_code = partial(may_draw_by, parts.module, parts.loss)
-    tensor = parts.sharded.tensor
-    # Where layers are cut and nothing was tried, its code alone tells whether a forward draws.
-    draws = tensor is None or tensor.draws or (not parts.options.verify and by_code()[2])
-    return SameDraws(parts.device, is_early=parts.plan.pp > 1, by_code=by_code, of_torch=draws)

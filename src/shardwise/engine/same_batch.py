@@ -81,22 +81,26 @@ class SameBatch:
     """Compares the batches of ranks. Every rank has one.
 
     `settings` gives bits of what must be the same on all, `outside` of what was written between steps, `values` of what
-    was set then, and `routes` of the units that forwards have called. `draws` knows what steps draw at random.
+    was set then, and `routes` of the units that forwards have called. On the `device` of a module what is `computed`,
+    it and its loss, may draw at random, by torch only where it `draws`; None if that is not known.
     """
 
     def __init__(
         self, plan: Plan, wires: Wires, *, is_local: bool, settings: Callable[[], int] | None = None,
         outside: _Told | None = None, routes: Sequence[Route] = (), values: _Told | None = None,
-        draws: SameDraws | None = None,
+        device: torch.device | None = None, computed: Sequence[Any] = (), draws: bool | None = True,
     ) -> None:  # fmt: skip
         self._plan, self._wires, self._is_local = plan, wires, is_local
         self._is_alone = wires.watch is None
         self._replicas = [0] if self._is_alone else [each.replica for each in replicas_of(plan)]
         self._settings, self._outside, self._routes, self._set = settings, outside, routes, 0
         self._values = values
-        self._draws = None if self._is_alone else draws
+        self._draws: SameDraws | None = None
         #: Which ranks compute one forward together: those of a replica that have the same stages.
-        self._together = [] if self._draws is None else places_together(plan)
+        self._together: list[int] = []
+        if device is not None and not self._is_alone:
+            self._draws = SameDraws(device, computed, is_early=plan.pp > 1, of_torch=draws)
+            self._together = places_together(plan)
         self._now: Checksum | None = None
         self._num_early = {"step": _NUM_EARLY, "evaluation": 1}
         self._has_warned = False

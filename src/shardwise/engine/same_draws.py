@@ -13,12 +13,14 @@ that draws from it. Else it was they.
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
 
 import torch
 
 from shardwise.errors import ShardwiseError
+from shardwise.stages.split.names_reached import may_draw_by
 from shardwise.stages.split.python_draws import told_of_numpy
 
 #: So many bits a double holds.
@@ -30,15 +32,17 @@ class SameDraws:
 
     `is_early`: numbers of a step are told before all of its forwards are over, as where there are stages; then what the
     steps before have moved is compared. Without `of_torch` its generators are not looked at: layers that are cut take
-    seeds from them where something is dropped, and no forward was seen to draw (`sharding/rng_tracker.py`). `by_code`
-    says of Python's, NumPy's and torch's whether a step may draw from it.
+    seeds from them where something is dropped, and no forward was seen to draw (`sharding/rng_tracker.py`). If it is
+    None nobody has looked, and the code of what is `computed`, a module and a loss, tells.
     """
 
     def __init__(
-        self, device: torch.device, *, is_early: bool, by_code: Callable[[], Sequence[bool]], of_torch: bool = True
+        self, device: torch.device, computed: Sequence[Any], *, is_early: bool, of_torch: bool | None = True
     ) -> None:
-        self._device, self._is_early, self._of_torch = device, is_early, of_torch
-        self._by_code = cache(by_code)
+        self._device, self._is_early = device, is_early
+        #: Of Python's, NumPy's and torch's generators, whether a step may draw from it.
+        self._by_code = cache(partial(may_draw_by, *computed))
+        self._of_torch = self._by_code()[2] if of_torch is None else of_torch
         self._before: list[bytes] = []
         self._drawn: set[int] = set()
         self._had_others = False

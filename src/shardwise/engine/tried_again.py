@@ -232,9 +232,7 @@ class TriedAgain:
 
     def _read_by_units(self, batch: Batch, *, is_training: bool) -> dict[str, frozenset[str]]:
         """What each unit reads, and under no name what is read between them."""
-        module = self._copy.again()
-        module.train(is_training)
-        return self._read_of(module, batch)
+        return self._read_of(self._copy.again().train(is_training), batch)
 
     def _read_of(self, module: nn.Module, batch: Batch) -> dict[str, frozenset[str]]:
         flow = watch(module, {name: module.get_submodule(name) for name in self.units}, batch)

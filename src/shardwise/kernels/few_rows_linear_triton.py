@@ -108,31 +108,43 @@ def _scaled(words, steps, PLACE: tl.constexpr, STEPS: tl.constexpr, FAST: tl.con
 
 
 @triton.jit
-def _times_eight_bits(total, words, x, item, begin, k, PRECISION: tl.constexpr, FAST: tl.constexpr):
-    """Add a tile of the weight times what is given to it, one place of its words after the other."""
-    word = tl.arange(0, words.shape[1])
-    for place in tl.static_range(4):
-        given = _given(x, item, begin + word // EIGHTS * _RUN + place * EIGHTS + word % EIGHTS, k)
-        total += dot(from_eight_bits(words, place, FAST).to(given.dtype), given, PRECISION)
+def _times_eight_bits(
+    total, words, x, item, begin, k, PRECISION: tl.constexpr, FAST: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of the weight times what is given to it: as a whole, or one place of its words after the other."""
+    if IS_WHOLE:
+        columns: tl.constexpr = words.shape[1] * 4
+        given = _given(x, item, begin + tl.arange(0, columns), k)
+        total += dot(_wide_eight_bits(words, columns, FAST).to(given.dtype), given, PRECISION)
+    else:
+        word = tl.arange(0, words.shape[1])
+        for place in tl.static_range(4):
+            given = _given(x, item, begin + word // EIGHTS * _RUN + place * EIGHTS + word % EIGHTS, k)
+            total += dot(from_eight_bits(words, place, FAST).to(given.dtype), given, PRECISION)
     return total
 
 
 @triton.jit
 def _times_four_bits(
-    total, words, steps, x, item, begin, k, PRECISION: tl.constexpr, STEPS: tl.constexpr, FAST: tl.constexpr
-):
-    """The same of 4 bits. Sums are scaled, not weights: there are fewer of them. What is given is summed as a product
-    with ones, whose sums lie where the others do."""
-    ones = tl.full(words.shape, 1.0, x.dtype.element_ty)
-    for group in tl.static_range(2):
-        made = tl.zeros(total.shape, tl.float32)
-        whole = tl.zeros(total.shape, tl.float32)
-        for place in tl.static_range(4):
-            given = _given(x, item, tl.arange(0, FOURS) + begin + (group * 4 + place) * FOURS, k)
-            made += dot(from_four_bits(words, group * 4 + place, FAST).to(given.dtype), given, PRECISION)
-            whole += dot(ones, given, PRECISION)
-        scale = step_of(steps, 2 * group, STEPS)
-        total += made * scale + whole * (step_of(steps, 2 * group + 1, STEPS) - OFFSET * scale)
+    total, words, steps, x, item, begin, k,
+    PRECISION: tl.constexpr, STEPS: tl.constexpr, FAST: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The same of 4 bits. Place by place sums are scaled, not weights: there are fewer of them. What is given is summed
+    as a product with ones, whose sums lie where the others do."""
+    if IS_WHOLE:
+        given = _given(x, item, begin + tl.arange(0, _RUN), k)
+        total += dot(_wide_four_bits(words, steps, STEPS, FAST).to(given.dtype), given, PRECISION)
+    else:
+        ones = tl.full(words.shape, 1.0, x.dtype.element_ty)
+        for group in tl.static_range(2):
+            made = tl.zeros(total.shape, tl.float32)
+            whole = tl.zeros(total.shape, tl.float32)
+            for place in tl.static_range(4):
+                given = _given(x, item, tl.arange(0, FOURS) + begin + (group * 4 + place) * FOURS, k)
+                made += dot(from_four_bits(words, group * 4 + place, FAST).to(given.dtype), given, PRECISION)
+                whole += dot(ones, given, PRECISION)
+            scale = step_of(steps, 2 * group, STEPS)
+            total += made * scale + whole * (step_of(steps, 2 * group + 1, STEPS) - OFFSET * scale)
     return total
 
 
@@ -212,34 +224,19 @@ def _few_rows_linear(
         if CODES == "fp8":
             column = begin // 4 + tl.arange(0, COLUMNS // 4)[None, :]
             words = tl.load(here + column, eviction_policy="evict_first")
-            if IS_WHOLE:
-                given = _given(x, read, begin + tl.arange(0, COLUMNS), k)
-                total += dot(_wide_eight_bits(words, COLUMNS, FAST).to(given.dtype), given, PRECISION)
-            else:
-                total = _times_eight_bits(total, words, x, read, begin, k, PRECISION, FAST)
+            total = _times_eight_bits(total, words, x, read, begin, k, PRECISION, FAST, IS_WHOLE)
             if ACTIVATION != "":
                 words = tl.load(under + column, eviction_policy="evict_first")
-                if IS_WHOLE:
-                    other += dot(_wide_eight_bits(words, COLUMNS, FAST).to(given.dtype), given, PRECISION)
-                else:
-                    other = _times_eight_bits(other, words, x, read, begin, k, PRECISION, FAST)
+                other = _times_eight_bits(other, words, x, read, begin, k, PRECISION, FAST, IS_WHOLE)
         elif CODES == "int4":
-            column = begin // 8 + tl.arange(0, FOURS)[None, :]
-            run = begin // _RUN
+            column, run = begin // 8 + tl.arange(0, FOURS)[None, :], begin // _RUN
             words = tl.load(here + column, eviction_policy="evict_first")
             steps = tl.load(scales + there * (stride // FOURS) + run)
-            if IS_WHOLE:
-                given = _given(x, read, begin + tl.arange(0, _RUN), k)
-                total += dot(_wide_four_bits(words, steps, STEPS, FAST).to(given.dtype), given, PRECISION)
-            else:
-                total = _times_four_bits(total, words, steps, x, read, begin, k, PRECISION, STEPS, FAST)
+            total = _times_four_bits(total, words, steps, x, read, begin, k, PRECISION, STEPS, FAST, IS_WHOLE)
             if ACTIVATION != "":
                 words = tl.load(under + column, eviction_policy="evict_first")
                 steps = tl.load(scales + (there + n) * (stride // FOURS) + run)
-                if IS_WHOLE:
-                    other += dot(_wide_four_bits(words, steps, STEPS, FAST).to(given.dtype), given, PRECISION)
-                else:
-                    other = _times_four_bits(other, words, steps, x, read, begin, k, PRECISION, STEPS, FAST)
+                other = _times_four_bits(other, words, steps, x, read, begin, k, PRECISION, STEPS, FAST, IS_WHOLE)
         else:
             at = begin + tl.arange(0, COLUMNS)
             tile = tl.load(here + at[None, :], eviction_policy="evict_first")

@@ -170,6 +170,27 @@ def _times_four_bits(
 
 
 @triton.jit
+def _finish(
+    total, other, scales, bias, out, row, n, CODES: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """What is done to sums, and written."""
+    is_row = row < n
+    if CODES == "fp8":
+        total *= tl.load(scales + row, mask=is_row, other=0.0) * HALF_SHIFT
+        if ACTIVATION != "":
+            other *= tl.load(scales + n + row, mask=is_row, other=0.0) * HALF_SHIFT
+    if HAS_BIAS:
+        total += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)
+    made = total.to(out.dtype.element_ty)
+    if ACTIVATION != "":
+        if HAS_BIAS:
+            other += tl.load(bias + n + row, mask=is_row, other=0.0).to(tl.float32)
+        gate = activate(made.to(tl.float32), ACTIVATION).to(made.dtype).to(tl.float32)
+        made = (gate * other.to(made.dtype).to(tl.float32)).to(made.dtype)
+    tl.store(out + row, made, mask=is_row)
+
+
+@triton.jit
 def _row_linear(
     x, weight, scales, bias, residual, norm, out, new, n, k, stride, eps,
     CODES: tl.constexpr, STEPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -234,19 +255,7 @@ def _row_linear(
     if CODES != "":
         total = tl.sum(tl.sum(total, 2), 1)
         other = tl.sum(tl.sum(other, 2), 1)
-    if CODES == "fp8":
-        total *= tl.load(scales + row, mask=is_row, other=0.0) * HALF_SHIFT
-        if ACTIVATION != "":
-            other *= tl.load(scales + n + row, mask=is_row, other=0.0) * HALF_SHIFT
-    if HAS_BIAS:
-        total += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)
-    made = total.to(out.dtype.element_ty)
-    if ACTIVATION != "":
-        if HAS_BIAS:
-            other += tl.load(bias + n + row, mask=is_row, other=0.0).to(tl.float32)
-        gate = activate(made.to(tl.float32), ACTIVATION).to(made.dtype).to(tl.float32)
-        made = (gate * other.to(made.dtype).to(tl.float32)).to(made.dtype)
-    tl.store(out + row, made, mask=is_row)
+    _finish(total, other, scales, bias, out, row, n, CODES, HAS_BIAS, ACTIVATION)
 
 
 def forward(

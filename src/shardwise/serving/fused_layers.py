@@ -31,7 +31,8 @@ from shardwise.serving.prompt_graphs import PromptGraphs
 from shardwise.torch_private import hooks_of
 
 #: Kinds of weights whose products of one row are those of few rows, with norms of their own before them. Of 4 bits a
-#: layer's products take an 8B 97 us so (H200, 16 rows), and about 115 with one row.
+#: layer's products took an 8B 97 us so (H200, of 16 rows, alone); of one row about 115, as reckoned from a step:
+#: both ways were not timed side by side (`benchmarks/decode_settings.py`).
 BY_FEW = ("int4",)
 
 #: Attention of a step. Given are queries, keys and values as the product has them, keys and values of a layer's blocks,

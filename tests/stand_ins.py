@@ -70,8 +70,6 @@ STAND_INS = {
         "::test_over_ranks_losses_and_gradients_are_those_of_one_device_and_no_rank_has_whole_logits",
     "tests/parity/test_check_faults.py::test_nothing_is_found_where_nothing_is_wrong":
         "tests/parity/test_command.py::test_a_plan_that_is_right_says_so_and_exits_with_0",
-    "tests/serving/test_tiers.py::test_tiers_of_ranks_give_the_same_tokens_and_survive_a_restart":
-        "tests/serving/test_tiers.py::test_logits_are_the_same_bit_for_bit_with_tiers_and_with_room_for_all",
     "tests/promises/test_commands.py"
     "::test_every_example_answers_in_json_and_has_no_colour_in_a_pipe_unless_it_is_forced[train]":
         "tests/training/test_train.py::test_a_run_leaves_all_that_is_needed_to_run_it_again",

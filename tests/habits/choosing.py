@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-any-return,no-untyped-call"
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -50,11 +51,12 @@ def the_first_half_against_the_second(parallelize: Parallelize) -> Result:
 
 @program()
 def zeroed_by_the_module(parallelize: Parallelize) -> Result:
-    """`model.zero_grad()` between steps, out of habit."""
+    """`model.zero_grad()` between steps, out of habit; also where a script has a default device."""
     model = small_net()
 
     def between(step: int) -> None:
-        model.zero_grad(set_to_none=step == 1)
+        with torch.device("cpu") if step else nullcontext():
+            model.zero_grad(set_to_none=step == 1)
 
     return trained(start(parallelize, model), between=between)
 

@@ -128,6 +128,7 @@ def make_states(parts: Parts, optimizers: Sequence[MadeOptimizer], sharing: Zero
         ),
         written=SharedBuffers(
             module, buffers, parts.written, how=parts.options.buffers, units=parts.split.units,
+            stages=[number for number, stage in enumerate(parts.split.stages) if stage is not None],
             gather=(lambda given: _from_copies(given, wires)) if has_copies else None,
         ),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from threading import get_ident
+from types import FrameType
 from typing import Any
 from weakref import WeakMethod, WeakSet
 
@@ -157,7 +158,7 @@ def _asked(
     """Every function of torch that is given such a tensor comes here."""
     del cls, types
     kwargs = kwargs or {}
-    if function == _GRADIENT and sys._getframe(1).f_code is _ZEROING and not _VIEWS[args[0]].has_gradient:
+    if function == _GRADIENT and not _VIEWS[args[0]].has_gradient and _is_zeroing(sys._getframe(1)):
         # `module.zero_grad()`, out of habit: every step begins with none. Or before a backward of the script's own, to
         # which what the engine had left there, a part of its sum, would be added.
         with without_subclasses():
@@ -173,6 +174,13 @@ def _asked(
         function = Tensor.detach  # The same numbers; but what is written there counts as written to the tensor.
     with without_subclasses():
         return function(*args, **kwargs)
+
+
+def _is_zeroing(frame: FrameType | None) -> bool:
+    """Whether torch's `zero_grad` asks; between it and us stands what torch looks through, as `set_default_device`."""
+    while frame is not None and frame.f_code is not _ZEROING:
+        frame = frame.f_back if frame.f_globals.get("__name__", "").startswith("torch.") else None
+    return frame is not None
 
 
 def _be(tensor: Any, kind: type | None) -> None:

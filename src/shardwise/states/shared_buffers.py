@@ -87,9 +87,8 @@ def own_buffers(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, T
 
 def check_owners(written: Collection[str], units: Sequence[Sequence[str]]) -> None:
     """Refuse buffers that several stages of a pipeline would each write on their own; `units` are those of each."""
-    names = [{unit.partition("#")[0] for unit in of_stage} for of_stage in units]
     for name in written if len(units) > 1 else ():
-        stages = [at for at, mine in enumerate(names) if any(name.startswith(f"{unit}.") for unit in mine)]
+        stages = _stages_with(name, units)
         if len(stages) != 1:
             where = f"stages {', '.join(map(str, stages))} call its module" if stages else "no unit has it"
             raise ShardwiseError(
@@ -98,11 +97,16 @@ def check_owners(written: Collection[str], units: Sequence[Sequence[str]]) -> No
             )
 
 
+def _stages_with(buffer: str, units: Sequence[Sequence[str]]) -> list[int]:
+    names = [{unit.partition("#")[0] for unit in of_stage} for of_stage in units]
+    return [at for at, mine in enumerate(names) if any(buffer.startswith(f"{unit}.") for unit in mine)]
+
+
 class SharedBuffers:
     """The buffers of this rank that forwards write: `written` when the example was run, and others later.
 
-    `buffers` are all that it has, and `units` those of each stage. `gather` gives what the ranks with other rows of the
-    same layers give; without it there are none. All ranks call it alike.
+    `buffers` are all that it has, `units` those of each stage, and `stages` the ones that are here. `gather` gives
+    what the ranks with other rows of the same layers give; without it there are none. All ranks call it alike.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class SharedBuffers:
         written: Written,
         *,
         units: Sequence[Sequence[str]],
+        stages: Collection[int],
         gather: Gather | None,
         how: str | None,
     ) -> None:
@@ -120,7 +125,8 @@ class SharedBuffers:
             name: (slots, key) for slots, key, name, _ in own_buffers(module) if name in buffers
         }
         #: Those that a forward registers: they may not be there yet.
-        self._late = {name for name in written if name not in dict(module.named_buffers())}
+        late = [name for name in written if name not in dict(module.named_buffers())]
+        self._late = {name for name in late if len(units) == 1 or set(_stages_with(name, units)) & set(stages)}
         for name in self._late:
             owner, _, key = name.rpartition(".")
             self._places[name] = buffer_slots(module.get_submodule(owner)), key

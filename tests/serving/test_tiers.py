@@ -201,13 +201,15 @@ def test_where_a_disk_does_not_keep_up_those_are_kept_that_left_last(begins: boo
     for writer in files._writers:
         writer.submit(gate.wait)
     names = [number.to_bytes(16, "big") for number in range(count)]
-    for block, name in enumerate(names):
-        assert store.put(block, name)
-        data[block] = 99  # Another's from now on.
-        if begins:
-            store.begin()
-    store.begin()
-    gate.set()
+    try:
+        for block, name in enumerate(names):
+            assert store.put(block, name)
+            data[block] = 99  # Another's from now on.
+            if begins:
+                store.begin()
+        store.begin()
+    finally:
+        gate.set()  # Whatever has happened: threads that wait for it would never end.
     files.settle()
     assert (sorted(store.file_names()), files.num_skipped) == (names[-3:], count - 3)
     assert store.bring([(name, block) for block, name in enumerate(names[-3:])]) == 3

@@ -49,11 +49,11 @@ def test_greedy_tokens_are_those_of_transformers(family: str, overlapped: Any) -
 def test_a_closed_engine_holds_no_memory(tmp_path: Path, overlapped: Any) -> None:
     """Whoever still has it: the next engine wants its room. And it goes at once, not when Python looks for circles."""
     model = Transformer(both("llama")[1].settings)
-    engine = overlapped(model, host_bytes=4096, file_bytes=4096, kv_folder=tmp_path)
-    held = [weakref.ref(each) for each in (model.embed.weight, engine.tiers.store._data)]
-    answer(engine, [ask(prompts(1)[0])])
     gc.disable()
     try:
+        engine = overlapped(model, host_bytes=4096, file_bytes=4096, kv_folder=tmp_path)
+        held = [weakref.ref(each) for each in (model.embed.weight, engine.tiers.store._data)]
+        answer(engine, [ask(prompts(1)[0])])
         del model
         engine.close()
         assert [each() is None for each in held] == [True, True]

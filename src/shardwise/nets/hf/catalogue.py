@@ -35,17 +35,18 @@ def config_for(settings: Settings, family: str | None = None) -> tuple[Family, d
     if family is not None and family not in FAMILIES:
         raise unknown("family", family, FAMILIES)
     able: dict[str, dict[str, Any]] = {}
-    unable: dict[str, ShardwiseError] = {}
+    unable: dict[str, str] = {}
     for each in FAMILIES.values():
         try:
             able[each.name] = each.config(settings)
         except ShardwiseError as error:
-            unable[each.name] = error
+            # Not the error itself: it would hold this frame and those of all callers, models and all, in a circle.
+            unable[each.name] = error.problem
     if family is None and not able:
         raise ShardwiseError(
             f"no family that we write can say all of {settings}", remedy=f"settings as in {', '.join(FAMILIES)}"
         )
     chosen = next(iter(able)) if family is None else family
     if chosen in unable:
-        raise ShardwiseError(unable[chosen].problem, remedy=f"family={next(iter(able))!r}" if able else None)
+        raise ShardwiseError(unable[chosen], remedy=f"family={next(iter(able))!r}" if able else None)
     return FAMILIES[chosen], able[chosen]

@@ -9,10 +9,11 @@ import pytest
 from shardwise.cli import main
 from shardwise.cluster.curve import COLLECTIVES
 from shardwise.cluster.file import to_toml
-from shardwise.cluster.kernel import KINDS
+from shardwise.cluster.kernel import KINDS, Kernel
 from shardwise.cluster.probe import Probe
 from shardwise.cluster.probed import cluster_of
-from shardwise.probing import meetings
+from shardwise.nets.settings import Settings
+from shardwise.probing import meetings, whole_steps
 from shardwise.probing.collectives import groupings_of
 from shardwise.probing.links import rounds_of
 from shardwise.probing.measure import SUBJECTS, probe_rank
@@ -95,6 +96,32 @@ def test_what_ranks_lose_where_they_meet_is_neither_their_work_nor_the_message(
     def meet() -> None:
         pass
 
-    found = meetings.measure_meetings(meet)
-    assert found.seconds == pytest.approx(lost)
-    assert found.slower == pytest.approx(1.15), "1.25, and nobody else should be there"
+    assert meetings.measure_meetings(meet) == pytest.approx(lost)
+
+
+@pytest.mark.parametrize(("times", "longer"), [(1.1, 1.1), (0.5, 1.0), (9.0, 1.3)])
+def test_kernels_take_longer_by_what_the_slower_rank_takes_more_for_a_model_than_their_sum(
+    monkeypatch: pytest.MonkeyPatch, times: float, longer: float
+) -> None:
+    """Of two ranks another one is late in every pass."""
+    kernels = [Kernel(kind=kind, forward=1e9, backward=5e8, forward_call=1e-5, backward_call=2e-5) for kind in KINDS]
+
+    def passes(settings: Settings, count: int, _: object) -> list[float]:
+        return [times * whole_steps._price(settings, kernels) * (1.0 if each % 2 else 0.8) for each in range(count)]
+
+    def gather(mine: list[float]) -> list[list[float]]:
+        return [mine, mine[1:] + mine[:1]]
+
+    monkeypatch.setattr(whole_steps, "_time", passes)
+    assert whole_steps.measure_longer(kernels, whole_steps.Crowd(gather=gather)) == pytest.approx(longer)
+
+
+def test_a_whole_model_is_priced_by_what_it_computes() -> None:
+    """4 layers of width 128 and 256 over 1,024 tokens: 6 FLOPs for each weight of a layer's matrices and of the head,
+    and attention beside them."""
+    free = Kernel(kind="elementwise", forward=1e30, backward=1e30)
+    for width in (128, 256):
+        settings = whole_steps._settings(width)
+        found = whole_steps._price(settings, [free, Kernel(kind="matmul", forward=1.0, backward=1.0)])
+        weights = 4 * (4 * width**2 + 3 * width * (width * 8 // 3)) + 256 * width
+        assert found == pytest.approx(6 * weights * 1024)

@@ -12,7 +12,7 @@ to other processes add up:
     optimizer:  bytes / rate  +  a call for each tensor
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -76,18 +76,7 @@ class ProcessorEngine(Engine):
         return self._sum(block, block.operations, share)
 
     def operation(self, operation: Operation, share: Share, *, narrow: bool = True) -> Seconds:  # noqa: ARG002
-        total = ZERO
-        for index, (kind, amount) in enumerate(amounts(operation, share)):
-            # A call counts once, however many ways its work is counted in.
-            kernel, calls = self._kernel(kind), _num_calls(operation, share) if index == 0 else 0
-            total = _add(total, _seconds(kernel, amount, calls))
-            if kind == "scores" and self.software.masks_documents:
-                total = _add(total, _seconds(self._kernel("masks"), amount, 0))
-        cut = find_kernel(self.device.kernels, "sharded")
-        if isinstance(operation, Matmul) and operation.sharding != "none" and cut is not None:
-            # Projections that read one tensor are called together.
-            total = _add(total, _seconds(cut, Passes(0, 0, 0), (np.asarray(share.tp) > 1).astype(np.int64)))
-        return total
+        return operation_seconds(self.device.kernels, operation, share, masks=self.software.masks_documents)
 
     def stream(self, num_bytes: Number) -> Floats:
         return np.asarray(num_bytes, dtype=np.float64) / self._kernel("elementwise").forward
@@ -98,6 +87,22 @@ class ProcessorEngine(Engine):
 
     def _kernel(self, kind: str) -> Kernel:
         return get_kernel(self.device.kernels, kind)
+
+
+def operation_seconds(kernels: Sequence[Kernel], operation: Operation, share: Share, *, masks: bool = False) -> Seconds:
+    """Seconds of one operation; attention is given a mask if there are `masks`."""
+    total = ZERO
+    for index, (kind, amount) in enumerate(amounts(operation, share)):
+        # A call counts once, however many ways its work is counted in.
+        calls = _num_calls(operation, share) if index == 0 else 0
+        total = _add(total, _seconds(get_kernel(kernels, kind), amount, calls))
+        if kind == "scores" and masks:
+            total = _add(total, _seconds(get_kernel(kernels, "masks"), amount, 0))
+    cut = find_kernel(kernels, "sharded")
+    if isinstance(operation, Matmul) and operation.sharding != "none" and cut is not None:
+        # Projections that read one tensor are called together.
+        total = _add(total, _seconds(cut, Passes(0, 0, 0), (np.asarray(share.tp) > 1).astype(np.int64)))
+    return total
 
 
 def _seconds(kernel: Kernel, amount: Passes, calls: Number) -> Seconds:

@@ -17,8 +17,9 @@ from shardwise import environment
 from shardwise.cluster.local import available_bytes, memory_bytes
 from shardwise.cluster.probe import DeviceFigures
 from shardwise.dataflow.cuda import new_event, new_stream
-from shardwise.probing.kernels import Timing, measure_kernels
+from shardwise.probing.kernels import measure_kernels
 from shardwise.probing.steady import Steady, steady
+from shardwise.probing.whole_steps import Crowd
 from shardwise.torch_private import scaled_mm
 
 #: What is measured takes so long at most, each.
@@ -33,10 +34,9 @@ _BLOCK = 2**20
 _FP8 = (8, 9)
 
 
-def measure_device(
-    device: torch.device, host: str, name: str, sharing: int, meet: Callable[[], object]
-) -> DeviceFigures:
-    """Figures of this rank's device, of which it is one of so many that share the host's memory; all ranks `meet`."""
+def measure_device(device: torch.device, host: str, name: str, sharing: int, crowd: Crowd) -> DeviceFigures:
+    """Figures of this rank's device, of which it is one of so many that share the host's memory; every rank of the
+    crowd calls this."""
     found: list[Steady] = []
 
     def rate(amount: float, once: Callable[[], float]) -> float:
@@ -70,7 +70,7 @@ def measure_device(
         num_cores=environment.num_cores(),
         host_bytes=memory_bytes(),
         spread=max(each.spread for each in found),
-        kernels=() if is_gpu else measure_kernels(Timing(meet=meet)),
+        kernels=() if is_gpu else measure_kernels(crowd),
     )
 
 

@@ -25,13 +25,14 @@ from shardwise.model.operations import Attention, Matmul, Operation, Width
 from shardwise.model.share import Share
 from shardwise.probing.meetings import measure_meetings
 from shardwise.probing.steady import settled
+from shardwise.probing.whole_steps import Crowd, measure_longer
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.tensor.linear import ColumnParallelLinear, ColumnSet, RowParallelLinear
 
 #: One kind of one size takes so long, on every rank.
 LIMIT_SECONDS = 0.15
-#: Kinds and sizes that are timed; meetings take as long as seven of them.
-NUM_FIGURES = 36
+#: Kinds and sizes that are timed; meetings take as long as seven of them, and whole models as twenty.
+NUM_FIGURES = 56
 _KEPT = 8
 _TURNS = 3
 _ROWS, _TOKENS, _WIDTH, _MLP, _HEADS, _VOCABULARY = 8, 128, 256, 688, 4, 512
@@ -45,14 +46,8 @@ _OPTIMIZER_BYTES = 38
 _LEAST = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """How long a kind is timed, and what all ranks wait at before it is."""
-
-    meet: Callable[[], object] = lambda: None
-
-    def goes_on(self, count: int, begun: float) -> bool:
-        return count < _LEAST or perf_counter() - begun < LIMIT_SECONDS
+def _goes_on(count: int, begun: float) -> bool:
+    return count < _LEAST or perf_counter() - begun < LIMIT_SECONDS
 
 
 class Both(NamedTuple):
@@ -71,19 +66,19 @@ class Trial:
     inputs: Callable[[int, int], Sequence[Tensor]]
 
 
-def measure_kernels(timing: Timing) -> tuple[Kernel, ...]:
+def measure_kernels(crowd: Crowd) -> tuple[Kernel, ...]:
     """Every kind, on this thread. Every rank calls this."""
     found = []
     for kind, trial in _simple().items():
-        much, few = (_time(trial, rows, tokens, timing) for rows, tokens in ((_ROWS, _TOKENS), (1, _FEW)))
+        much, few = (_time(trial, rows, tokens, crowd) for rows, tokens in ((_ROWS, _TOKENS), (1, _FEW)))
         found.append(_kernel(kind, _amount(trial, _ROWS, _TOKENS)[0], much, _amount(trial, 1, _FEW)[0], few))
-    found += _two_ways("matmul", "operands", [_linear(_NARROW), _linear(_WIDE)], timing)
-    found += _two_ways("attention", "scores", [_attention(_SHORT_HEAD), _attention(_LONG_HEAD)], timing)
-    found += [_masks(timing), _optimizer(timing), _sharded(timing)]
-    meetings = measure_meetings(timing.meet)
-    # Kernels were timed by their quickest moments, and steps are long.
-    longer = [each.taking_turns(1.0 / meetings.slower) for each in found]
-    return (*longer, Kernel(kind="meeting", forward=_FREE, backward=_FREE, forward_call=meetings.seconds))
+    found += _two_ways("matmul", "operands", [_linear(_NARROW), _linear(_WIDE)], crowd)
+    found += _two_ways("attention", "scores", [_attention(_SHORT_HEAD), _attention(_LONG_HEAD)], crowd)
+    found += [_masks(crowd), _optimizer(crowd), _sharded(crowd)]
+    longer = measure_longer(found, crowd)
+    in_a_model = [each.taking_turns(1.0 / longer) for each in found]
+    lost = measure_meetings(crowd.meet)
+    return (*in_a_model, Kernel(kind="meeting", forward=_FREE, backward=_FREE, forward_call=lost))
 
 
 def _simple() -> dict[str, Trial]:
@@ -151,13 +146,13 @@ def _attention(head: int) -> Trial:
     )
 
 
-def _masks(timing: Timing) -> Kernel:
+def _masks(crowd: Crowd) -> Kernel:
     """What attention takes longer where it is told whom each token sees, than where it sees all before it."""
     plain = _attention(_SHORT_HEAD)
     masked = replace(plain, run=_attend_masked)
     pairs = _amount(plain, _ROWS, _TOKENS)[1]
     # In turn: of two times that are near each other the difference counts.
-    taken = [[_time(trial, _ROWS, _TOKENS, timing) for trial in (plain, masked)] for _ in range(_TURNS)]
+    taken = [[_time(trial, _ROWS, _TOKENS, crowd) for trial in (plain, masked)] for _ in range(_TURNS)]
     rates = []
     for index in range(2):  # Forward, then backward.
         longer = median([with_one[index] - without[index] for without, with_one in taken])
@@ -175,10 +170,10 @@ def _seen(rows: int, tokens: int) -> Tensor:
     return torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(rows, 1, tokens, tokens).contiguous()
 
 
-def _sharded(timing: Timing) -> Kernel:
+def _sharded(crowd: Crowd) -> Kernel:
     """What a layer that is cut over ranks takes longer to call than a plain one, by columns or by rows: Python, and an
     autograd function of its own. Nothing is sent."""
-    group, plain = Group(), _time(_linear(_NARROW), 1, _FEW, timing)
+    group, plain = Group(), _time(_linear(_NARROW), 1, _FEW, crowd)
 
     def weight() -> nn.Parameter:
         return nn.Parameter(torch.randn(_NARROW, _NARROW))
@@ -197,7 +192,7 @@ def _sharded(timing: Timing) -> Kernel:
             run=lambda given, layers=layers: next(layers)(given),
             inputs=lambda rows, tokens: [torch.randn(rows, tokens, _NARROW)],
         )
-        taken = _time(trial, 1, _FEW, timing)
+        taken = _time(trial, 1, _FEW, crowd)
         longer.append([max(each - before, 0.0) for each, before in zip(taken, plain, strict=True)])
     forward, backward = (sum(each) / len(longer) for each in zip(*longer, strict=True))
     return Kernel(kind="sharded", forward=_FREE, backward=_FREE, forward_call=forward, backward_call=backward)
@@ -212,12 +207,12 @@ def _amount(trial: Trial, rows: int, tokens: int) -> list[Both]:
     ]
 
 
-def _time(trial: Trial, rows: int, tokens: int, timing: Timing) -> Both:
+def _time(trial: Trial, rows: int, tokens: int, crowd: Crowd) -> Both:
     """Seconds of one call, of several whose results are kept."""
     inputs = [[each.requires_grad_() for each in trial.inputs(rows, tokens)] for _ in range(_KEPT)]
-    timing.meet()
+    crowd.meet()
     forward, backward, begun = list[float](), list[float](), perf_counter()
-    while timing.goes_on(len(forward), begun):
+    while _goes_on(len(forward), begun):
         start = perf_counter()
         made = [trial.run(*each) for each in inputs]
         middle = perf_counter()
@@ -253,10 +248,10 @@ def _line(much: float, seconds: float, few: float, little: float) -> tuple[float
     return (rate, call) if call > 0 else (much / seconds, 0.0)
 
 
-def _two_ways(first: str, second: str, trials: Sequence[Trial], timing: Timing) -> list[Kernel]:
+def _two_ways(first: str, second: str, trials: Sequence[Trial], crowd: Crowd) -> list[Kernel]:
     """Kinds whose work is counted in two ways: both rates, of two shapes that have them in different parts."""
-    seconds = [_time(trial, _ROWS, _TOKENS, timing) for trial in trials]
-    calls = _time(trials[0], 1, _FEW, timing)
+    seconds = [_time(trial, _ROWS, _TOKENS, crowd) for trial in trials]
+    calls = _time(trials[0], 1, _FEW, crowd)
     amount = [_amount(trial, _ROWS, _TOKENS) for trial in trials]
     rates = []
     for index in range(2):  # Forward, then backward.
@@ -292,22 +287,22 @@ def _rates(work: list[list[float]], seconds: list[float]) -> tuple[float, float]
     return 1.0 / first, 1.0 / second
 
 
-def _optimizer(timing: Timing) -> Kernel:
+def _optimizer(crowd: Crowd) -> Kernel:
     """AdamW's step and the norm before it: the rate of bytes, of more than a cache holds, and the call of a tensor."""
-    (much, seconds), (few, little) = (_time_optimizer(shape, timing) for shape in (_PARAMETER, _SMALL))
+    (much, seconds), (few, little) = (_time_optimizer(shape, crowd) for shape in (_PARAMETER, _SMALL))
     rate, call = _line(much, seconds, few, little)
     return Kernel(kind="optimizer", forward=rate, backward=rate, forward_call=call)
 
 
-def _time_optimizer(shape: tuple[int, int], timing: Timing) -> tuple[float, float]:
+def _time_optimizer(shape: tuple[int, int], crowd: Crowd) -> tuple[float, float]:
     """Bytes of a tensor, as `cost/` counts them, and its seconds."""
     parameters = [nn.Parameter(torch.randn(shape)) for _ in range(_PARAMETERS)]
     for each in parameters:
         each.grad = torch.ones_like(each)
     optimizer = torch.optim.AdamW(parameters)
-    timing.meet()
+    crowd.meet()
     seconds, begun = list[float](), perf_counter()
-    while timing.goes_on(len(seconds), begun):
+    while _goes_on(len(seconds), begun):
         start = perf_counter()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()

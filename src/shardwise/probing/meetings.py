@@ -1,9 +1,7 @@
-"""What ranks of a processor lose where they wait for each other again and again, and how much longer long work takes
-than its quickest pieces.
+"""What ranks of a processor lose where they wait for each other again and again.
 
-A kernel is timed in moments in which nothing came between. A step is too long for that: the system comes between, the
-host of a virtual machine, the threads that carry messages. And where ranks meet after every piece, all of them wait for
-whoever was disturbed:
+Something always comes between: the system, the host of a virtual machine, the threads that carry messages. Where ranks
+meet after every piece, all of them wait for whoever was disturbed:
 
     by themselves   |--a--|--b--|----c----|--d--|
     with meetings   |--a--|..|--b--|..|----c----|..|--d--|..|      of two ranks, each as long as its slower one
@@ -13,7 +11,6 @@ All ranks measure it at once, each on one thread.
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 
@@ -22,21 +19,11 @@ from shardwise.probing.steady import settled
 #: About what a step computes between two sums of tensor parallelism: some milliseconds; and a step has so many.
 _ROWS, _WIDTH, _PRODUCTS, _PIECES = 1024, 256, 4, 16
 _TURNS = 5
-#: What comes between on a machine that has nothing else to do is no more than this: beyond, somebody else computes
-#: there, who may be gone when a step is taken, and a meeting loses a piece at most.
-_MOST_SLOWER = 1.15
 
 
-class Meetings(NamedTuple):
-    """Seconds that are lost at a meeting beside those of its message, and how many times the quickest quarter of
-    pieces one of many takes."""
-
-    seconds: float
-    slower: float
-
-
-def measure_meetings(meet: Callable[[], object]) -> Meetings:
-    """Every rank calls this; `meet` returns when all have called it."""
+def measure_meetings(meet: Callable[[], object]) -> float:
+    """Seconds that are lost at a meeting beside those of its message. Every rank calls this; `meet` returns when all
+    have called it."""
     left, right, into = torch.randn(_ROWS, _WIDTH), torch.randn(_WIDTH, _WIDTH), torch.empty(_ROWS, _WIDTH)
 
     def compute() -> None:
@@ -56,9 +43,9 @@ def measure_meetings(meet: Callable[[], object]) -> Meetings:
         messages.append(sum(_seconds(meet) for _ in range(_PIECES)))
         pieces += taken
         alone.append(sum(taken))
-    long, piece = settled(alone).seconds, settled(pieces).seconds
-    lost = (settled(met).seconds - long - settled(messages).seconds) / _PIECES
-    return Meetings(min(max(lost, 0.0), piece), min(max(long / (_PIECES * piece), 1.0), _MOST_SLOWER))
+    lost = (settled(met).seconds - settled(alone).seconds - settled(messages).seconds) / _PIECES
+    # Where more than a piece is lost, somebody else computes on the machine, who may be gone when a step is taken.
+    return min(max(lost, 0.0), settled(pieces).seconds)
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -1,0 +1,88 @@
+"""How many times as long ranks take for a model as its kernels take by themselves.
+
+A kernel is timed again and again on the same few tensors, in moments in which nothing came between. In a step what it
+reads was written by another kernel, or long ago, and a step is over when its slowest rank is done: of two that have the
+same to do, another one is late each time, as the system and the host of a virtual machine have it.
+
+    by themselves   |norm| |linear| |attention| |linear| ...       added up, as the planner does
+    rank 0          |norm|linear--|attention|linear|....|          in a step: longer by a share of what is computed
+    rank 1          |norm|linear|attention----|linear---|
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from shardwise.cluster.kernel import Kernel
+from shardwise.cost.processor import operation_seconds
+from shardwise.model.load import load_model
+from shardwise.model.share import Share
+from shardwise.nets.hf.catalogue import config_for
+from shardwise.nets.loss import next_token_loss
+from shardwise.nets.settings import Heads, Mlp, Settings
+from shardwise.nets.transformer import Transformer
+from shardwise.probing.steady import settled
+
+#: How often a model of a width is passed through. Narrow and wide: calls weigh more in one, work in the other.
+PASSES = {128: 12, 256: 6}
+_ROWS, _TOKENS, _VOCABULARY, _LAYERS, _HEADS = 8, 128, 256, 4, 4
+#: Beyond these, somebody else has computed on the machine at one of the two times.
+_LEAST_LONGER, _MOST_LONGER = 1.0, 1.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """The ranks that measure at once: `meet` returns when all have called it, `gather` with what each has given."""
+
+    meet: Callable[[], object] = lambda: None
+    gather: Callable[[list[float]], Sequence[list[float]]] = lambda mine: [mine]
+
+
+def measure_longer(kernels: Sequence[Kernel], crowd: Crowd) -> float:
+    """Seconds of a model's forward and backward over those of its kernels. Every rank calls this."""
+    taken, priced = 0.0, 0.0
+    for width, count in PASSES.items():
+        settings = _settings(width)
+        by_rank = crowd.gather(_time(settings, count, crowd.meet))
+        taken += settled([max(each) for each in zip(*by_rank, strict=True)]).seconds
+        priced += _price(settings, kernels)
+    return min(max(taken / priced, _LEAST_LONGER), _MOST_LONGER)
+
+
+def _settings(width: int) -> Settings:
+    return Settings(
+        vocabulary=_VOCABULARY,
+        width=width,
+        num_layers=_LAYERS,
+        length=_TOKENS,
+        attention=Heads(num_heads=_HEADS, num_kv_heads=_HEADS, head_dim=width // _HEADS),
+        mlp=Mlp(width=width * 8 // 3),
+    )
+
+
+def _time(settings: Settings, count: int, meet: Callable[[], object]) -> list[float]:
+    """Seconds of passes forward and backward of rows of tokens, which all ranks begin together."""
+    model = Transformer(settings)
+    tokens = torch.randint(_VOCABULARY, (_ROWS, _TOKENS))
+    seconds = list[float]()
+    for _ in range(count + 1):
+        model.zero_grad(set_to_none=False)  # As in an engine: gradients are added to what is there.
+        meet()
+        start = perf_counter()
+        total, labels = next_token_loss(model(tokens), {"labels": tokens})
+        (total / labels).backward()
+        seconds.append(perf_counter() - start)
+    return seconds[1:]
+
+
+def _price(settings: Settings, kernels: Sequence[Kernel]) -> float:
+    """The same, from its kernels alone."""
+    model = load_model(config_for(settings)[1])
+    share = Share(sequence=_TOKENS, microbatch=_ROWS, width=4)
+    return sum(
+        float(sum(operation_seconds(kernels, operation, share)))
+        for block in model.blocks
+        for operation in block.operations
+    )

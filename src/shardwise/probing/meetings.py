@@ -10,6 +10,7 @@ All ranks measure it at once, each on one thread.
 """
 
 from collections.abc import Callable
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -18,7 +19,7 @@ from shardwise.probing.steady import settled
 
 #: About what a step computes between two sums of tensor parallelism: some milliseconds; and a step has so many.
 _ROWS, _WIDTH, _PRODUCTS, _PIECES = 1024, 256, 4, 16
-_TURNS = 5
+_TURNS = 12
 
 
 def measure_meetings(meet: Callable[[], object]) -> float:
@@ -34,18 +35,18 @@ def measure_meetings(meet: Callable[[], object]) -> float:
         compute()
         meet()
 
-    pieces, alone, met, messages = list[float](), list[float](), list[float](), list[float]()
+    pieces, lost = list[float](), list[float]()
     for _ in range(_TURNS):
         meet()
-        taken = [_seconds(compute) for _ in range(_PIECES)]
+        alone = [_seconds(compute) for _ in range(_PIECES)]
         meet()
-        met.append(sum(_seconds(compute_and_meet) for _ in range(_PIECES)))
-        messages.append(sum(_seconds(meet) for _ in range(_PIECES)))
-        pieces += taken
-        alone.append(sum(taken))
-    lost = (settled(met).seconds - settled(alone).seconds - settled(messages).seconds) / _PIECES
+        met = [_seconds(compute_and_meet) for _ in range(_PIECES)]
+        messages = [_seconds(meet) for _ in range(_PIECES)]
+        # Of one turn: a machine that is slower for a while is so in all three.
+        lost.append((sum(met) - sum(alone) - sum(messages)) / _PIECES)
+        pieces += alone
     # Where more than a piece is lost, somebody else computes on the machine, who may be gone when a step is taken.
-    return min(max(lost, 0.0), settled(pieces).seconds)
+    return min(max(median(lost), 0.0), settled(pieces).seconds)
 
 
 def _seconds(run: Callable[[], object]) -> float:

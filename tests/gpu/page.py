@@ -133,8 +133,8 @@ def _of_families(rows: list[dict[str, Any]]) -> str:
     ]
     passed = sum(row["problem"] is None for row in rows)
     intro = (
-        "## Models of Hugging Face\n\nOne small, unmodified model of each family, and the error of its gradients: in fp32"
-        " that of the worst tensor, in bf16 the mean, and after the slash that of one device."
+        "## Models of Hugging Face\n\nOne small, unmodified model of each family, and the error of its gradients: in"
+        " fp32 that of the worst tensor, in bf16 the mean, and after the slash that of one device."
         f" {passed} of {len(rows)} passed."
     )
     return "\n\n".join([intro, "\n".join([head, rule, *lines])])

@@ -30,26 +30,24 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("plan", "shardwise.planner.plan_command", "the best plan for a model on a cluster, and why"),
-    Command("fit", "shardwise.planner.fit_command", "will a plan fit, rank by rank, and how long is a step"),
-    Command("probe", "shardwise.probing.command", "measure devices, links and collectives into a cluster.toml"),
+    Command("plan", "shardwise.planner.plan_command", "find the best plan for a model on a cluster, and say why"),
+    Command("fit", "shardwise.planner.fit_command", "predict memory and step time of a plan, rank by rank"),
+    Command("probe", "shardwise.probing.command", "measure devices, links and collectives for a cluster.toml"),
     Command("schedule", "shardwise.schedule.command", "draw, price and compare pipeline schedules"),
-    Command("validate", "shardwise.planner.validate_command", "predictions against published measurements"),
-    Command("check", "shardwise.parity.command", "a plan against one device: loss, gradients, next weights"),
-    Command("train", "shardwise.training.command", "train a model: recipes, checkpoints, a report"),
-    Command("profile", "shardwise.training.profile_command", "measure some steps: where the time and the memory go"),
-    Command("launch", "shardwise.launch.command", "train or serve on this machine, hosts, Slurm, Kubernetes"),
-    Command("status", "shardwise.launch.status_command", "how a run stands: where, since when, restarts and why"),
-    Command("report", "shardwise.explain.report_command", "one page that shows a run, or two beside each other"),
-    Command("doctor", "shardwise.explain.doctor_command", "what holds a run up, and what to type against it"),
-    Command("serve", "shardwise.serving.serve_command", "a model behind OpenAI's API, with a page to chat"),
-    Command("chat", "shardwise.serving.chat_command", "talk with a model in the terminal"),
-    Command(
-        "bench", "shardwise.serving.bench_command", "how fast a server answers: first token, next tokens, throughput"
-    ),
-    Command("generate", "shardwise.serving.generate_command", "a file of requests answered, without a server"),
-    Command("data", "shardwise.training.data.command", "token files from text, JSON lines and Parquet"),
-    Command("convert", "shardwise.training.convert_command", "checkpoints to Hugging Face folders and back"),
+    Command("validate", "shardwise.planner.validate_command", "compare predictions with published measurements"),
+    Command("check", "shardwise.parity.command", "compare a plan with one device: loss, gradients, weights"),
+    Command("train", "shardwise.training.command", "train a model from a recipe, with checkpoints and a report"),
+    Command("profile", "shardwise.training.profile_command", "measure where the time and memory of a step go"),
+    Command("launch", "shardwise.launch.command", "start train or serve here, on hosts, Slurm or Kubernetes"),
+    Command("status", "shardwise.launch.status_command", "show the state of a run: hosts, steps, restarts and why"),
+    Command("report", "shardwise.explain.report_command", "write a page that shows a run, or compares two"),
+    Command("doctor", "shardwise.explain.doctor_command", "find what slows a run down, and what to type against it"),
+    Command("serve", "shardwise.serving.serve_command", "serve a model behind OpenAI's API, with a chat page"),
+    Command("chat", "shardwise.serving.chat_command", "chat with a model in the terminal"),
+    Command("bench", "shardwise.serving.bench_command", "measure a server: first token, next tokens, throughput"),
+    Command("generate", "shardwise.serving.generate_command", "answer a file of requests, without a server"),
+    Command("data", "shardwise.training.data.command", "make token files from text, JSON lines and Parquet"),
+    Command("convert", "shardwise.training.convert_command", "convert checkpoints to Hugging Face folders and back"),
 )
 
 
@@ -115,8 +113,8 @@ def _draw_overview(canvas: Canvas) -> None:
     canvas.print(f"{canvas.paint('usage:', 'bold')} shardwise COMMAND ...\n")
     for command in COMMANDS:
         canvas.print(f"  {canvas.paint(command.name.ljust(width), 'bold')}  {command.help}")
-    canvas.print("\n  shardwise COMMAND --help   what it takes, with an example")
-    canvas.print("  shardwise --version        which Shardwise this is")
+    canvas.print("\n  shardwise COMMAND --help   show the options, with an example")
+    canvas.print("  shardwise --version        print the version")
 
 
 def _get_command(word: str) -> Command:

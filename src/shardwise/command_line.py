@@ -45,7 +45,7 @@ def make_parser(name: str, module: CommandModule) -> argparse.ArgumentParser:
     # command would have no chance to say what is wrong with it.
     parser._negative_number_matcher = re.compile(r"-[\d.]")
     module.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON, for machines")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     return parser
 

@@ -11,26 +11,29 @@ PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 _HEAD = """\
 # Conformance
 
-Every model below, unmodified, is trained under every schedule, and held against the plain module on the same
-microbatches: the losses and every gradient of the first step, and the weights after three steps of AdamW or SGD with
-momentum. PipeDream-2BW, whose gradients are one step old, is held against a plain module that steps with gradients as
-old: W(t+1) = W(t) - lr g(W(t-1)). A second run gives the same losses, gradients and weights bit for bit. The models are
-small and random, in fp32: those of `transformers` (`tests/stages/families.py`), a ResNet-50 and a U-Net
+Every model below is trained, unmodified, under every schedule, and compared with the plain module on the same
+microbatches: the losses and all gradients of the first step, and the weights after three steps of AdamW or SGD with
+momentum. PipeDream-2BW has gradients that are one step old. It is compared with a plain module that uses gradients of
+the same age: W(t+1) = W(t) - lr g(W(t-1)). A second run gives the same losses, gradients and weights bit for bit. The
+models are small and random, in fp32: models of `transformers` (`tests/stages/families.py`), a ResNet-50 and a U-Net
 (`tests/stages/nets.py`).
 
-A number is the worst relative error of a gradient, ||ours - plain|| / ||plain||, over all tensors; in the last column
-it is that of a weight after three steps, over all schedules. 1e-5 is what we promise. 0 is the same bit for bit. Each
-cell has one of the numbers of stages that are named at the bottom, another for each model.
+Each number is the worst relative error of a gradient, ||ours - plain|| / ||plain||, over all tensors. The last column
+is the worst error of a weight after three steps, over all schedules. The limit is 1e-5; 0 means equal bit for bit. The
+bottom row lists numbers of stages. Each cell uses one of them, which differs from model to model.
 
-This page is written by the tests: `pytest tests/conformance --write-docs` runs every cell, for all models, or with `-k`
-for some. With `--every-layout` each cell is the worst of all its numbers of stages. `make test` runs two cells of seven
-of the first table, of two steps; of the second two or three schedules for each model, and two models or more for
-each schedule, so that every kind of model meets every kind of schedule (`tests/conformance/covering.py`). All cells are
-run by `pytest --whole`.
+The tests write this page. `pytest tests/conformance --write-docs` runs every cell, for all models or, with `-k`, for
+some. With `--every-layout` each cell is the worst over all its numbers of stages. `make test` runs a part:
+
+- of the first table, two of every seven cells, with two steps;
+- of the second, two or three schedules for each model and at least two models for each schedule, so that every kind of
+  model meets every kind of schedule (`tests/conformance/covering.py`).
+
+`pytest --whole` runs all cells.
 """
 _SECTIONS = {
-    ONE_PROCESS: "One process\n\nAll ranks of the schedule in one process, one after the other.\n",
-    PROCESSES: "Processes\n\nEach rank is a process with the weights of its own stages; values move over gloo.\n",
+    ONE_PROCESS: "One process\n\nAll ranks of the schedule run in one process, one after the other.\n",
+    PROCESSES: "Processes\n\nEach rank is a process with the weights of its own stages. Values are sent over gloo.\n",
 }
 _TITLES = ["model", *SCHEDULES, "weights"]
 _FIGURE = re.compile(r"(0|\de-\d+)")

@@ -15,46 +15,49 @@ _HEAD = """\
     shardwise check --plan dp=2,tp=2,pp=2,microbatches=2 --device cuda   eight ranks on one GPU, against one device
     shardwise train tiny --devices 2 --plan dp=2 --share-gpus            the run of two GPUs, on one
 
-**Which device.** A rank computes where its module or its batch is. What was left elsewhere (a buffer, a batch that a
-loader made on the CPU, a module on the CPU whose batches are on the GPU) is moved there by `parallelize` and
-`train_step`. Where all of it is on the CPU, it stays there; unless the processes talk over NCCL: then each has its own
-GPU, or the one that it shares. A module on several GPUs is refused. All of this was tried with one GPU: `torchrun` on
-several of them was not.
+**Which device.** A rank computes on the device of its module or its batch. `parallelize` and `train_step` move what was
+left elsewhere: a buffer, a batch that a loader made on the CPU, a module on the CPU whose batches are on the GPU. If
+everything is on the CPU, it stays there, unless the processes use NCCL: then each has its own GPU, or the one that it
+shares. A module on several GPUs is refused. All of this was tried with one GPU, not with `torchrun` on several.
 
-**How ranks talk.** Groups over NCCL, and between two stages a group of two for each direction, on streams of their own.
-Where only gloo connects the processes, values go by way of pinned host memory. Two settings of CUDA are made before it
-starts, unless they are set already: `CUDA_DEVICE_MAX_CONNECTIONS=32` and `CUDA_MODULE_LOADING=EAGER`. With the defaults
-a pipeline can stand still: a receive is a kernel that runs until the other rank has sent, and must not be waited for by
-another stream, or by the loading of a kernel.
+**How ranks communicate.** Over NCCL groups. Between two stages there is a group of two for each direction, on its own
+stream. If only gloo connects the processes, values go through pinned host memory. Two CUDA settings are made at the
+start, unless they are set already: `CUDA_DEVICE_MAX_CONNECTIONS=32` and `CUDA_MODULE_LOADING=EAGER`. With the defaults
+a pipeline can deadlock: a receive is a kernel that runs until the other rank has sent, so neither another stream nor
+the loading of a kernel may wait for it.
 
 **Ranks that share a GPU.** NCCL refuses two ranks on one device. With `--device cuda` (`check`), `--share-gpus`
-(`train`) or `gpus="shared"` (`spawn`, `Ranks`), each rank is told that it is a machine of its own, and NCCL goes over
-loopback sockets. That is for checking plans: it is slow, and says nothing of speed.
+(`train`) or `gpus="shared"` (`spawn`, `Ranks`), each rank appears to NCCL as a machine of its own, and NCCL uses
+loopback sockets. Use this to check plans. It is slow, and says nothing about speed.
 
-**When a rank is lost.** Over NCCL a host does not wait for a collective: its GPU does. So every rank also tells the
-others how far its GPU has come. One that dies is named at once by whoever started the ranks, one that stalls or does
-not come is named after 20 s (`limit_seconds`); then communicators are aborted, so that no kernel stays, and every rank
-raises `RankError` with the place of all. A process whose host does not come back even so is ended with that sentence
-(status 70). Weights in memory after a `RankError` are not to be saved: kernels that were aborted leave anything there.
+**When a rank is lost.** With NCCL the GPU waits for a collective, and the host does not. So every rank also reports how
+far its GPU has got. A rank that dies is named at once by whoever started the ranks. A rank that stalls or never arrives
+is named after 20 s (`limit_seconds`). Then communicators are aborted, so that no kernel keeps running, and every rank
+raises `RankError` with the position of all ranks. A process whose host still does not return is ended with the same
+message (status 70). Do not save weights from memory after a `RankError`: aborted kernels can leave anything there.
 torch's own reaction, to abort the process first, is switched off (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`, unless it is set
-already). What was tried on an H200 is [below](#ranks-that-are-lost). A group that cannot connect is given up after 60
-s, with the interfaces of the machine and what to set; so far that has been made to happen on CPUs alone.
+already). [Below](#ranks-that-are-lost) is what was tried on an H200. A group that cannot connect is given up after 60
+s; the message lists the interfaces of the machine and what to set. So far that has been provoked on CPUs only.
 
 ## Every plan, against one device
 
-`make test-gpu` runs everything on this page, on a machine with one GPU or several: every plan of
-[composition.md](composition.md) in fp32 and in bf16 with 2, 4 and 8 ranks, models of Hugging Face, ranks that are
-lost, what ranks ask of NCCL against what CPUs rehearse ([nccl.md](nccl.md)), bad input, commands as they are typed,
-and all tests that ask for a GPU. It needs torch and, for some models, `transformers` and `pytest`; nothing is
-installed, and what is left out or skipped is said. It writes `build/gpu_tests.jsonl` and this page. `make test-gpu
-SECONDS=560` stops in time, with status 3, and goes on when it is called again; `python -m tests.gpu --only faults` is
-one part of it.
+`make test-gpu` runs everything on this page, on a machine with one GPU or more:
 
-How to read a row: the plan is trained for 3 steps of AdamW in fp32 and held against plain torch on one GPU. An error
-is relative, the worst over all steps, tensors and ranks: of the loss, of a gradient, of the gradients' norm and of a
-weight. 1e-5 is what we promise, and 1e-7 is a last bit of fp32. Models are small: ours by what is special about them
-(`tied`: the embedding is the head too; `experts`: a mixture; `latent`: DeepSeek's attention; `windows`: a sliding
-one), those of Hugging Face by their family.
+- every plan of [composition.md](composition.md) in fp32 and in bf16, with 2, 4 and 8 ranks;
+- Hugging Face models;
+- lost ranks;
+- the NCCL calls of ranks, compared with what CPUs record ([nccl.md](nccl.md));
+- bad input, commands as a user types them, and all tests that need a GPU.
+
+It needs torch and, for some models, `transformers` and `pytest`. It installs nothing, and says what it skips. It writes
+`build/gpu_tests.jsonl` and this page. `make test-gpu SECONDS=560` stops in time, with status 3, and continues when it
+is called again. `python -m tests.gpu --only faults` runs one part.
+
+How to read a row: the plan is trained for 3 steps of AdamW in fp32 and compared with plain torch on one GPU. Errors are
+relative, and the worst over all steps, tensors and ranks: of the loss, of a gradient, of the gradient norm and of a
+weight. The limit is 1e-5; 1e-7 is the last bit of fp32. Models are small. Ours are named after what is special about
+them (`tied`: the embedding is also the head; `experts`: a mixture of experts; `latent`: DeepSeek's attention;
+`windows`: sliding-window attention), those of Hugging Face after their family.
 """
 
 
@@ -91,10 +94,13 @@ def page(record: dict[str, Any]) -> str:
 _BF16 = """\
 ## The same in bf16
 
-A plan in bf16 is to be as close to fp32 as one device in bf16 is. Errors are relative to one device's fp32: the root of
-the mean square over all tensors (of losses and norms, over the steps), of the plan and, behind the stroke, of one
-device. A plan passes if its mean is at most twice one device's, no tensor is off by more than four times what it, or
-the mean tensor, is off by there, and losses and norms by no more than twice or 2^-9 (`parity/rounding.py`)."""
+A plan in bf16 should be as close to fp32 as one device in bf16 is. Errors are relative to fp32 on one device: the root
+mean square over all tensors (for losses and norms, over the steps). The first number is the plan's, the one after the
+slash is that of one device in bf16. A plan passes if
+
+- its mean error is at most twice that of one device;
+- no tensor's error is more than four times that of the same tensor, or of the mean tensor, on one device;
+- errors of losses and norms are at most twice those of one device, or 2^-9 (`parity/rounding.py`)."""
 
 
 def _in_bf16(rows: list[dict[str, Any]]) -> str:
@@ -127,8 +133,9 @@ def _of_families(rows: list[dict[str, Any]]) -> str:
     ]
     passed = sum(row["problem"] is None for row in rows)
     intro = (
-        "## Models of Hugging Face\n\nOne small model of each family, unmodified: the error of the gradients, in fp32"
-        f" the worst tensor's, in bf16 the mean and one device's. {passed} of {len(rows)} passed."
+        "## Models of Hugging Face\n\nOne small, unmodified model of each family, and the error of its gradients: in"
+        " fp32 that of the worst tensor, in bf16 the mean, and after the slash that of one device."
+        f" {passed} of {len(rows)} passed."
     )
     return "\n\n".join([intro, "\n".join([head, rule, *lines])])
 
@@ -143,9 +150,9 @@ def _of_faults(rows: list[dict[str, Any]]) -> str:
         said = "; ".join([said, *([row["since"]] if "since" in row else [])])
         lines.append(f"| {row['how']} | `{row['plan']}` | {row['fault']} | {row['rank']} | {took} | {said} |")
     intro = (
-        "## Ranks that are lost\n\nA rank is killed (SIGKILL), stopped (SIGSTOP), raises, is late (sleeps in a step) or"
-        " absent (never comes to one). Seconds are from then until whoever started the ranks was told; to save time"
-        " most have a limit of 4 s in place of 20."
+        "## Ranks that are lost\n\nA rank is killed (SIGKILL), stopped (SIGSTOP), raises, is late (sleeps during a"
+        " step) or is absent (does not come to a step). The seconds are from then until whoever started the ranks was"
+        " told. To save time, most runs have a limit of 4 s instead of 20."
     )
     return "\n\n".join([intro, f"{head}\n" + "\n".join(lines)])
 

@@ -64,21 +64,22 @@ ASKED = (
 
 _INTRODUCTION = """# Twenty configurations
 
-What `shardwise plan` says for models and clusters that people ask about, beside what was published for the same model,
-devices and batch. Published layouts are given as plans of ours and priced for our own engine, which keeps fp32 masters
-and gradients, casts of weights and gathered inputs: where another program fits, ours may not, and the column says by
-how much. What was measured is of the program that is named, with its own kernels. LoRA is `--lora 16`.
+What `shardwise plan` answers for common models and clusters, beside what was published for the same model, devices and
+batch. Published layouts are written as our plans and priced for our own engine. It keeps fp32 masters and gradients,
+casts of weights and gathered inputs, so it may not fit where another program does; the column says by how much. The
+measured times are those of the named program, with its own kernels. LoRA is `--lora 16`.
 
-The plainest within 3 % of the fastest is the answer, and contexts shorter than anybody has published, and what is on
-the host, have to gain more ([planning.md](planning.md)). A 405B on 1,024 H100 as `dp=2,tp=4,pp=32,cp=4`, contexts of
-2,048 positions on a rank and a pipeline twice as deep as Meta's, is predicted 5.4 % faster than the answer, since four
-tensor parallel ranks wait less for their sums than eight, which Megatron hides in part and our engine does not. A 70B
-on 64 H100 with optimizer state on the host would gain 6.3 %. Mixtures are priced by the launches that were counted in
-our engine's layers, and no such step of it was timed on GPUs: where a batch is small (Moonlight), that decides.
+The answer is the simplest plan within 3 % of the fastest. Contexts shorter than any that were published, and anything
+on the host, have to gain more ([planning.md](planning.md)). For a 405B on 1,024 H100, `dp=2,tp=4,pp=32,cp=4` is
+predicted 5.4 % faster than the answer: four tensor parallel ranks wait less for their sums than eight, which Megatron
+hides in part and our engine does not. That plan has contexts of 2,048 positions on a rank and a pipeline twice as deep
+as Meta's. A 70B on 64 H100 would gain 6.3 % with optimizer state on the host. Mixtures of experts are priced by the
+launches that were counted in the layers of our engine; no such step was timed on GPUs. With a small batch (Moonlight),
+the launches decide.
 
     python -m tests.planner.configurations        # writes this page
 
-| asked | `plan` says | a step | published | the same in our engine | measured there |
+| question | `plan` answers | step | published | the same in our engine | measured there |
 |---|---|---|---|---|---|
 """
 

@@ -10,10 +10,14 @@ from shardwise.explain.runs_by_name import find_run
 from shardwise.trace.run import Run
 from shardwise.units import format_percent
 
-DESCRIPTION = """Say what holds a run up: slow stages and ranks, bubbles, exposed communication, waits for data, memory.
-Every finding has its evidence in numbers, something to type, and what that would gain, from the trace played again with
-it. RUN is the folder that `shardwise train` or `shardwise profile` has written, a trace, or a plan, whose schedule is
-simulated.
+DESCRIPTION = """
+Find what slows a run down: slow stages and ranks, bubbles, exposed
+communication, waits for data, memory. Each finding has numbers as evidence,
+something to type, and the predicted gain, from a simulation of the trace with
+that change.
+
+RUN is a folder written by `shardwise train` or `shardwise profile`, a trace,
+or a plan, whose schedule is simulated.
 """
 
 EXAMPLE = """
@@ -22,7 +26,7 @@ shardwise doctor pp=4,microbatches=8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run's folder, a trace, or a plan")
+    parser.add_argument("run", metavar="RUN", help="folder of a run, a trace, or a plan")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -15,10 +15,14 @@ from shardwise.trace.streams import streams_of_ranks
 from shardwise.trace.stretches import Part, parts_of_ranks
 from shardwise.units import format_percent
 
-DESCRIPTION = """Write one HTML file that shows a run: the timeline of all ranks with what was predicted beneath it,
-where the step went, memory by owner, the plan with its reasons, and what the doctor found. It opens from a disk and
-asks nothing of a network. The same trace is written beside it for Perfetto (ui.perfetto.dev). RUN is the folder that
-`shardwise train` or `shardwise profile` has written, a trace, or a plan, whose schedule is simulated.
+DESCRIPTION = """
+Write one HTML file that shows a run: the timeline of all ranks above its
+prediction, the parts of the step, memory by owner, the plan with its reasons,
+and the findings of the doctor. The page opens from disk and needs no network.
+A trace for Perfetto (ui.perfetto.dev) is written next to it.
+
+RUN is a folder written by `shardwise train` or `shardwise profile`, a trace,
+or a plan, whose schedule is simulated.
 """
 
 EXAMPLE = """
@@ -30,9 +34,9 @@ _ELSEWHERE = "--save FILE.html in a folder that may be written to"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run's folder, a trace, or a plan")
-    parser.add_argument("other", nargs="?", metavar="RUN2", help="another, drawn beneath and compared")
-    parser.add_argument("--save", metavar="FILE", help="the page (RUN/report.html, or report.html here)")
+    parser.add_argument("run", metavar="RUN", help="folder of a run, a trace, or a plan")
+    parser.add_argument("other", nargs="?", metavar="RUN2", help="another one to compare with")
+    parser.add_argument("--save", metavar="FILE", help="write the page here (default: RUN/report.html, or report.html)")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -13,9 +13,13 @@ from shardwise.launch.work import Work, command_line, read_work
 from shardwise.trace.journal import note
 from shardwise.working import step_aside
 
-DESCRIPTION = """Start a training or a server where a site starts its jobs: on this machine, on hosts over ssh, on
-Slurm, on Kubernetes. What is needed for that is written to the folder of the run, in launch/, and handed over; the
-command ends then, and the run goes on. After the -- stands what is started, as one would type it without launch.
+DESCRIPTION = """
+Start train or serve on this machine, on hosts over ssh, on Slurm or on
+Kubernetes. Write the command to start after the --, with the options that it
+has without launch.
+
+The script or manifest is written to launch/ in the folder of the run, checked
+and submitted. Then this command ends, and the run continues.
 """
 
 EXAMPLE = """
@@ -28,58 +32,73 @@ PLACES = ("local", "hosts", "slurm", "kubernetes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("work", nargs="*", metavar="-- train|serve ...", help="what is started")
-    parser.add_argument("--on", required=True, choices=PLACES, help="where")
-    parser.add_argument("--nodes", type=int, metavar="N", help="how many machines (as the plan needs)")
-    parser.add_argument("--devices-per-node", type=int, metavar="N", help="ranks on each (as the plan needs)")
-    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what a rank computes on (gpu)")
-    parser.add_argument("--cluster", metavar="C", help="a name like 2x8xh100 or a cluster.toml, instead of these")
-    parser.add_argument("--python", default=sys.executable, metavar="P", help="the Python of the machines (this one)")
-    parser.add_argument("--port", type=int, metavar="N", help="where ranks meet (a free one; on hosts 29500)")
+    parser.add_argument("work", nargs="*", metavar="-- train|serve ...", help="the command to start")
+    parser.add_argument("--on", required=True, choices=PLACES, help="where to start it")
+    parser.add_argument("--nodes", type=int, metavar="N", help="number of machines (default: as the plan needs)")
     parser.add_argument(
-        "--restarts", type=int, default=3, metavar="N", help="how often failed ranks are started again (3)"
+        "--devices-per-node", type=int, metavar="N", help="ranks per machine (default: as the plan needs)"
+    )
+    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="where a rank computes (default: gpu)")
+    parser.add_argument("--cluster", metavar="C", help="a name or a cluster.toml, instead of the numbers")
+    parser.add_argument(
+        "--python", default=sys.executable, metavar="P", help="Python on the machines (default: this one)"
     )
     parser.add_argument(
-        "--save-before", default="2min", metavar="T", help="how long it has to save, before a limit or an end (2min)"
+        "--port", type=int, metavar="N", help="port where ranks meet (default: a free one; hosts: 29500)"
     )
-    parser.add_argument("--cpus", type=int, metavar="N", help="cores of a node (Slurm: one for each device; pods: 8)")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the ranks")
-    parser.add_argument("--folder", metavar="FOLDER", help="of a server: where its script and log go")
+    parser.add_argument(
+        "--restarts", type=int, default=3, metavar="N", help="restart failed ranks up to N times (default: 3)"
+    )
+    parser.add_argument(
+        "--save-before", default="2min", metavar="T", help="time to save before a limit or a stop (default: 2min)"
+    )
+    parser.add_argument("--cpus", type=int, metavar="N", help="cores per node (default: Slurm 1 per device, pods 8)")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME[=VALUE]", help="pass a variable to the ranks"
+    )
+    parser.add_argument("--folder", metavar="FOLDER", help="serve: folder for its script and log")
     hosts = parser.add_argument_group("on hosts")
-    hosts.add_argument("--hosts", metavar="A,B", help="machines that ssh reaches, first to last")
-    hosts.add_argument("--ssh", default="ssh", metavar="S", help="with its options (ssh)")
+    hosts.add_argument("--hosts", metavar="A,B", help="machines to reach by ssh, in the order of ranks")
+    hosts.add_argument("--ssh", default="ssh", metavar="S", help="ssh command with its options (default: ssh)")
     hosts.add_argument(
-        "--least-hosts", type=int, metavar="N", help="with how many a run goes on if others are lost or slow (1)"
+        "--least-hosts",
+        type=int,
+        metavar="N",
+        help="continue with at least N hosts if others are lost or slow (default: 1)",
     )
     slurm = parser.add_argument_group("on slurm")
-    slurm.add_argument("--partition", metavar="P", help="the queue (the site's default)")
+    slurm.add_argument("--partition", metavar="P", help="partition (default: the site's)")
+    slurm.add_argument("--time", metavar="T", help="time limit such as 4h; the run saves before it, and is requeued")
     slurm.add_argument(
-        "--time", metavar="T", help="a limit like 4h; when it is near the run saves, and is queued again"
+        "--switches", type=int, metavar="N", help="most leaf switches for the nodes (default: as few as possible)"
     )
     slurm.add_argument(
-        "--switches", type=int, metavar="N", help="how many switches nodes may hang on (as few as can be)"
-    )
-    slurm.add_argument("--slurm", action="append", default=[], metavar="OPTION", help="of sbatch, such as --account=A")
-    slurm.add_argument(
-        "--setup", action="append", default=[], metavar="LINE", help="of shell, such as 'module load cuda'"
+        "--slurm", action="append", default=[], metavar="OPTION", help="pass an option to sbatch, such as --account=A"
     )
     slurm.add_argument(
-        "--sweep", action="append", default=[], metavar="KEY=A,B", help="one run for each value of a key"
+        "--setup", action="append", default=[], metavar="LINE", help="add a line of shell, such as 'module load cuda'"
+    )
+    slurm.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=A,B", help="start one run for each value of a recipe key"
     )
     pods = parser.add_argument_group("on kubernetes")
-    pods.add_argument("--image", metavar="I", help="by its digest: REPOSITORY@sha256:...")
-    pods.add_argument("--namespace", default="default", metavar="NS", help="where (default)")
-    pods.add_argument("--claim", metavar="C", help="a PersistentVolumeClaim that nodes share; runs lie there, in /runs")
-    pods.add_argument("--rack", metavar="LABEL", help="of nodes, that says their rack: neighbours are put in one")
-    pods.add_argument("--queue", metavar="Q", help="of Kueue")
+    pods.add_argument("--image", metavar="I", help="image, by digest: REPOSITORY@sha256:...")
+    pods.add_argument("--namespace", default="default", metavar="NS", help="namespace (default: default)")
+    pods.add_argument("--claim", metavar="C", help="PersistentVolumeClaim that nodes share, mounted at /runs")
+    pods.add_argument("--rack", metavar="LABEL", help="node label that names the rack; pods prefer one rack")
+    pods.add_argument("--queue", metavar="Q", help="queue of Kueue")
     pods.add_argument(
-        "--as", dest="made_as", choices=("jobset", "trainjob"), default="jobset", help="what trains (jobset)"
+        "--as",
+        dest="made_as",
+        choices=("jobset", "trainjob"),
+        default="jobset",
+        help="kind of object that trains (default: jobset)",
     )
-    pods.add_argument("--replicas", type=int, default=1, metavar="N", help="of a server (1)")
-    pods.add_argument("--secret", metavar="S", help="with a server's API key under `key`")
-    pods.add_argument("--memory", metavar="M", help="of a pod, such as 512Gi")
-    parser.add_argument("--show", action="store_true", help="show what would be handed over, and start nothing")
-    parser.add_argument("--follow", action="store_true", help="print what it prints, until it is over")
+    pods.add_argument("--replicas", type=int, default=1, metavar="N", help="serve: number of replicas (default: 1)")
+    pods.add_argument("--secret", metavar="S", help="serve: secret with the API key under `key`")
+    pods.add_argument("--memory", metavar="M", help="memory per pod, such as 512Gi")
+    parser.add_argument("--show", action="store_true", help="print what would be submitted, and start nothing")
+    parser.add_argument("--follow", action="store_true", help="print the output of the job until it ends")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -10,9 +10,11 @@ from shardwise.trace.history import Start
 from shardwise.trace.journal import Event
 from shardwise.units import format_seconds
 
-DESCRIPTION = """How a run stands: whether it runs, who computes where and since when, its last step and checkpoint, and
-of every start before why it ended. It reads the folder of the run, and asks Slurm or Kubernetes where it was handed to
-one of them.
+DESCRIPTION = """
+Show the state of a run: whether it is running, which rank is on which host and
+since when, the last step and checkpoint, and why each earlier start ended.
+Reads the folder of the run, and asks Slurm or Kubernetes if the run was
+submitted there.
 """
 
 EXAMPLE = """

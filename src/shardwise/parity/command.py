@@ -18,15 +18,22 @@ if TYPE_CHECKING:
     from shardwise.parity.problem import MakeProblem
     from shardwise.parity.verdict import Verdict
 
-DESCRIPTION = """Train a few steps under a plan, every rank a process on this machine, and the same steps on one
-device by plain torch, on whole batches; compare the loss, every gradient, their norm and the next weights, by the names
-of the module, and what evaluate gives. Between steps the training is saved and goes on in a fresh engine, at the end
-under another plan; then a few steps follow in bf16, or in fp8 where the plan has precision=fp8. Ranks compute on the
-CPU, or (--device cuda) on the GPUs that there are, over NCCL, sharing them where they are fewer than ranks. The model
-is small: one that has what the plan needs, a known one (--model) made small with its structure kept, or your own
-(--module) with its loss and optimizer. --inject breaks the run on purpose, to see that it is noticed. With --nccl
-nothing is compared: what every rank asks of NCCL is recorded, on the CPU too, and proven to be the same on all, to end,
-and to use no memory too early.
+DESCRIPTION = """
+Train a few steps under a plan, with one process per rank on this machine, and
+the same steps with plain torch on one device. Compare the loss, every
+gradient, the gradient norm, the weights and an evaluation.
+
+Between steps the state is saved and loaded into a new engine, at the end under
+another plan. A few steps in bf16 follow, or in fp8 if the plan has
+precision=fp8.
+
+The model is small: one with what the plan needs, a known model scaled down
+(--model), or your own with its loss and optimizer (--module). --device cuda
+runs on GPUs over NCCL; ranks share them if there are too few. --inject breaks
+the run on purpose, to show that the check notices.
+
+With --nccl nothing is compared: the NCCL calls of all ranks are recorded, on
+the CPU too, and proven to match, to end, and to use no memory too early.
 """
 
 EXAMPLE = """
@@ -38,21 +45,24 @@ _NUM_SHOWN = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plan", required=True, metavar="P", help="dp=2,tp=2,zero=1, or the path of a plan.toml")
+    parser.add_argument("--plan", required=True, metavar="P", help="a plan such as dp=2,tp=2,zero=1, or a plan.toml")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", metavar="NAME", help="a known model made small, such as llama3.1-8b")
+    which.add_argument("--model", metavar="NAME", help="scale down a known model, such as llama3.1-8b")
     which.add_argument(
         "--module",
         metavar="PKG.MOD:FACTORY",
-        help="a function (also FILE.py:FACTORY) that returns a module, a batch, a loss, and how it is trained",
+        help="function that returns a module, a batch, a loss and how to train it; or FILE.py:FACTORY",
     )
-    parser.add_argument("--steps", type=int, default=8, metavar="N", help="how many steps to train (8)")
-    parser.add_argument("--no-bf16", action="store_true", help="leave out the steps in bf16")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="number of steps (default: 8)")
+    parser.add_argument("--no-bf16", action="store_true", help="skip the steps in bf16")
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="what ranks compute on (cpu); they share GPUs"
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where ranks compute; they may share GPUs (default: cpu)",
     )
     parser.add_argument("--inject", metavar="FAULT", help=f"break the run on purpose: {_FAULTS}")
-    parser.add_argument("--nccl", action="store_true", help="prove what ranks ask of NCCL; no GPU is needed")
+    parser.add_argument("--nccl", action="store_true", help="prove that NCCL calls of all ranks match; needs no GPU")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

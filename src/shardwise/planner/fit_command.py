@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from shardwise.planner.changes import Change
     from shardwise.planner.placement.seats import Seats
 
-DESCRIPTION = """Account for a plan: what takes how much on every rank, how much is left, and how long a step is, with
-the interval in which nine of ten such steps lie. When it does not fit: the three changes that make it fit and cost
-least time, and the exit status is 1.
+DESCRIPTION = """
+Predict the memory of every rank under a plan, what is left, and the step time
+with an interval that holds nine of ten such steps.
+
+If the plan does not fit, name the three changes that make it fit at the least
+cost in time, and exit with status 1.
 """
 
 EXAMPLE = """
@@ -32,26 +35,26 @@ _USUAL_SEQUENCE = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a name, the path of a config.json, or package.module:factory")
-    parser.add_argument("--lora", metavar="R", type=int, help="adapters of this rank train, and nothing else does")
+    parser.add_argument("model", metavar="MODEL", help="a known model, a config.json, or package.module:factory")
+    parser.add_argument("--lora", metavar="R", type=int, help="train only LoRA adapters of this rank")
     parser.add_argument("--cluster", metavar="C", required=True, help="8xh100, 64x8xh100, 2xcpu, or a cluster.toml")
-    parser.add_argument("--plan", metavar="P", help="dp=4,tp=2,zero=1, or a plan.toml")
+    parser.add_argument("--plan", metavar="P", help="a plan such as dp=4,tp=2,zero=1, or a plan.toml")
     parser.add_argument(
         "--from", dest="source", metavar="F",
-        help="another program's file or arguments instead of a plan: those of Megatron-LM or vLLM in quotes, "
-        "torchtitan.toml, ds_config.json, Accelerate's YAML",
+        help="read another program's configuration instead of a plan: quoted arguments of Megatron-LM or vLLM, "
+        "torchtitan.toml, ds_config.json, or Accelerate's YAML",
     )  # fmt: skip
-    parser.add_argument("--batch", metavar="N", type=int, help="samples of a step (default: one in each microbatch)")
+    parser.add_argument("--batch", metavar="N", type=int, help="samples per step (default: one per microbatch)")
     parser.add_argument(
         "--sequence",
         metavar="S",
         type=int,
-        help=f"positions of a sample (default: {_USUAL_SEQUENCE}, or what it knows)",
+        help=f"tokens per sample (default: {_USUAL_SEQUENCE}, or less if the model takes less)",
     )
     parser.add_argument(
         "--placement",
         action="store_true",
-        help="also draw which rank sits on which device, and what every link carries",
+        help="draw which rank is on which device, and the bytes on each link",
     )
 
 

@@ -11,10 +11,16 @@ from shardwise.planner.plan import read_keys
 from shardwise.units import parse_seconds
 from shardwise.working import working_at
 
-DESCRIPTION = """Find the plan that trains a model fastest on a cluster: over every axis, schedule, microbatch, ZeRO
-stage and recomputation together. Says how long a step takes, with the interval in which nine of ten such steps lie,
-what each stage holds, why each choice was made, and what the best plans of other kinds would gain and lose.
-With --task serve: the split, the batch and the KV blocks that serve most tokens, or answer soonest.
+DESCRIPTION = """
+Find the plan that trains a model fastest on a cluster. The search covers all
+axes, schedules, microbatches, ZeRO stages and recomputation together.
+
+Prints the step time with an interval that holds nine of ten such steps, the
+memory of each stage, a reason for each choice, and what the best plans of
+other kinds would gain or lose.
+
+With --task serve, find the split, the batch and the number of KV blocks for
+the highest throughput or the lowest latency.
 """
 
 EXAMPLE = """
@@ -31,31 +37,33 @@ _GOALS = ("fastest", "fewest", "cheapest")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a name, the path of a config.json, or package.module:factory")
-    parser.add_argument("--lora", metavar="R", type=int, help="adapters of this rank train, and nothing else does")
+    parser.add_argument("model", metavar="MODEL", help="a known model, a config.json, or package.module:factory")
+    parser.add_argument("--lora", metavar="R", type=int, help="train only LoRA adapters of this rank")
     parser.add_argument("--cluster", metavar="C", required=True, help="8xh100, 64x8xh100, 2xcpu, or a cluster.toml")
-    parser.add_argument("--batch", metavar="N", type=int, help="samples of a step; serving: sequences at once, at most")
-    parser.add_argument("--sequence", metavar="S", type=int, help="positions of a sample; serving: of a prompt")
-    parser.add_argument("--task", metavar="T", default="train", help="train (default) or serve")
+    parser.add_argument("--batch", metavar="N", type=int, help="samples per step; serving: most sequences at once")
+    parser.add_argument("--sequence", metavar="S", type=int, help="tokens per sample; serving: per prompt")
+    parser.add_argument("--task", metavar="T", default="train", help="train or serve (default: train)")
     parser.add_argument(
         "--goal", metavar="G",
-        help="train: fastest step (default), fewest devices for --target, cheapest for --prices; "
-        "serve: tokens a second (default) or latency",
+        help="train: fastest (default), fewest devices for --target, or cheapest for --prices; "
+        "serve: tokens (throughput, default) or latency",
     )  # fmt: skip
-    parser.add_argument("--target", metavar="T", help="the longest that a step may take: 2.5s")
-    parser.add_argument("--prices", metavar="P", help="of a device's hour: h100=2.5,a100-80g=1.2")
-    parser.add_argument("--fix", metavar="KEYS", help="keys of the plan that are decided already: tp=8,zero=1")
-    parser.add_argument("--any-engine", action="store_true", help="also plans that the engines do not run yet")
-    parser.add_argument("--output", metavar="N", type=int, default=256, help="serving: tokens of an answer")
-    parser.add_argument("--weights", metavar="W", help="serving: of layers in fewer bits, fp8 or int4 (bf16)")
-    parser.add_argument("--first-token", metavar="T", help="serving: the longest that a first token may take: 500ms")
-    parser.add_argument("--each-token", metavar="T", help="serving: the longest that each token may take: 30ms")
+    parser.add_argument("--target", metavar="T", help="longest step time allowed, such as 2.5s")
+    parser.add_argument("--prices", metavar="P", help="price of a device-hour: h100=2.5,a100-80g=1.2")
+    parser.add_argument("--fix", metavar="KEYS", help="fix these keys of the plan: tp=8,zero=1")
+    parser.add_argument("--any-engine", action="store_true", help="include plans that our engine does not run yet")
+    parser.add_argument(
+        "--output", metavar="N", type=int, default=256, help="serving: tokens per answer (default: 256)"
+    )
+    parser.add_argument("--weights", metavar="W", help="serving: type of layer weights, fp8 or int4 (default: bf16)")
+    parser.add_argument("--first-token", metavar="T", help="serving: longest time to the first token, such as 500ms")
+    parser.add_argument("--each-token", metavar="T", help="serving: longest time per further token, such as 30ms")
     parser.add_argument(
         "--for", dest="program", metavar="P",
-        help="the best plan that another program runs, as its arguments or file: megatron, torchtitan, deepspeed, "
+        help="print the best plan for another program, as its arguments or file: megatron, torchtitan, deepspeed, "
         "accelerate; serving: vllm",
     )  # fmt: skip
-    parser.add_argument("--save", metavar="FILE", help="write the plan here, with its reasons")
+    parser.add_argument("--save", metavar="FILE", help="write the plan to this file, with its reasons")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

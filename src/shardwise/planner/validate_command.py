@@ -10,9 +10,13 @@ from shardwise.errors import ShardwiseError, unknown
 from shardwise.planner.runs import Run, read_runs
 from shardwise.units import counted, format_percent
 
-DESCRIPTION = """Predict the step of every run in a table from its layout, and compare with what was measured: errors of
-time and of memory, how often running out of memory was foreseen, and over sweeps of layouts how good our first choice
-was. The table is a CSV file with a line for each run; a table that comes with Shardwise is known by its name.
+DESCRIPTION = """
+Predict the step of every run in a table from its layout, and compare with what
+was measured: errors of time and memory, how often running out of memory was
+foreseen, and how good our first choice was in sweeps of layouts.
+
+The table is a CSV file with one run per line, or the name of a table that
+comes with Shardwise.
 """
 
 EXAMPLE = """
@@ -27,9 +31,9 @@ _QUALITIES = ("A", "B", "C")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUNS.csv", help=f"a table of runs, or one of: {', '.join(_known())}")
     parser.add_argument(
-        "--leave-out", action="store_true", help="predict each source with constants fitted on all others"
+        "--leave-out", action="store_true", help="predict each source with constants fitted on the others"
     )
-    parser.add_argument("--quality", metavar="Q", help="only rows of this quality: A, B or C")
+    parser.add_argument("--quality", metavar="Q", help="use only rows of this quality: A, B or C")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

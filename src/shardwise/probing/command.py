@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from shardwise.cluster.probe import Probe
     from shardwise.ranks.gpus import Gpus
 
-DESCRIPTION = """Measure the devices (matmuls by type, memory, the way to the host, the disk), every pair of devices,
-and every collective by size over the groups that plans use. Neighbours are found; slow links and devices are named.
-Under torchrun all machines are measured. --save writes a cluster.toml, which `plan`, `fit` and `train` take as
---cluster, and a page with heat maps beside it. Numbers that are soon stable are not measured longer.
+DESCRIPTION = """
+Measure devices (matmuls by type, memory, host link, disk), every pair of
+devices, and every collective by size, over the groups that plans use. Find
+neighbours, and name slow links and devices. Measurements stop early once they
+are stable.
+
+Run it under torchrun to measure several machines. --save writes a cluster.toml
+for the --cluster option of other commands, and a page with heat maps.
 """
 
 EXAMPLE = """
@@ -28,10 +32,12 @@ _SUBJECTS = ("devices", "links", "collectives")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("subjects", nargs="*", metavar="WHAT", help=f"{', '.join(_SUBJECTS)} (all of them)")
-    parser.add_argument("--devices", type=int, metavar="N", help="how many ranks (all GPUs, or else up to 4 processes)")
-    parser.add_argument("--share-gpus", action="store_true", help="more ranks than GPUs: to try it, and slow")
-    parser.add_argument("--save", metavar="FILE", help="write a cluster.toml, and a page beside it")
+    parser.add_argument("subjects", nargs="*", metavar="WHAT", help=f"{', '.join(_SUBJECTS)} (default: all)")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="number of ranks (default: all GPUs, or up to 4 processes)"
+    )
+    parser.add_argument("--share-gpus", action="store_true", help="allow more ranks than GPUs; slow, for trying it out")
+    parser.add_argument("--save", metavar="FILE", help="write a cluster.toml, and an HTML page next to it")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -15,9 +15,17 @@ from shardwise.trace.attribution import Cause, critical_path, idle_by_cause
 from shardwise.trace.timeline import draw, legend, memory_bars
 from shardwise.units import counted, format_number, format_percent
 
-DESCRIPTION = """Draw a pipeline schedule, play it against the times of its stages, and say what it costs: its makespan
-(from the first start to the last end), its span (the busy window of the rank that has the longest), the part of that in
-which even the busiest rank idles (bubble), and the activations that each rank holds at its fullest.
+DESCRIPTION = """
+Draw a pipeline schedule, simulate it with the times of its stages, and print
+its cost:
+
+  makespan  from the first start to the last end
+  span      the longest busy window of a rank
+  bubble    the part of the span in which even the busiest rank is idle
+  memory    the most activations that each rank holds
+
+F, I and W are the forward, the gradient of the input and the gradient of the
+weights.
 """
 
 EXAMPLE = """
@@ -33,25 +41,37 @@ _MOST_DRAWN = 6000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help=f"a file, or one of: {', '.join(names())}")
-    parser.add_argument("--compare", action="store_true", help="tabulate all schedules for one setting")
-    parser.add_argument("--stages", type=int, metavar="P", help="number of ranks")
-    parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches of a step")
-    parser.add_argument("--chunks", type=int, metavar="V", help="chunks on a rank, where the schedule leaves a choice")
-    parser.add_argument("--times", metavar="F,I,W", help="time of one microbatch on a rank's whole stage (1,1,1)")
-    parser.add_argument("--stage-times", metavar="FILE", help="the same where stages differ: a line F,I,W for each")
-    parser.add_argument("--pair", type=float, metavar="T", help="time of an overlapped forward and backward (F+I+W)")
-    parser.add_argument("--hop", metavar="T", help="time of a transfer between ranks, or of each boundary: T,T,...")
-    parser.add_argument("--slowdown", type=float, default=0.0, metavar="X", help="compute takes 1+X beside a transfer")
-    parser.add_argument("--memory", metavar="N", help="microbatch-stages that a rank may hold, or N,N,... for each")
+    parser.add_argument("--compare", action="store_true", help="print a table of all schedules")
+    parser.add_argument("--stages", type=int, metavar="P", help="number of pipeline ranks")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches per step")
+    parser.add_argument("--chunks", type=int, metavar="V", help="chunks per rank, if the schedule leaves a choice")
     parser.add_argument(
-        "--kept-for-weights", type=float, default=1.0, metavar="X", help="part of an activation held from I to W (1)"
+        "--times", metavar="F,I,W", help="times of a microbatch on all chunks of a rank (default: 1,1,1)"
+    )
+    parser.add_argument("--stage-times", metavar="FILE", help="the same for unequal stages: a line F,I,W for each")
+    parser.add_argument(
+        "--pair", type=float, metavar="T", help="time of an overlapped forward and backward (default: F+I+W)"
+    )
+    parser.add_argument("--hop", metavar="T", help="time of a transfer between ranks; T,T,... for each boundary")
+    parser.add_argument(
+        "--slowdown", type=float, default=0.0, metavar="X", help="compute takes 1+X times as long during a transfer"
+    )
+    parser.add_argument(
+        "--memory", metavar="N", help="activations, in microbatches, that a rank may hold; N,N,... for each"
+    )
+    parser.add_argument(
+        "--kept-for-weights",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="fraction of an activation kept from I to W (default: 1)",
     )
     parser.add_argument(
         "--save",
         action="append",
         default=[],
         metavar="FILE",
-        help="save as FILE.svg (drawing), FILE.json (Perfetto trace), or anything else (the schedule itself)",
+        help="write .svg (drawing), .json (Perfetto trace), or any other name (the schedule itself)",
     )
 
 

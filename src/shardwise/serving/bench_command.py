@@ -15,10 +15,13 @@ from shardwise.serving.client.server_process import server_for
 from shardwise.units import format_seconds
 from shardwise.working import working_at
 
-DESCRIPTION = f"""Measure a server: the time to the first token, between tokens, and throughput, with requests that are
-always the same ({", ".join(SHAPES)}). They come all at once, or at each of some rates, at random times. TARGET is
-the address of a server with OpenAI's API that gives token ids, or a model, which is served meanwhile. --save writes a
-page with curves.
+DESCRIPTION = """
+Measure a server: time to the first token, time between tokens, and throughput.
+The requests of a --workload are always the same. They are sent all at once, or
+at random times with each of the given rates.
+
+TARGET is the address of a server with OpenAI's API that returns token ids, or
+a model to serve meanwhile. --save writes a page with curves.
 """
 
 EXAMPLE = """
@@ -28,17 +31,21 @@ shardwise bench http://127.0.0.1:8000 --rate 1,2,4 --requests 16 --save bench.ht
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", nargs="?", metavar="TARGET", help="http://host:port, or a model (the newest run)")
     parser.add_argument(
-        "--workload", default="256-requests", metavar="NAME", help=f"{', '.join(SHAPES)} (256-requests)"
+        "target", nargs="?", metavar="TARGET", help="http://host:port, or a model (default: newest run)"
     )
-    parser.add_argument("--requests", type=int, metavar="N", help="only the first so many")
-    parser.add_argument("--rate", metavar="R,R,...", help="requests a second, one rate after the other (all at once)")
-    parser.add_argument("--vocabulary", type=int, metavar="N", help="tokens of prompts are below it (found by asking)")
-    parser.add_argument("--random-weights", action="store_true", help="for a name of the catalogue")
-    parser.add_argument("--api-key", metavar="K", help="what the server wants to be shown")
-    parser.add_argument("--save", metavar="FILE", help="a page with curves")
-    parser.add_argument("--show", action="store_true", help="show what would be asked, and ask nothing")
+    parser.add_argument(
+        "--workload", default="256-requests", metavar="NAME", help=f"{', '.join(SHAPES)} (default: 256-requests)"
+    )
+    parser.add_argument("--requests", type=int, metavar="N", help="send only the first N requests")
+    parser.add_argument(
+        "--rate", metavar="R,R,...", help="requests per second, one rate after another (default: all at once)"
+    )
+    parser.add_argument("--vocabulary", type=int, metavar="N", help="vocabulary of prompts (default: found by asking)")
+    parser.add_argument("--random-weights", action="store_true", help="use random weights, for a known model")
+    parser.add_argument("--api-key", metavar="K", help="API key of the server")
+    parser.add_argument("--save", metavar="FILE", help="write a page with curves")
+    parser.add_argument("--show", action="store_true", help="show the requests, and do not send them")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

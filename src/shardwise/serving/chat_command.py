@@ -12,22 +12,31 @@ from shardwise.serving.client.server_process import server_for
 from shardwise.units import counted
 from shardwise.working import step_aside, working_at
 
-DESCRIPTION = """Talk with a model: what is typed goes to it, a line each, and its answer comes as it is written. An
-empty line, or the end of the input, ends it. TARGET is the address of a server, or a model, which is served meanwhile;
-none: the newest run under runs/.
+DESCRIPTION = """
+Chat with a model: each line that you type is a message, and the answer is
+printed as it arrives. An empty line or the end of the input ends the chat.
+
+TARGET is the address of a server, or a model to serve meanwhile (default: the
+newest run under runs/).
 """
 
 EXAMPLE = "shardwise chat runs/first --show"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", nargs="?", metavar="TARGET", help="http://host:port, or a model (the newest run)")
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
-    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="tokens of an answer, at most (512)")
-    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 takes the likeliest (0.7)")
-    parser.add_argument("--random-weights", action="store_true", help="for a name of the catalogue")
-    parser.add_argument("--api-key", metavar="K", help="what the server wants to be shown")
-    parser.add_argument("--show", action="store_true", help="show with what one would talk, and begin nothing")
+    parser.add_argument(
+        "target", nargs="?", metavar="TARGET", help="http://host:port, or a model (default: newest run)"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, metavar="N", help="most tokens per answer (default: 512)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, metavar="T", help="0 takes the likeliest token (default: 0.7)"
+    )
+    parser.add_argument("--random-weights", action="store_true", help="use random weights, for a known model")
+    parser.add_argument("--api-key", metavar="K", help="API key of the server")
+    parser.add_argument("--show", action="store_true", help="show the model to chat with, and do not start")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

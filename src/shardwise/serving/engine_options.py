@@ -14,19 +14,27 @@ if TYPE_CHECKING:
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", metavar="MODEL",
-        help="a Hugging Face folder, a run of shardwise train (the newest under runs/), a file.gguf, or a name",
+        help="a Hugging Face folder, a run, a GGUF file or a known model (default: newest under runs/)",
     )  # fmt: skip
-    parser.add_argument("--plan", default="auto", metavar="P", help="auto, or how it is spread over devices (auto)")
-    parser.add_argument("--goal", default="tokens", metavar="G", help="of --plan auto: tokens or latency (tokens)")
-    parser.add_argument("--cluster", metavar="C", help="a cluster.toml: ranks sit on its devices by what they send")
-    parser.add_argument("--random-weights", action="store_true", help="for a name of the catalogue: weights are drawn")
-    parser.add_argument("--precision", metavar="P", help="fp32, bf16 or fp16 (as the weights are)")
-    parser.add_argument("--weights", metavar="W", help="of layers in fewer bits: fp8 or int4 (as they are)")
-    parser.add_argument("--max-length", type=int, metavar="N", help="tokens of a prompt and its answer (the model's)")
-    parser.add_argument("--kv", metavar="BYTES", help="for the KV cache, such as 4GiB (what is free)")
-    parser.add_argument("--kv-host", default="0", metavar="BYTES", help="host memory for blocks that leave it (0)")
-    parser.add_argument("--kv-files", default="0", metavar="BYTES", help="files for blocks that leave that (0)")
-    parser.add_argument("--kv-folder", type=Path, metavar="DIR", help="where those files are, also after a restart")
+    parser.add_argument("--plan", default="auto", metavar="P", help="a plan such as tp=2, or auto (default: auto)")
+    parser.add_argument(
+        "--goal", default="tokens", metavar="G", help="goal of --plan auto: tokens or latency (default: tokens)"
+    )
+    parser.add_argument("--cluster", metavar="C", help="a cluster.toml, to place ranks by its links")
+    parser.add_argument("--random-weights", action="store_true", help="use random weights, for a known model")
+    parser.add_argument("--precision", metavar="P", help="fp32, bf16 or fp16 (default: as the weights)")
+    parser.add_argument("--weights", metavar="W", help="keep layer weights as fp8 or int4 (default: as they are)")
+    parser.add_argument(
+        "--max-length", type=int, metavar="N", help="most tokens of prompt and answer (default: the model's)"
+    )
+    parser.add_argument("--kv", metavar="BYTES", help="size of the KV cache, such as 4GiB (default: by free memory)")
+    parser.add_argument(
+        "--kv-host", default="0", metavar="BYTES", help="host memory for evicted KV blocks (default: 0)"
+    )
+    parser.add_argument(
+        "--kv-files", default="0", metavar="BYTES", help="files for blocks evicted from there (default: 0)"
+    )
+    parser.add_argument("--kv-folder", type=Path, metavar="DIR", help="folder for these files, kept over restarts")
 
 
 def load_as_told(arguments: argparse.Namespace, *, seed: int | None = None) -> "LLMEngine | Replicas":

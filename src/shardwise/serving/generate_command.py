@@ -15,7 +15,8 @@ from shardwise.units import counted
 from shardwise.working import working_at
 
 DESCRIPTION = """
-Answer a file of requests in OpenAI's batch form, and write their answers to another.
+Answer a file of requests in OpenAI's batch format, and write the answers to
+another file.
 """
 EXAMPLE = """
 shardwise generate gpt2 --random-weights --prompt def --save out.jsonl
@@ -25,10 +26,10 @@ shardwise generate gpt2 --random-weights --prompt def --save out.jsonl
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--requests", metavar="FILE", help="a request a line, with the address and body of each")
-    given.add_argument("--prompt", metavar="TEXT", help="one text to be continued by 16 tokens, in place of a file")
-    parser.add_argument("--save", required=True, metavar="FILE", help="an answer a line")
-    parser.add_argument("--seed", type=int, metavar="N", help="for requests that have no seed of their own")
+    given.add_argument("--requests", metavar="FILE", help="one request per line, with its url and body")
+    given.add_argument("--prompt", metavar="TEXT", help="continue this text by 16 tokens, instead of a file")
+    parser.add_argument("--save", required=True, metavar="FILE", help="write one answer per line")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed for requests without one")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from shardwise.serving.engine_process import EngineProcess
     from shardwise.serving.http.app import Server
 
-DESCRIPTION = """Serve a model over HTTP, as OpenAI's API has it: /v1/completions and /v1/chat/completions, with
-/health, /metrics, /openapi.json, and at / a page to chat that shows what the engine does. MODEL is a Hugging Face
-folder, a
-run of `shardwise train` (none: the newest under runs/), a GGUF file, or a name of the catalogue with --random-weights.
-With --json a line of JSON with `url` and the figures is printed when it is ready. Ctrl-C ends it.
+DESCRIPTION = """
+Serve a model over HTTP with OpenAI's API: /v1/completions and
+/v1/chat/completions, with /health, /metrics, /openapi.json, and a chat page at
+/ that shows what the engine does.
+
+MODEL is a Hugging Face folder, a run of `shardwise train` (default: the newest
+under runs/), a GGUF file, or a known model with --random-weights. With --json,
+one line with `url` and the figures is printed when the server is ready. Ctrl-C
+stops it.
 """
 
 EXAMPLE = """
@@ -34,13 +38,15 @@ shardwise serve llama-3.1-8b --random-weights --port 0 --show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
-    parser.add_argument("--host", default="127.0.0.1", metavar="H", help="where to listen (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one (8000)")
-    parser.add_argument("--api-key", metavar="K", help="what clients must show (the variable SHARDWISE_API_KEY)")
-    parser.add_argument("--name", metavar="NAME", help="what clients call the model (as it is called)")
-    parser.add_argument("--queue", type=int, default=256, metavar="N", help="requests that may wait; more are refused")
-    parser.add_argument("--record", type=Path, metavar="DIR", help="what requests waited for, for doctor and report")
-    parser.add_argument("--show", action="store_true", help="show what would be served, and serve nothing")
+    parser.add_argument("--host", default="127.0.0.1", metavar="H", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="port; 0 takes a free one (default: 8000)")
+    parser.add_argument("--api-key", metavar="K", help="key for clients (default: variable SHARDWISE_API_KEY)")
+    parser.add_argument("--name", metavar="NAME", help="name of the model for clients (default: its own)")
+    parser.add_argument("--queue", type=int, default=256, metavar="N", help="requests that may wait (default: 256)")
+    parser.add_argument(
+        "--record", type=Path, metavar="DIR", help="record what requests wait for, for doctor and report"
+    )
+    parser.add_argument("--show", action="store_true", help="show what would be served, and do not serve")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

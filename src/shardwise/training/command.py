@@ -21,9 +21,14 @@ if TYPE_CHECKING:
     from shardwise.training.job import Job, Watching
     from shardwise.training.outcome import Result
 
-DESCRIPTION = f"""Train a model. A recipe says what: {", ".join(RECIPES)}, or a TOML file of the same keys. Without one,
-a small transformer that reads bytes is trained on Python's own sources. Everything lands in the folder of the run; a
-run that was stopped or killed goes on from its last checkpoint when it is started again with the same --folder.
+DESCRIPTION = f"""
+Train a model from a recipe: {", ".join(RECIPES)}, or a TOML file with the same
+keys. The default recipe trains a small transformer on the bytes of Python's
+own sources.
+
+Everything is written to the folder of the run. A run that was stopped or
+killed resumes from its last checkpoint when it is started again with the same
+--folder.
 """
 
 EXAMPLE = """
@@ -45,34 +50,44 @@ STATUS_OF_OTHER_HOSTS = 75
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=f"{', '.join(RECIPES)}, or a TOML file (bytes)")
     parser.add_argument(
-        "--plan", metavar="P", help="a plan like pp=2,microbatches=8, a file, or auto (a run that goes on: its own)"
-    )
-    parser.add_argument("--devices", type=int, metavar="N", help="how many ranks (all GPUs, or else up to 4 processes)")
-    parser.add_argument(
-        "--cluster", metavar="C", help="what it runs on, for the plan and for where ranks sit: a name or a cluster.toml"
+        "recipe", nargs="?", metavar="RECIPE", help=f"{', '.join(RECIPES)}, or a TOML file (default: bytes)"
     )
     parser.add_argument(
-        "--share-gpus", action="store_true", help="more ranks than GPUs: to check a plan, not for speed"
+        "--plan",
+        metavar="P",
+        help="a plan such as pp=2,microbatches=8, a plan.toml, or auto (default: auto; resumed runs: their own)",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the recipe")
-    parser.add_argument("--folder", metavar="FOLDER", help="where it all goes; a run that is there goes on")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="number of ranks (default: all GPUs, or up to 4 processes)"
+    )
+    parser.add_argument("--cluster", metavar="C", help="a name or a cluster.toml, to choose the plan and place ranks")
+    parser.add_argument(
+        "--share-gpus", action="store_true", help="allow more ranks than GPUs; slow, for checking a plan"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the recipe")
+    parser.add_argument("--folder", metavar="FOLDER", help="folder of the run; a run that is there is resumed")
     parser.add_argument(
         "--verify-steps", type=int, default=0, metavar="N",
-        help="every N steps one is repeated on another rank, and weights of replicas are compared (never)",
+        help="every N steps, repeat one on another replica and compare weights of replicas (default: never)",
     )  # fmt: skip
     parser.add_argument(
-        "--leave-out-slow", action="store_true", help="end when a rank stays slow, so that launch goes on without it"
+        "--leave-out-slow",
+        action="store_true",
+        help="stop when a rank stays slow, so that launch continues without its host",
     )
-    parser.add_argument("--metrics-port", type=int, metavar="P", help="tell Prometheus at this port of the first rank")
-    parser.add_argument("--metrics-host", default="127.0.0.1", metavar="H", help="the address of it (127.0.0.1)")
-    parser.add_argument("--metrics-file", metavar="F", help="the same in a .prom file, for node_exporter")
+    parser.add_argument(
+        "--metrics-port", type=int, metavar="P", help="export Prometheus metrics on this port of the first rank"
+    )
+    parser.add_argument(
+        "--metrics-host", default="127.0.0.1", metavar="H", help="address for --metrics-port (default: 127.0.0.1)"
+    )
+    parser.add_argument("--metrics-file", metavar="F", help="write the metrics to a .prom file, for node_exporter")
     parser.add_argument(
         "--copies-every", type=int, metavar="N",
-        help="steps between copies in memory, 0: none (under torchrun as many as keep their cost below 1 %%)",
+        help="copy the state to memory every N steps; 0: never (default: under torchrun, at a cost below 1 %%)",
     )  # fmt: skip
-    parser.add_argument("--show", action="store_true", help="show recipe and plan, and train nothing")
+    parser.add_argument("--show", action="store_true", help="show recipe and plan, and do not train")
 
 
 def meant_by(option: str, value: str) -> str | None:

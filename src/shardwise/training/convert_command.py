@@ -7,9 +7,10 @@ from shardwise.answer import Answer, Canvas, table
 from shardwise.errors import ShardwiseError
 from shardwise.units import format_bytes
 
-DESCRIPTION = """Make a Hugging Face folder of a run or of one of its checkpoints, a checkpoint of a Hugging Face
-folder, or of either a folder of torch.distributed.checkpoint (--to dcp), which dcp.load reads under Hugging Face's
-names; and all of them back. Weights go over tensor by tensor.
+DESCRIPTION = """
+Convert between runs or checkpoints of Shardwise, Hugging Face folders, and
+folders of torch.distributed.checkpoint (--to dcp, read by dcp.load under
+Hugging Face's names). Weights are converted tensor by tensor.
 """
 
 EXAMPLE = """
@@ -28,12 +29,18 @@ _KINDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", nargs="?", metavar="SOURCE", help="a run, a checkpoint, or a folder of the others")
-    parser.add_argument("target", nargs="?", metavar="TARGET", help="a folder that is not there yet")
-    parser.add_argument("--to", choices=list(_KINDS), help="what TARGET is (huggingface, and of such a one shardwise)")
-    parser.add_argument("--config", metavar="FOLDER", help="where config.json is, if SOURCE is torch's and has none")
-    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="the type of the weights (as they are)")
-    parser.add_argument("--families", action="store_true", help="say which families of models there are")
+    parser.add_argument(
+        "source", nargs="?", metavar="SOURCE", help="a run, a checkpoint, or a folder of another format"
+    )
+    parser.add_argument("target", nargs="?", metavar="TARGET", help="a folder that does not exist yet")
+    parser.add_argument(
+        "--to", choices=list(_KINDS), help="format of TARGET (default: huggingface, or shardwise from one)"
+    )
+    parser.add_argument(
+        "--config", metavar="FOLDER", help="folder of config.json, if SOURCE is a dcp folder without one"
+    )
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="type of the weights (default: as they are)")
+    parser.add_argument("--families", action="store_true", help="list the supported model families")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     from shardwise.ranks.gpus import Gpus
     from shardwise.training.profile import Measured
 
-DESCRIPTION = """Measure some steps of a training run: every instruction, wait and collective on every rank by wall
-clock, and on a GPU every kernel, collective and copy, stream by stream, by its own clock. It takes what `shardwise
-train` takes, saves no checkpoint, and ends with a report page and what the doctor found. --calibrate writes what was
-measured as a cluster.toml that the planner takes.
+DESCRIPTION = """
+Measure some steps of a training run: every instruction, wait and collective on
+every rank, and on a GPU every kernel, collective and copy, by stream.
+
+Takes the options of `shardwise train`, saves no checkpoint, and ends with a
+report page and the findings of the doctor. --calibrate writes what was
+measured as a cluster.toml for the planner.
 """
 
 EXAMPLE = """
@@ -44,9 +47,9 @@ shardwise profile tiny --devices 1 --steps 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     train_command.add_arguments(parser)
     parser.add_argument(
-        "--steps", type=int, default=5, metavar="N", help="steps to measure, each also with a trace (5)"
+        "--steps", type=int, default=5, metavar="N", help="steps to measure, each also with a trace (default: 5)"
     )
-    parser.add_argument("--calibrate", metavar="FILE", help="write this machine's measured prices as a cluster.toml")
+    parser.add_argument("--calibrate", metavar="FILE", help="write what was measured as a cluster.toml")
 
 
 def meant_by(option: str, value: str) -> str | None:

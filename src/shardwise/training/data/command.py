@@ -13,8 +13,10 @@ from shardwise.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from shardwise.training.data.tokens import Tokens
 
-DESCRIPTION = """Make a token file of text, JSON lines (.jsonl), Parquet (.parquet), a folder of these, or `stdlib`, the
-sources of Python's own standard library. Training maps it into memory. Without --save it is made, measured and dropped.
+DESCRIPTION = """
+Make a token file from text, JSON lines (.jsonl), Parquet (.parquet), a folder
+of these, or `stdlib`, the sources of Python's standard library. Training maps
+it into memory. Without --save, the file is made, measured and discarded.
 """
 
 EXAMPLE = """
@@ -26,11 +28,13 @@ shardwise data --check stdlib.tokens
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", nargs="*", metavar="INPUT", help="files, folders, or stdlib")
-    parser.add_argument("--save", metavar="FILE", help="where the token file goes")
-    parser.add_argument("--check", metavar="FILE", help="read a token file and compare it with its checksums")
-    parser.add_argument("--tokenizer", default="bytes", metavar="T", help="bytes, a tokenizer.json, or its folder")
-    parser.add_argument("--field", default="text", metavar="NAME", help="the key or column that has the text (text)")
-    parser.add_argument("--limit", metavar="SIZE", help="read no more than this much text: 10MB")
+    parser.add_argument("--save", metavar="FILE", help="write the token file here")
+    parser.add_argument("--check", metavar="FILE", help="verify the checksums of a token file")
+    parser.add_argument(
+        "--tokenizer", default="bytes", metavar="T", help="bytes, a tokenizer.json or its folder (default: bytes)"
+    )
+    parser.add_argument("--field", default="text", metavar="NAME", help="key or column with the text (default: text)")
+    parser.add_argument("--limit", metavar="SIZE", help="read at most this much text, such as 10MB")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -21,6 +21,7 @@ from shardwise.probing.kernels import measure_kernels
 from shardwise.probing.steady import Steady, steady
 from shardwise.probing.whole_steps import Crowd
 from shardwise.torch_private import scaled_mm
+from shardwise.training.world import World
 
 #: What is measured takes so long at most, each.
 LIMIT_SECONDS = 0.6
@@ -34,9 +35,9 @@ _BLOCK = 2**20
 _FP8 = (8, 9)
 
 
-def measure_device(device: torch.device, host: str, name: str, sharing: int, crowd: Crowd) -> DeviceFigures:
-    """Figures of this rank's device, of which it is one of so many that share the host's memory; every rank of the
-    crowd calls this."""
+def measure_device(device: torch.device, host: str, name: str, sharing: int, world: World) -> DeviceFigures:
+    """Measure the device of this rank, which shares the memory of its host with `sharing` ranks. Every rank calls
+    this."""
     found: list[Steady] = []
 
     def rate(amount: float, once: Callable[[], float]) -> float:
@@ -70,7 +71,7 @@ def measure_device(device: torch.device, host: str, name: str, sharing: int, cro
         num_cores=environment.num_cores(),
         host_bytes=memory_bytes(),
         spread=max(each.spread for each in found),
-        kernels=() if is_gpu else measure_kernels(crowd),
+        kernels=() if is_gpu else measure_kernels(Crowd(meet=world.wait, gather=world.gather)),
     )
 
 

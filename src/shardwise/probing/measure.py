@@ -14,7 +14,6 @@ from shardwise.cluster.pairs import Pairs, neighbours
 from shardwise.cluster.probe import Probe
 from shardwise.errors import ShardwiseError
 from shardwise.probing import collectives, devices, kernels, links
-from shardwise.probing.whole_steps import Crowd
 from shardwise.ranks.gpus import Gpus, check_one_each, find_gpus
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.shared_gpus import network_namespace
@@ -57,8 +56,7 @@ def probe_rank(subjects: Sequence[str]) -> Probe | None:
         if "devices" in subjects or world.size == 1:
             sharing = Counter(hosts)[hosts[world.rank]]
             world.wait()
-            crowd = Crowd(meet=world.wait, gather=world.gather)
-            mine = devices.measure_device(world.device, hosts[world.rank], names[world.rank], sharing, crowd)
+            mine = devices.measure_device(world.device, hosts[world.rank], names[world.rank], sharing, world)
         else:
             mine = devices.name_device(world.device, hosts[world.rank], names[world.rank])
         figures = tuple(world.gather(mine))

@@ -48,8 +48,26 @@ def run_torchrun(
 def run_ranks(
     *words: str, num_ranks: int, folder: Path, timeout_seconds: float = 600
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run the command `shardwise` on ranks that are told what `torchrun` tells its own, without it: in its store they
-    meet, and here they are forked from the server too."""
+    """Run the command `shardwise` on ranks that are told what `torchrun` tells its own, without it."""
+    return _as_ranks(_run_command, "shardwise", words, num_ranks, folder, timeout_seconds)
+
+
+def run_script_on_ranks(
+    path: Path, *words: str, num_ranks: int, folder: Path, timeout_seconds: float = 600
+) -> list[subprocess.CompletedProcess[str]]:
+    """The same of a script."""
+    return _as_ranks(_run_script, str(path), words, num_ranks, folder, timeout_seconds)
+
+
+def _as_ranks(
+    run: Callable[[Mapping[str, object], str], None],
+    name: str,
+    words: tuple[str, ...],
+    num_ranks: int,
+    folder: Path,
+    timeout_seconds: float,
+) -> list[subprocess.CompletedProcess[str]]:
+    """In the store of `torchrun` ranks meet, and here they are forked from the server too."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared: dict[str, object] = {
         "TORCHELASTIC_RUN_ID": "forked",
@@ -62,8 +80,8 @@ def run_ranks(
         return list(
             pool.map(
                 lambda rank: _forked(
-                    partial(_run_command, {**shared, "RANK": rank, "LOCAL_RANK": rank}),
-                    "shardwise", words, folder / f"rank{rank}", timeout_seconds,
+                    partial(run, {**shared, "RANK": rank, "LOCAL_RANK": rank}),
+                    name, words, folder / f"rank{rank}", timeout_seconds,
                 ),
                 range(num_ranks),
             )
@@ -75,6 +93,11 @@ def _run_command(variables: Mapping[str, object], _: str) -> None:
 
     os.environ.update({name: str(value) for name, value in variables.items()})
     sys.exit(main(sys.argv[1:]))
+
+
+def _run_script(variables: Mapping[str, object], path: str) -> None:
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    _run_path(path)
 
 
 def _forked(

@@ -25,10 +25,13 @@ hypothesis.settings.load_profile("any machine")
 if TYPE_CHECKING:
     from shardwise.ranks.spawn import Ranks
     from tests.crowd import Crowds
+    from tests.explain.report.browser import Browser
 
 #: The groups of tests that have ranks: two of them, programs of users (`habits`) and others; more, held against one
 #: device (`parity`, `conformance`); all others. Four groups, so that none takes as long as the whole suite.
 HABITS, PAIRS, PARITY, RANKS = "habits", "pairs", "parity", "ranks"
+#: All tests with a browser: to start one takes 3 s of a core.
+BROWSER = "browser"
 #: What workers begin with: the groups, then the files that take longest. Else one of these would come last, and a
 #: worker would be alone with it at the end.
 _FIRST = (
@@ -42,7 +45,7 @@ _FIRST = (
     "planner-test_search",
     "training-test_train",
     "tests-test_wheel",
-    "report-test_page",
+    BROWSER,
     "stages-test_compiled",
 )
 
@@ -101,6 +104,8 @@ def _group_of(item: pytest.Item) -> str:
     fixtures = set(getattr(item, "fixturenames", ()))
     if item.path.parent.name == "promises":
         return "promises"  # They read all sources, once.
+    if "browser" in fixtures:
+        return BROWSER
     if "crowds" not in fixtures:
         return f"{item.path.parent.name}-{item.path.stem}"
     count = getattr(item, "callspec", None) and item.callspec.params.get("count")  # type: ignore[attr-defined]
@@ -210,6 +215,17 @@ def four(crowds: "Crowds") -> "Ranks":
 @pytest.fixture(scope="session")
 def eight(crowds: "Crowds") -> "Ranks":
     return crowds.of(8)
+
+
+@pytest.fixture(scope="session")
+def browser() -> "Iterator[Browser]":
+    """A real one without a window, for all tests of pages."""
+    from tests.explain.report.browser import Browser, find_browser
+
+    if find_browser() is None:
+        pytest.skip("no browser: chromium and chromedriver are not installed (make browser)")
+    with Browser() as found:
+        yield found
 
 
 @pytest.fixture

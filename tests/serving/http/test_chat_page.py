@@ -1,22 +1,11 @@
 """The page at `/`, in a real browser: a chat that answers, and what the engine does."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-from tests.explain.report.browser import Browser, find_browser
+from tests.explain.report.browser import Browser
 from tests.serving.http.repeating import RepeatingEngine
 from tests.serving.http.serving_here import running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if find_browser() is None:
-        pytest.skip("no browser: chromium and chromedriver are not installed (make browser)")
-    with Browser() as found:
-        yield found
 
 
 def wait_for(browser: Browser, script: str) -> Any:

@@ -1,6 +1,7 @@
 """The command line with a command of our own making, so that nothing here depends on what the real ones do."""
 
 import argparse
+import gc
 import io
 import json
 import subprocess
@@ -134,6 +135,15 @@ def test_help_needs_no_other_word_to_be_right(capsys: Captured) -> None:
 def test_ctrl_c_is_one_line_and_status_130(capsys: Captured) -> None:
     assert cli.main(["toy", "interrupt", "--stages", "4"]) == 130
     assert capsys.readouterr() == ("", "interrupted\n")
+
+
+def test_a_brief_command_within_another_program_leaves_its_collections_alone(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "COMMANDS", [command._replace(is_brief=True) for command in cli.COMMANDS])
+    assert cli.main(["toy", "--stages", "4"]) == 0
+    assert capsys.readouterr().out
+    assert gc.isenabled()
 
 
 def test_a_reader_who_leaves_early_is_no_error() -> None:

@@ -22,6 +22,8 @@ SCHEDULES = (
 
 #: Schedules whose backward has two halves, by index.
 SPLITS_BACKWARD = [index for index, name in enumerate(SCHEDULES) if CATALOGUE[name].splits_backward]
+# Where steps overlap, its ranks never idle.
+_WITHOUT_BUBBLE = SCHEDULES.index("zb-h2")
 
 
 class Span(NamedTuple):
@@ -113,24 +115,55 @@ def span(
 
     Where steps overlap, a step is as long as the busiest rank is busy, from its first forward on.
     """
-    p, v, m = (np.asarray(each, dtype=np.float64) for each in (pp, chunks, num_microbatches))
-    slowest = np.where(p > 1, np.maximum(np.maximum(first.total, middle.total), last.total), first.total)
-    through = np.where(p > 1, first.total + np.maximum(p - 2, 0.0) * middle.total + last.total, first.total)
-    work = m * slowest
-    t_forward, t_input, t_weight = middle
-    shape = np.maximum(t_forward + t_input - t_weight, 0.0) / np.maximum(t_forward + t_input + t_weight, 1e-12)
-    of = _Pipes(*np.broadcast_arrays(p, v, m, slowest, through - slowest, shape, t_forward, t_input, t_weight))
+    of, through = _pipes(pp, chunks, num_microbatches, first, middle, last)
+    work = of.m * of.slowest
     code = np.broadcast_to(np.asarray(schedule), np.broadcast_shapes(np.shape(schedule), work.shape))
     bubble = by_schedule(code, _IDEAL, of)
     if steps_overlap:
-        bubble = np.where(code == SCHEDULES.index("zb-h2"), 0.0, bubble)
-    # No step is shorter than one microbatch's way there and back. Where the backward is split, the way has no weight
-    # gradients on it, and few microbatches leave nothing else to do meanwhile (facts 1.1: m <= p).
-    few = (m + p - 1) * (t_forward + t_input) + t_weight
-    least = np.where(np.isin(code, SPLITS_BACKWARD), np.where(m <= p, few, 0.0), through)
+        bubble = np.where(code == _WITHOUT_BUBBLE, 0.0, bubble)
+    least = np.where(np.isin(code, SPLITS_BACKWARD), _least_split(of), through)
     bubble = np.maximum(bubble, least - work)
     hops = np.asarray(2 * hop * by_schedule(code, _WAITS, of), dtype=np.float64)
     return Span(work + bubble + hops, bubble, hops)
+
+
+def spans(
+    schedules: Ints, chunks: Ints, pp: Ints, num_microbatches: Ints, first: Seconds, middle: Seconds, last: Seconds,
+    hop: Floats, *, steps_overlap: bool = False,
+) -> Floats:  # fmt: skip
+    """The seconds of the same candidates under each of several schedules: candidates x schedules."""
+    of, through = _pipes(pp, 1, num_microbatches, first, middle, last)
+    work, least_split = of.m * of.slowest, _least_split(of)
+    found = np.empty((len(work), len(schedules)))
+    for index, (code, number) in enumerate(zip(schedules, chunks, strict=True)):
+        name, under = SCHEDULES[code], of._replace(v=np.float64(number))
+        bubble = np.zeros(()) if steps_overlap and code == _WITHOUT_BUBBLE else _IDEAL[name](under)
+        bubble = np.maximum(bubble, (least_split if code in SPLITS_BACKWARD else through) - work)
+        found[:, index] = work + bubble + 2 * hop * _WAITS[name](under)
+    return found
+
+
+def _pipes(
+    pp: Number, chunks: Number, num_microbatches: Number, first: Seconds, middle: Seconds, last: Seconds
+) -> tuple[_Pipes, Floats]:
+    """What closed forms are of; and the seconds of one microbatch there and back."""
+    p, v, m = (np.asarray(each, dtype=np.float64) for each in (pp, chunks, num_microbatches))
+    slowest = np.where(p > 1, np.maximum(np.maximum(first.total, middle.total), last.total), first.total)
+    through = np.where(p > 1, first.total + np.maximum(p - 2, 0.0) * middle.total + last.total, first.total)
+    t_forward, t_input, t_weight = middle
+    shape = np.maximum(t_forward + t_input - t_weight, 0.0) / np.maximum(t_forward + t_input + t_weight, 1e-12)
+    of = np.broadcast_arrays(p, v, m, slowest, through - slowest, shape, t_forward, t_input, t_weight)
+    return _Pipes(*of), through
+
+
+def _least_split(of: _Pipes) -> Floats:
+    """The least of a step whose backward is split.
+
+    No step is shorter than one microbatch's way there and back. Here the way has no weight gradients on it, and few
+    microbatches leave nothing else to do meanwhile (facts 1.1: m <= p).
+    """
+    few = (of.m + of.p - 1) * (of.forward + of.input) + of.weight
+    return np.where(of.m <= of.p, few, 0.0)
 
 
 _Of = TypeVar("_Of", bound="tuple[Any, ...]")

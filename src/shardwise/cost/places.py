@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.cost.deal import Deal, are_dealt_whole, mix
 from shardwise.cost.layouts import Layouts
-from shardwise.cost.numbers import Floats
+from shardwise.cost.numbers import Floats, Ints
 from shardwise.cost.pipeline import SCHEDULES, by_schedule
 from shardwise.model.model import Block, Model
 from shardwise.model.share import Share
@@ -88,6 +88,17 @@ def in_flight(layouts: Layouts, rank: Floats) -> Floats:
     """Microbatches of a rank's whole stage that it holds, at most. `rank` counts stages from the first."""
     p, v, m = (each.astype(np.float64) for each in (layouts.pp, layouts.chunks, layouts.num_microbatches))
     return np.minimum(by_schedule(layouts.schedule, _IN_FLIGHT, _Held(p, v, m, rank)), m)
+
+
+def in_flight_under(schedules: Ints, chunks: Ints, layouts: Layouts, ranks: Sequence[Floats]) -> Floats:
+    """The same of some ranks, under each of several schedules: candidates x ranks x schedules."""
+    p, m = (each.astype(np.float64) for each in (layouts.pp, layouts.num_microbatches))
+    found = np.empty((len(layouts), len(ranks), len(schedules)))
+    for index, (code, number) in enumerate(zip(schedules, chunks, strict=True)):
+        form = _IN_FLIGHT[SCHEDULES[code]]
+        for place, rank in enumerate(ranks):
+            found[:, place, index] = np.minimum(form(_Held(p, np.float64(number), m, rank)), m)
+    return found
 
 
 def typical_places(model: Model, layouts: Layouts, dealt: Deal) -> Places:

@@ -243,8 +243,9 @@ def precisions(question: Question) -> Iterator[str]:
             yield precision
 
 
+@cache
 def _runs(**keys: Any) -> bool:
-    """Whether the engines run a small plan that is otherwise plain."""
+    """Whether the engines run a small plan that is otherwise plain. Each precision asks the same."""
     usual: Mapping[str, Any] = {"microbatches": 4}
     try:
         return composes(Plan(**{**usual, **keys}))

@@ -16,8 +16,8 @@ from shardwise.cost.host import least_exposed
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import StepBytes, keep, step_bytes
 from shardwise.cost.numbers import Floats, Ints
-from shardwise.cost.pipeline import SCHEDULES, span
-from shardwise.cost.places import Counts, count_blocks, in_flight, typical_places
+from shardwise.cost.pipeline import SCHEDULES, spans
+from shardwise.cost.places import Counts, count_blocks, in_flight_under, typical_places
 from shardwise.cost.replicas import exchange
 from shardwise.cost.software import Software
 from shardwise.cost.stage import Pricer, Stages, Work, add
@@ -67,18 +67,21 @@ def bound_schedules(
     waits = beside.waits(LEAST_OFFLOAD * of_each.max(axis=1))[:, None]
     on_host = movable[layouts.recompute][:, :, None].transpose(1, 0, 2)
     all_of_each = of_each[:, :, None] * numbers
-    leaving = on_host[2][:, :, None] * all_of_each
+    fewest, most_at_once = (all_of_each.min(axis=2), all_of_each.max(axis=2))
     twice = _COPIES[schedules.code] > 1
     on_nodes = _room_on_hosts(question)
     found = []
     for index, (under, has_replicas) in enumerate(each_zero(one, zeros)):
         held = account(under)
         fixed, lost_share = _without_activations(held, of_each, software, under)
-        stays = fixed + (1.0 + lost_share)[:, None, None] * all_of_each
-        most = _most(stays)
-        is_here = most <= question.room
-        # Half of the microbatches go through each copy of the ends; of the layers no fewer than through one copy.
-        is_here[:, twice] = _most(fixed + 0.5 * all_of_each[:, :, twice]) <= question.room
+        grows = (1.0 + lost_share)[:, None]
+        # Of most layouts all schedules fit, or none does: what each of them holds is asked of the others alone.
+        is_here = np.repeat(_fit(fixed + grows * most_at_once, question)[:, None], len(twice), axis=1)
+        some = np.flatnonzero(~is_here[:, 0] & _fit(fixed + grows * fewest, question))
+        is_here[some] = _most(fixed[some, :, None] + grows[some, :, None] * all_of_each[some]) <= question.room
+        if twice.any():
+            # Half of the microbatches go through each copy of the ends; of the layers no fewer than through one copy.
+            is_here[:, twice] = _most(fixed[:, :, None] + 0.5 * all_of_each[:, :, twice]) <= question.room
         every = allowed & has_replicas[:, None]
         could = np.zeros_like(is_here)
         least = seconds + beside.exchange(under)[:, None]
@@ -87,12 +90,15 @@ def bound_schedules(
         full = np.flatnonzero(leaves.any(axis=1))
         if len(full):
             states, weights = _movable(held, on_host)
-            here = stays[full] - states[full]
+            of_full = all_of_each[full]
+            here = fixed[full, :, None] + grows[full, :, None] * of_full
+            beyond = _most(here) - question.room
+            here -= states[full]
             may_stay = _most(here) <= question.room
-            here -= leaving[full]
+            here -= on_host[2][full, :, None] * of_full
             may_leave = _most(here) <= question.room
             here -= weights[full]
-            could[full] = (_most(here) <= question.room) & ~twice & (most[full] - question.room <= on_nodes)
+            could[full] = (_most(here) <= question.room) & ~twice & (beyond <= on_nodes)
             # What leaves at least: states alone, else activations or weights.
             of_weights = beside.waits_for_weights(under, held)[full, None]
             waiting = np.where(may_stay, 0.0, np.where(may_leave, np.minimum(waits[full], of_weights), of_weights))
@@ -107,11 +113,11 @@ def bound_schedules(
 
 
 def _without_activations(held: StepBytes, of_each: Floats, software: Software, under: Layouts) -> tuple[Floats, Floats]:
-    """What is held beside the activations of microbatches and what an allocator loses with them: layouts x places x 1;
-    and how much it loses of these."""
+    """What is held beside the activations of microbatches and what an allocator loses with them: layouts x places; and
+    how much it loses of these."""
     loses = ~((under.zero == 3) & software.shards_parameters) & ("fragments" in held.parts)
     lost_share = CONSTANTS.fragments * loses
-    return (held.by_place - (1.0 + lost_share)[:, None] * of_each)[:, :, None], lost_share
+    return held.by_place - (1.0 + lost_share)[:, None] * of_each, lost_share
 
 
 def _room_on_hosts(question: Question) -> float:
@@ -126,6 +132,11 @@ def _most(held: Floats) -> Floats:
     return np.asarray(np.maximum(np.maximum(held[:, 0], held[:, 1]), held[:, 2]))
 
 
+def _fit(held: Floats, question: Question) -> np.ndarray:
+    """Whether what is on each place fits there: layouts x places."""
+    return np.asarray(_most(held) <= question.room)
+
+
 def _some(values: Any, rows: Ints) -> Any:
     """The same rows of all arrays in a tuple of tuples and arrays."""
     if isinstance(values, tuple):
@@ -138,11 +149,7 @@ def _numbers(layouts: Layouts, schedules: Schedules) -> Floats:
     """Microbatches that typical ranks hold under each schedule: layouts x places x schedules."""
     last = np.asarray(layouts.pp - 1.0, dtype=np.float64)
     ranks = (np.zeros(len(layouts)), np.minimum(1.0, last), last)
-    columns = []
-    for code, chunks in zip(schedules.code, schedules.chunks, strict=True):
-        under = replace(layouts, schedule=np.full_like(layouts.pp, code), chunks=np.full_like(layouts.pp, chunks))
-        columns.append(np.stack([in_flight(under, rank) for rank in ranks], axis=1))
-    return np.stack(columns, axis=2)
+    return in_flight_under(schedules.code, schedules.chunks, layouts, ranks)
 
 
 def _movable(held: StepBytes, on_host: Floats) -> tuple[Floats, Floats]:
@@ -213,12 +220,11 @@ def _seconds(
         stages, hop = pricer.stages(layouts), hop_seconds(pricer, layouts)
         works = stages.first, add(stages.middle, stages.extra), stages.last
         first, middle, last = (as_stage(each) for each in works)
-        for index, (code, chunks) in enumerate(zip(schedules.code, schedules.chunks, strict=True)):
-            played = span(
-                np.full_like(layouts.pp, code), layouts.pp, chunks, layouts.num_microbatches, first, middle, last, hop,
-                steps_overlap=software.steps_overlap,
-            )  # fmt: skip
-            found[:, index] = np.maximum(found[:, index], played.seconds + pricer.constants.step_seconds)
+        played = spans(
+            schedules.code, schedules.chunks, layouts.pp, layouts.num_microbatches, first, middle, last, hop,
+            steps_overlap=software.steps_overlap,
+        )  # fmt: skip
+        found = np.maximum(found, played + pricer.constants.step_seconds)
         pools.append((pricer, stages, slowest_stage(*works, layouts)))
     return found, pools
 

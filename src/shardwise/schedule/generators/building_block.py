@@ -25,6 +25,7 @@ Block = Sequence[Sequence[int]]
 Slots = list[list[int]]
 
 _DOWN, _UP, _UP_GRADIENT, _DOWN_GRADIENT, _WEIGHTS = range(5)
+_FREE = -1
 _INTERVAL = 6
 
 
@@ -63,17 +64,24 @@ def repeat_block(name: str, num_microbatches: int, block: Block) -> Schedule:
 
 def _with_weights(slots: Slots) -> Slots:
     """Put each weight gradient that is due into the next free slot."""
-    part_at = {slot: part for part in range(_WEIGHTS) for slot in slots[part]}
-    last = max(part_at)
+    part_at = _parts_by_slot(slots[:_WEIGHTS])
     num_due, weights = 0, []
-    for slot in range(last + 1):
-        part = part_at.get(slot)
-        if part is not None:
-            num_due += part >= _UP_GRADIENT
-        elif num_due:
+    for slot, part in enumerate(part_at):
+        if part >= _UP_GRADIENT:
+            num_due += 1
+        elif part == _FREE and num_due:
             weights.append(slot)
             num_due -= 1
-    return [*slots[:_WEIGHTS], weights + [last + 1 + due for due in range(num_due)]]
+    return [*slots[:_WEIGHTS], weights + [len(part_at) + due for due in range(num_due)]]
+
+
+def _parts_by_slot(slots: Slots) -> list[int]:
+    """Which part is in each slot, up to the last that is not free."""
+    part_at = [_FREE] * (1 + max(row[-1] for row in slots if row))
+    for part, row in enumerate(slots):
+        for slot in row:
+            part_at[slot] = part
+    return part_at
 
 
 def _in_order(ranks: list[Slots]) -> list[tuple[int, int, int, int]]:
@@ -90,14 +98,13 @@ def _last_need(ranks: list[Slots], rank: int, part: int, microbatch: int) -> int
     """The last slot that must be over before: that of the neighbour, of the part before, of the microbatch before."""
     slots = ranks[rank]
     need = slots[part][microbatch - 1] if microbatch else -1
-    if part != _WEIGHTS:
-        # Down with the first part, up with the second, and so on.
-        neighbour = rank + 1 if part & 1 else rank - 1
-        if 0 <= neighbour < len(ranks):
-            need = max(need, ranks[neighbour][part][microbatch])
-        if part:
-            need = max(need, slots[part - 1][microbatch])
-    return need
+    if part == _WEIGHTS:
+        return need
+    # Down with the first part, up with the second, and so on.
+    neighbour = rank + 1 if part & 1 else rank - 1
+    beside = ranks[neighbour][part][microbatch] if 0 <= neighbour < len(ranks) else -1
+    before = slots[part - 1][microbatch] if part else -1
+    return max(need, beside, before)
 
 
 def _squeeze(ranks: list[Slots]) -> list[Slots]:
@@ -130,12 +137,11 @@ class _SlotMemory:
 
     def __init__(self, slots: Slots) -> None:
         self._implied = len(slots) == _WEIGHTS
-        self._part_at = {slot: part for part, row in enumerate(slots) for slot in row}
-        self._states = [(0, 0)]
+        self._part_at = _parts_by_slot(slots)
+        self._held, self._due = [0], [0]
         held = num_due = 0
-        for slot in range(1 + max(self._part_at)):
-            part = self._part_at.get(slot)
-            if part is None:
+        for part in self._part_at:
+            if part == _FREE:
                 if self._implied and num_due:
                     held, num_due = held - 1, num_due - 1
             elif part <= _UP:
@@ -144,11 +150,12 @@ class _SlotMemory:
                 held -= 1
             elif self._implied:
                 num_due += 1
-            self._states.append((held, num_due))
+            self._held.append(held)
+            self._due.append(num_due)
 
     @property
     def peak(self) -> int:
-        return max(held for held, _ in self._states)
+        return max(self._held)
 
     def move_forward(self, slot: int, earliest: int, limit: int) -> int:
         """Move what is in a slot to the first free one from `earliest` on, so that the rank holds no more than `limit`.
@@ -158,7 +165,7 @@ class _SlotMemory:
         part_at = self._part_at
         begin = earliest if self._implied else self._first_possible(slot, earliest, limit)
         for place in range(begin, slot):
-            if place not in part_at and self._move(slot, place, limit):
+            if part_at[place] == _FREE and self._move(slot, place, limit):
                 return place
         return slot
 
@@ -166,41 +173,46 @@ class _SlotMemory:
         """The first slot from which on there is room for what is moved, where weight gradients have slots."""
         if self._part_at[slot] not in (_DOWN, _UP):
             return earliest
-        states, place = self._states, slot
-        while place > earliest and states[place][0] < limit:
+        held, place = self._held, slot
+        while place > earliest and held[place] < limit:
             place -= 1
         return place
 
     def _move(self, slot: int, place: int, limit: int) -> bool:
-        known, old = self._part_at, self._states
-        part = known[slot]
-        if not self._implied:
-            # In between there is one more or one less, and there is room for it (`_first_possible`).
-            change = {_DOWN: 1, _UP: 1, _WEIGHTS: -1}.get(part, 0)
-            if change:
-                old[place + 1 : slot + 1] = [(held + change, due) for held, due in old[place + 1 : slot + 1]]
-            known[place] = known.pop(slot)
-            return True
-        known[place] = known.pop(slot)
-        (held, num_due), states = old[place], []
-        # As when it was made. This is most of the time of a long schedule.
-        for each in range(place, len(old) - 1):
-            there = known.get(each)
-            if there is None:
+        part_at = self._part_at
+        part = part_at[slot]
+        part_at[place], part_at[slot] = part, _FREE
+        if self._implied:
+            return self._move_implied(slot, place, limit)
+        # In between there is one more or one less, and there is room for it (`_first_possible`).
+        change = {_DOWN: 1, _UP: 1, _WEIGHTS: -1}.get(part, 0)
+        if change:
+            self._held[place + 1 : slot + 1] = [held + change for held in self._held[place + 1 : slot + 1]]
+        return True
+
+    def _move_implied(self, slot: int, place: int, limit: int) -> bool:
+        """What is held from the new place on, counted as when it was made. Most of the time of a long schedule."""
+        part_at, old_held, old_due = self._part_at, self._held, self._due
+        held, num_due = old_held[place], old_due[place]
+        new_held, new_due = [], []
+        for each in range(place, len(part_at)):
+            there = part_at[each]
+            if there == _FREE:
                 if num_due:
                     held, num_due = held - 1, num_due - 1
             elif there <= _UP:
                 held += 1
                 if held > limit:
-                    known[slot] = known.pop(place)
+                    part_at[slot], part_at[place] = part_at[place], _FREE
                     return False
             else:
                 num_due += 1
-            state = held, num_due
-            if each >= slot and state == old[each + 1]:
+            if each >= slot and held == old_held[each + 1] and num_due == old_due[each + 1]:
                 break
-            states.append(state)
-        old[place + 1 : place + 1 + len(states)] = states
+            new_held.append(held)
+            new_due.append(num_due)
+        old_held[place + 1 : place + 1 + len(new_held)] = new_held
+        old_due[place + 1 : place + 1 + len(new_due)] = new_due
         return True
 
 
@@ -209,7 +221,9 @@ def _play(ranks: list[Slots]) -> list[Slots]:
     played = [[[0] * len(row) for row in slots] for slots in ranks]
     free = [0] * len(ranks)
     for _, rank, part, microbatch in _in_order(ranks):
-        slot = max(_last_need(played, rank, part, microbatch) + 1, free[rank])
+        slot = _last_need(played, rank, part, microbatch) + 1
+        if slot < free[rank]:
+            slot = free[rank]
         played[rank][part][microbatch] = slot
         free[rank] = slot + 1
     return played

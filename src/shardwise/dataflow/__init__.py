@@ -1,1 +1,1 @@
-"""One mover of bytes: kernels and copies as tasks over many places, ordered by what they read and write."""
+"""Kernels and copies as tasks over many places, ordered by the data that they read and write."""

@@ -1,8 +1,8 @@
-"""What a Triton kernel reads and writes, found in its source: which arguments its loads, stores and atomics go through.
+"""Find which arguments a Triton kernel reads and writes, from the loads, stores and atomics in its source.
 
-Each local name is followed back to the arguments that it may point into, through pointer arithmetic, branches, loops,
-block pointers, descriptors and calls of other kernels. A pointer that goes where this cannot follow, such as into a
-function that is not a kernel or into memory, is taken to be both read and written.
+The analysis follows each local name back to the arguments that it may point into: through pointer arithmetic, branches,
+loops, block pointers, descriptors and calls of other kernels. A pointer that escapes the analysis, for instance into a
+function that is not a kernel or into memory, counts as both read and written.
 """
 
 import ast
@@ -15,7 +15,7 @@ from typing import Any
 _LOADS = frozenset({"load", "load_tensor_descriptor", "gather", "_experimental_descriptor_load"})
 _STORES = frozenset({"store", "store_tensor_descriptor", "scatter", "_experimental_descriptor_store"})
 _ATOMICS = frozenset(f"atomic_{name}" for name in ("add", "and", "cas", "max", "min", "or", "xchg", "xor"))
-# What gives back a pointer into the same memory, or no pointer at all.
+# Calls whose result points into the same memory as their arguments, or is no pointer at all.
 # fmt: off
 _HARMLESS = frozenset({
     "abs", "advance", "arange", "argmax", "argmin", "associative_scan", "assume", "bool", "broadcast", "broadcast_to",
@@ -30,26 +30,26 @@ _HARMLESS = frozenset({
 })
 # fmt: on
 
-#: Arguments that a value may point into.
+#: The arguments that a value may point into.
 Origins = frozenset[str]
 _NOWHERE: Origins = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What is done with an argument."""
+    """How a kernel accesses one argument."""
 
     reads: bool
     writes: bool
 
 
 def is_kernel(fn: object) -> bool:
-    """Whether it is one of Triton's: compiled, interpreted, or either of them under autotuning or heuristics."""
+    """Whether `fn` is a Triton kernel: compiled, interpreted, or either of them under autotuning or heuristics."""
     return type(fn).__module__.startswith("triton.runtime") and hasattr(fn, "arg_names") and hasattr(fn, "run")
 
 
 def find_accesses(kernel: object) -> dict[str, Access] | str:
-    """For each argument that is accessed, how; or a sentence that says why it cannot be told."""
+    """Return how each accessed argument is accessed, or a sentence that says why this cannot be determined."""
     try:
         function = _Function.of(kernel)
     except (OSError, TypeError, SyntaxError) as error:
@@ -82,7 +82,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A function's source, and what the names in it mean."""
+    """A function's source, and the objects that its global names refer to."""
 
     tree: ast.FunctionDef
     scope: Mapping[str, object]
@@ -106,7 +106,7 @@ class _Function:
 
     @property
     def constants(self) -> set[str]:
-        """Arguments that are known when the kernel is compiled: no pointers."""
+        """Arguments that are compile-time constants, and therefore no pointers."""
         given = self.tree.args
         return {
             each.arg
@@ -116,7 +116,7 @@ class _Function:
 
 
 class _Walk:
-    """One function, walked statement by statement with the origins of each name."""
+    """Walks one function statement by statement and tracks the origins of each name."""
 
     def __init__(self, function: _Function, names: dict[str, Origins], found: _Found, callers: tuple[str, ...]) -> None:
         self._function = function
@@ -161,7 +161,7 @@ class _Walk:
                 self._origins(value)
             case ast.Pass() | ast.Break() | ast.Continue() | ast.Return() | ast.Assert() | ast.AnnAssign():
                 pass
-            case _:  # A statement that kernels do not have: all that it mentions is unsure.
+            case _:  # A statement that kernels do not have: treat every name in it as both read and written.
                 self._unsure(node)
 
     def _assign_all(self, targets: list[ast.expr], value: ast.expr) -> None:
@@ -184,7 +184,7 @@ class _Walk:
                 self._found.add_both(origins)
 
     def _loop(self, body: list[ast.stmt]) -> None:
-        """Walk a body until no name points anywhere new: a later round may begin with what an earlier one left."""
+        """Walk a loop body until the origins reach a fixed point: an iteration may start from the previous one's."""
         while True:
             before = dict(self._names)
             self._block(body)
@@ -200,7 +200,7 @@ class _Walk:
         self._names = _joined(after, self._names)
 
     def _origins(self, node: ast.AST) -> Origins:
-        """What an expression may point into. Loads and stores on the way are noted."""
+        """Return what an expression may point into, and record the loads and stores inside it."""
         match node:
             case ast.Name(id=name):
                 return self._names.get(name, _NOWHERE)
@@ -209,7 +209,7 @@ class _Walk:
             case ast.Compare() | ast.BoolOp() | ast.BinOp(op=ast.Mult() | ast.Div() | ast.FloorDiv() | ast.Mod()):
                 for each in ast.iter_child_nodes(node):
                     self._origins(each)
-                return _NOWHERE  # No pointer comes of these.
+                return _NOWHERE  # These never yield a pointer.
             case ast.Lambda() | ast.ListComp() | ast.GeneratorExp() | ast.SetComp() | ast.DictComp():
                 self._unsure(node)
                 return _NOWHERE
@@ -221,7 +221,7 @@ class _Walk:
         given = [self._origins(each.value if isinstance(each, ast.Starred) else each) for each in node.args]
         named = {each.arg: self._origins(each.value) for each in node.keywords}
         everything = _NOWHERE.union(*given, *named.values())
-        callee = self._meaning(node.func) if everything else None  # Where no pointer goes, nothing is read or written.
+        callee = self._meaning(node.func) if everything else None  # Without a pointer, nothing is read or written.
         if is_kernel(callee) and not any(isinstance(each, ast.Starred) for each in node.args) and None not in named:
             return self._call_kernel(callee, given, {name: each for name, each in named.items() if name is not None})
         owner, name = _NOWHERE, ""
@@ -234,14 +234,14 @@ class _Walk:
     def _call_language(
         self, name: str, owner: Origins, given: list[Origins], named: Mapping[str | None, Origins]
     ) -> Origins:
-        """A call of Triton's own: `tl.load(pointer, ...)`, or `pointer.load(...)` of a descriptor."""
+        """Handle a call of Triton's language: `tl.load(pointer, ...)`, or `pointer.load(...)` of a descriptor."""
         through = owner or (given[0] if given else named.get("pointer", named.get("desc", _NOWHERE)))
         if name in _LOADS:
             self._found.read |= through
             return _NOWHERE
         if name in _STORES:
             self._found.written |= through
-            # A pointer that is itself stored somewhere can be used by anyone.
+            # A pointer that is itself stored can be loaded and used anywhere.
             values = given if owner else given[1:2]
             self._found.add_both(_NOWHERE.union(*values, named.get("value", _NOWHERE)) - through)
             return _NOWHERE
@@ -266,7 +266,7 @@ class _Walk:
         return _Walk(function, names, self._found, self._callers).run()
 
     def _meaning(self, node: ast.expr) -> object:
-        """What a name or a dotted name stands for, if it stands for anything outside of the function."""
+        """Return the object that a name or dotted name refers to, if it is defined outside of the function."""
         if isinstance(node, ast.Name):
             return None if node.id in self._names else self._function.scope.get(node.id)
         if isinstance(node, ast.Attribute):

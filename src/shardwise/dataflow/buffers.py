@@ -1,4 +1,4 @@
-"""How a place gets its memory: a GPU's, the host's pinned, a file on a disk."""
+"""Allocators of the places: GPU memory, pinned host memory, files on a disk."""
 
 import os
 import tempfile
@@ -13,8 +13,8 @@ from shardwise.dataflow.cuda import new_stream
 from shardwise.errors import ShardwiseError
 from shardwise.units import format_bytes
 
-# Below this torch's own pinned memory is used, which above would be rounded up to a power of two. A user's tensor below
-# this may share a page with others, so it is left as it is.
+# Below this size torch's own pinned allocator is used; above it, that allocator would round up to a power of two. A
+# user's tensor below this size may share a page with other data, so it is not pinned.
 LEAST_PINNED_BYTES = 2**20
 
 #: Makes a buffer of so many bytes.
@@ -24,11 +24,11 @@ Free = Callable[[Tensor], None]
 
 
 def device_memory(device: torch.device) -> tuple[Allocate, Free]:
-    """A GPU's memory, or plain memory for a CPU place."""
+    """Return the allocator of a GPU's memory, or of plain memory for a CPU place."""
     if device.type == "cpu":
         return lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), _let_go
-    # Torch hands memory out again in the order of the stream that asks. This one is nobody else's, and what it gives
-    # back is over on all streams: so a new buffer may be written by any stream at once.
+    # Torch's caching allocator reuses memory in the order of the stream that allocates. No other work runs on this side
+    # stream, and a buffer is freed only after all streams are done with it. So any stream may write a new one at once.
     side = new_stream(device)
 
     def allocate(num_bytes: int) -> Tensor:
@@ -39,14 +39,14 @@ def device_memory(device: torch.device) -> tuple[Allocate, Free]:
 
 
 def host_memory(*, is_pinned: bool) -> tuple[Allocate, Free]:
-    """The host's memory; pinned where there is a GPU, so that copies run beside everything else."""
+    """Return the allocator of host memory, pinned where there is a GPU so that copies are asynchronous."""
     if not is_pinned:
         return device_memory(torch.device("cpu"))
 
     def allocate(num_bytes: int) -> Tensor:
         if num_bytes < LEAST_PINNED_BYTES:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        # Zeros, so that all cores touch its pages: pinning alone does that with one, at 1 GB a second.
+        # Zero it so that all cores touch its pages: pinning alone faults them in on one core, at 1 GB a second.
         storage = torch.empty(num_bytes, dtype=torch.uint8).zero_()
         if not pin(storage):
             raise ShardwiseError(
@@ -62,12 +62,12 @@ def host_memory(*, is_pinned: bool) -> tuple[Allocate, Free]:
 
 
 def pin(tensor: Tensor) -> bool:
-    """Pin the memory that a tensor lies in. Returns whether that went well; a read-only mapping cannot be pinned."""
+    """Pin the memory of a tensor. Returns whether that succeeded; a read-only mapping cannot be pinned."""
     storage = tensor.untyped_storage()
     status = torch.cuda.cudart().cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0)  # type: ignore[no-untyped-call]
     if int(status) == 0:
         return True
-    # CUDA keeps its last error until somebody asks, and would else tell it to the next kernel.
+    # CUDA keeps its last error until it is queried, and would otherwise report it at the next kernel launch.
     with suppress(RuntimeError):
         torch.empty(1, device="cuda").fill_(0)
     return False
@@ -78,16 +78,16 @@ def unpin(tensor: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(tensor.untyped_storage().data_ptr())  # type: ignore[no-untyped-call]
 
 
-#: Zeros that are written at a time, where a file cannot be reserved by a word.
+#: Bytes of zeros per write, on systems that cannot preallocate a file.
 _ZERO_BYTES = 2**20
 
 
 def reserve_file(descriptor: int, num_bytes: int) -> None:
-    """Take a file's bytes from the disk now. Mapped memory that has none when it is written ends the process."""
+    """Allocate a file's blocks on the disk now: writing to a mapped page without a block would kill the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, num_bytes)
         return
-    # macOS has no such call, and a file that is only made longer has holes: zeros are written.
+    # macOS has no `posix_fallocate`, and a file that was only extended has holes. So zeros are written.
     zeros = bytes(min(num_bytes, _ZERO_BYTES))
     left = num_bytes
     while left > 0:
@@ -95,7 +95,7 @@ def reserve_file(descriptor: int, num_bytes: int) -> None:
 
 
 def disk_memory(folder: Path | None) -> tuple[Allocate, Free]:
-    """Files, mapped into memory. Each is reserved whole before it is used: a disk that fills says so in time."""
+    """Return the allocator of files mapped into memory. Each file is allocated in full first, so a full disk raises."""
 
     def allocate(num_bytes: int) -> Tensor:
         if num_bytes == 0:
@@ -111,12 +111,12 @@ def disk_memory(folder: Path | None) -> tuple[Allocate, Free]:
             ) from None
         finally:
             os.close(descriptor)
-            # The mapping keeps the file alive, and nothing is left behind however the process ends.
+            # The mapping keeps the file alive after the unlink, and nothing is left behind however the process ends.
             Path(name).unlink()
 
     return allocate, _let_go
 
 
 def _let_go(storage: Tensor) -> None:
-    """The memory goes with the last name for it."""
+    """Do nothing: the memory is freed with the last reference to it."""
     del storage

@@ -1,4 +1,4 @@
-"""The same tasks, one by one, on one place: every value that they write has to come out bit for bit the same."""
+"""Run the same tasks one by one on one place and check that every written value is bitwise equal."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from shardwise.units import counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """How much was found to be the same."""
+    """How much was compared and found equal."""
 
     num_tasks: int
     num_values: int
 
 
 def check(machine: Dispatcher, fn: Callable[[], object]) -> Checked:
-    """Run a function's tasks as they are, then one by one on the first place from the same values, and compare."""
+    """Run a function's tasks as usual, then one by one on the first place from the same initial values, and compare."""
     before = {data: machine.get(data).cpu().clone() for data in machine.all_data() if data.valid_copies}
     calls: list[Call] = []
     machine.calls, machine.first_values = calls, before

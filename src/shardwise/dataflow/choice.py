@@ -1,7 +1,8 @@
-"""Where a task runs if nobody says: where it would be over first, by measured transfers and what is queued there.
+"""Choose the place of a task with `place="auto"`: the device at which it would finish first.
 
-What a task takes at a place is measured when it runs there, and what a link takes once, by copying. Where links are
-given, both are reckoned instead.
+The estimate adds up the work queued at a place, the transfers of missing inputs and the task itself. The time of a task
+at a place is measured when it runs there; the time of a link is measured once, by copying. Where links are given, both
+are computed from the given numbers instead.
 """
 
 from functools import partial
@@ -17,31 +18,31 @@ from shardwise.dataflow.streams import Run
 
 _SMALL_BYTES, _LARGE_BYTES = 4 * 2**10, 8 * 2**20
 _MOST_CHUNKS = 32
-_KEPT = 0.8  # Of the old average, when a new measurement comes.
+_KEPT = 0.8  # Weight of the old average when a new measurement arrives.
 
 #: A function, and the place where it ran.
 _Key = tuple[object, int]
 
 
 class Chooser:
-    """Chooses places, and remembers what tasks took."""
+    """Chooses places, and keeps a running average of how long each task takes at each place."""
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self._devices = [place for place in mover.places if place.is_device]
         self._seconds: dict[_Key, float] = {}
-        self._running: list[tuple[_Key, Any, Any]] = []  # GPU tasks between two timing events.
+        self._running: list[tuple[_Key, Any, Any]] = []  # GPU tasks, each between two timing events.
         self._is_measured = bool(mover.routes.links)
 
     def choose(self, call: Call) -> Place:
-        """The device at which the task would be over first."""
+        """Return the device at which the task would finish first."""
         if len(self._devices) == 1:
             return self._devices[0]
         if not self._is_measured:
             measure_links(self._mover)
             self._is_measured = True
         self._collect()
-        # Of places that are equally soon, the one to which less has to come.
+        # Ties go to the place that needs fewer bytes transferred.
         ends = [(*self._end(call, place), place.index) for place in self._devices]
         end, _, index = min(ends)
         place = self._mover.places[index]
@@ -50,7 +51,7 @@ class Chooser:
         return place
 
     def measured(self, call: Call, place: Place, run: Run) -> Run:
-        """The same run, timed if a place is to be chosen by it."""
+        """Return the run, wrapped with a timer if its time is needed to choose places."""
         if call.place != "auto" or self._mover.reckoned is not None or len(self._devices) == 1:
             return run
         key = (call.launch.key, place.index)
@@ -59,7 +60,7 @@ class Chooser:
         return partial(self._run_by_thread, key, run)
 
     def _end(self, call: Call, place: Place) -> tuple[float, int]:
-        """When the task would be over, after what is queued and after what it reads has come; and the bytes of that."""
+        """Return when the task would finish, after queued work and input transfers, and the bytes transferred."""
         reckoned = self._mover.reckoned
         now = perf_counter() if reckoned is None else reckoned.now_seconds
         arrival, ready, num_bytes = max(now, place.inward.tail_seconds), now, 0
@@ -70,7 +71,7 @@ class Chooser:
                 continue
             sources = [(self._mover.places[each.place], each) for each in data.valid_copies]
             if not sources:
-                continue  # The error for that is the mover's.
+                continue  # The mover raises the error for data without a value.
             arrival = min(
                 max(arrival, each.writer.end_seconds if each.writer is not None else 0.0)
                 + self._mover.routes.seconds(source, place, data.num_bytes)
@@ -98,14 +99,14 @@ class Chooser:
         self._running.append((key, begin, end))
 
     def _collect(self) -> None:
-        """Take in the times of GPU tasks that are over by now."""
+        """Record the times of GPU tasks that have finished."""
         while self._running and self._running[0][2].query():
             key, begin, end = self._running.pop(0)
             self._note(key, begin.elapsed_time(end) / 1000)
 
 
 def measure_links(mover: Mover) -> None:
-    """Copy a little and a lot over every link but those of the disk, outside of all budgets, and keep what it took."""
+    """Time a small and a large copy over every link except the disk's, outside of all budgets, and keep the times."""
     moved = dict(mover.moved_bytes)
     sizes = min(_SMALL_BYTES, mover.chunk_bytes), min(_LARGE_BYTES, _MOST_CHUNKS * mover.chunk_bytes)
     for source, target in linked_pairs(mover.places):
@@ -114,11 +115,11 @@ def measure_links(mover: Mover) -> None:
         small, large = (_copy_seconds(mover, source, target, size) for size in sizes)
         rate = (sizes[1] - sizes[0]) / max(large - small, 1e-9)
         mover.routes.links[source.index, target.index] = Link(latency_seconds=small, bytes_per_second=rate)
-    mover.moved_bytes = moved  # Measuring is not part of the program.
+    mover.moved_bytes = moved  # The bytes of measurements do not count as the program's.
 
 
 def _copy_seconds(mover: Mover, source: Place, target: Place, num_bytes: int) -> float:
-    """The shorter of two copies: the first also touches new memory."""
+    """Return the shorter of two copy times: the first copy also touches new memory."""
     tensors = [place.memory.allocate(num_bytes) for place in (source, target)]
     found = []
     for _ in range(2):

@@ -1,8 +1,9 @@
-"""Streams of a GPU. Waits are the GPU's own events: the thread that puts work in never waits for it.
+"""Streams of a GPU. They wait on CUDA events, so the thread that submits work never blocks.
 
-One thing a GPU cannot wait for is a thread, such as a host function or a disk. What depends on one is handed to a
-thread of the stream's own, which issues it as soon as it may; so is what follows it in the same stream, and what
-depends on that in others. Where no thread is involved, and that is the usual case, the caller issues by itself.
+A GPU cannot wait for a host thread, such as one that runs a host function or reads a disk. Work that depends on a
+thread is therefore handed to an issuing thread of its stream, which issues it once the dependency is met. Later work of
+the same stream goes through that thread too, and so does work of other streams that depends on it. In the usual case no
+thread is involved and the caller issues directly.
 """
 
 import threading
@@ -20,9 +21,10 @@ _NO_OPTIONS: dict[str, Any] = {}
 
 
 class CudaEvent(Event):
-    """An event over one of CUDA's, which is used again when nobody can ask for it any more: making one takes a while.
+    """An event over a CUDA event, which is recycled once this object is unreachable: creating one is slow.
 
-    A stream that was told to wait for an event waits for what was recorded then, whatever is recorded in it later.
+    Recycling is safe: a stream that already waits on a CUDA event waits for what had been recorded at that time,
+    whatever is recorded in it later.
     """
 
     def __init__(self, stream: "CudaStream", number: int) -> None:
@@ -43,7 +45,7 @@ class CudaStream:
         self.tail_seconds = 0.0
         self.last: Event | None = None
         self._times = times
-        # Events to be used again. Those that tell the time are not, for they are asked later; nor those of a capture.
+        # CUDA events to recycle. Timing events are not recycled, as they are read later; nor are those of a capture.
         self.spare: list[Any] | None = None if times else []
         self._failures = failures
         self._num_put = 0
@@ -53,7 +55,7 @@ class CudaStream:
         self.turn_to(stream)
 
     def turn_to(self, stream: torch.cuda.Stream) -> None:
-        """Use another stream of the GPU from now on, as a capture does."""
+        """Switch to another CUDA stream of the GPU, as a capture does."""
         self.cuda = stream
         self._raw: int = stream.cuda_stream
         self.device_index: int = stream.device_index
@@ -61,7 +63,7 @@ class CudaStream:
     def put(self, run: Run, after: Sequence[Event], blame: Blame, *, is_captured: bool = False) -> Event:
         self._num_put += 1
         event = CudaEvent(self, self._num_put)
-        # Whoever captures issues: what a thread issued later would be in no graph, and run.
+        # During a capture the caller always issues: work issued later by a thread would run instead of being captured.
         if is_captured or self.can_issue(after):
             try:
                 self._issue(event, run, after)
@@ -75,14 +77,14 @@ class CudaStream:
         return event
 
     def can_issue(self, after: Sequence[Event]) -> bool:
-        """Whether the caller may issue by itself: no thread has to be waited for."""
-        # `_num_behind` is lowered by the issuing thread alone, after the event is recorded; seen as 0, all is issued.
+        """Whether the caller may issue directly, because no thread has to be waited for."""
+        # Only the issuing thread decrements `_num_behind`, after the event is recorded: 0 means that all is issued.
         return self._num_behind == 0 and (not after or all(_can_follow(each) for each in after))
 
     def launch(
         self, run: Any, tensors: Sequence[Any], options: dict[str, Any], grid: Any, after: Sequence[Event]
     ) -> Event:
-        """Issue a kernel that the caller may issue: as `put`, with nothing made to be run later."""
+        """Issue a kernel directly, where `can_issue` allows it: like `put`, without a closure to run later."""
         self._num_put += 1
         event = CudaEvent(self, self._num_put)
         self._issue(event, run, after, tensors, {"grid": grid, "warmup": False, **options})
@@ -90,13 +92,13 @@ class CudaStream:
         return event
 
     def is_current(self) -> bool:
-        """Whether it is the current stream of its GPU in this thread."""
+        """Whether this is the current stream of its GPU in the calling thread."""
         return bool(raw_stream(self.device_index) == self._raw)
 
     def relaunch(self, replay: Run, event: Event) -> None:
-        """Launch a graph, while this is the current stream, and move its last event behind it.
+        """Replay a graph while this is the current stream, and record the stream's last event again behind it.
 
-        Whoever was told to wait for CUDA's event before waits for what was recorded then.
+        Streams that already wait on the CUDA event still wait for what was recorded before.
         """
         replay()
         cast(Any, event.cuda_event).record(self.cuda)
@@ -113,10 +115,10 @@ class CudaStream:
             cast(Any, event.cuda_event).synchronize()
 
     def wait_issued(self, event: Event) -> None:
-        # After a failure what was put behind is never issued, and there may be nobody left to say so.
+        # After a failure, work of the issuing thread is never issued and nothing may notify us: hence the timeout.
         while event.cuda_event is None and self._failures.first is None:
             with self._issued:
-                if event.cuda_event is None:  # Else it was said while nobody listened.
+                if event.cuda_event is None:  # Otherwise the notification came before we held the lock.
                     self._issued.wait(timeout=_LOOK_SECONDS)
 
     def close(self) -> None:
@@ -146,7 +148,7 @@ class CudaStream:
             if other.stream is not self and other.cuda_event is not None:
                 self.cuda.wait_event(cast(torch.cuda.Event, other.cuda_event))
         cuda_event = self.spare.pop() if self.spare else new_event(times=self._times)
-        # Entering a stream takes longer than asking which one is current, and mostly it is this one.
+        # Entering a stream context is slower than checking which stream is current, and usually it is this one.
         if current_gpu() == self.device_index and raw_stream(self.device_index) == self._raw:
             run(*args, **options)
         else:
@@ -157,15 +159,15 @@ class CudaStream:
 
 
 def new_event(*, times: bool = False) -> torch.cuda.Event:
-    """An event, with a clock if it is to be asked for times."""
+    """Return a CUDA event, with timing enabled if asked."""
     return torch.cuda.Event(enable_timing=times)  # type: ignore[no-untyped-call]
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream of a GPU that nobody else uses."""
+    """Return a new stream of a GPU, which nothing else uses."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _can_follow(event: Event) -> bool:
-    """Whether a GPU can be told to wait for the event, or need not."""
+    """Whether a GPU can wait on the event, or does not need to."""
     return event.cuda_event is not None or (isinstance(event.stream, ThreadStream) and event.is_done())

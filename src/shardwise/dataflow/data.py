@@ -1,11 +1,12 @@
-"""Logical data: one value, with copies at several places. Which copies hold the value is always known.
+"""Logical data: one value with copies at several places. It is always known which copies hold the value.
 
-    state of a copy     the value is there     others have it too
-    valid               yes                    yes
-    dirty               yes                    no: it may not be dropped, only moved
-    invalid             no: an older one is    -
+    state of a copy     holds the value            other copies hold it too
+    valid               yes                        yes
+    dirty               yes                        no: it may be moved but not dropped
+    invalid             no: holds an older value   -
 
-A task that writes makes its place's copy the dirty one. A transfer makes a valid copy of a valid copy.
+A task that writes makes the copy at its place dirty and all others invalid. A transfer makes a valid copy from a valid
+copy.
 """
 
 import weakref
@@ -23,7 +24,7 @@ from shardwise.torch_private import version_of
 
 
 class Keeper(Protocol):
-    """Whoever made the data: the machine."""
+    """The owner of data: the machine that made them."""
 
     place_names: Sequence[str]
 
@@ -36,42 +37,42 @@ class Keeper(Protocol):
         ...
 
     def forget(self, data: "Data") -> None:
-        """Nobody will ask for the data again."""
+        """Release data that no user can reach any more."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """One copy of a value: its buffer, whether it is current, and who last wrote and read the buffer."""
+    """One copy of a value: its buffer, whether it is current, and the last writer and readers of the buffer."""
 
     owner: "weakref.ref[Data]"
     place: int
     num_bytes: int
     tensor: Tensor
-    storage: Tensor | None  # None if the buffer is a user's.
+    storage: Tensor | None  # None if the buffer belongs to the user.
     valid: bool = False
-    held: int = 0  # By tasks that are being issued and by programs: not to be evicted.
+    held: int = 0  # Number of programs and of tasks being issued that hold it: while above 0 it is not evicted.
     imported: Tensor | None = None  # The user's own tensor.
     imported_version: int = 0
     writer: Event | None = None
-    reader: Event | None = None  # The last task that read it since it was written.
-    copied: list[Event] = field(default_factory=list)  # Copies made of it since, the last of each stream.
+    reader: Event | None = None  # The last task that has read it since it was written.
+    copied: list[Event] = field(default_factory=list)  # Transfers out of it since then: the last of each stream.
 
     def add_copied(self, event: Event) -> None:
-        """Note that it is being copied from, until an event."""
+        """Note a transfer that reads this copy until the event."""
         if event.number >= 0:
             self.copied = [each for each in self.copied if each.stream is not event.stream]
-        # On a tape all are kept: of two copies of one stream, one may come to be in a graph and the other not.
+        # While recording a program, keep all: of two transfers in one stream, only one may end up in a graph.
         self.copied.append(event)
 
     def written(self, event: Event | None) -> None:
-        """Note who writes it: whoever comes next waits for that alone."""
+        """Note the writer. Later users wait for it alone, so earlier readers are forgotten."""
         self.writer, self.reader, self.valid = event, None, True
         if self.copied:
             self.copied = []
 
     def busy_until(self) -> list[Event]:
-        """What has to be over before the buffer may be written."""
+        """Return the events to wait for before the buffer may be written."""
         events = list(self.copied)
         if self.writer is not None:
             events.append(self.writer)
@@ -80,17 +81,17 @@ class Copy:
         return events
 
     def check_unchanged(self, name: str) -> None:
-        """Refuse a user's tensor that somebody else has changed since the machine took it."""
+        """Refuse a user's tensor that was modified outside of the machine since it was imported."""
         if self.imported is not None:
             _check_unchanged(name, self.imported, self.imported_version)
 
     def guard(self, name: str) -> Run | None:
-        """The same question for a thread to ask when it comes to reading the tensor, if it is a user's."""
+        """Return the same check for a thread to run when it reads the tensor; None if it is not a user's."""
         return None if self.imported is None else partial(_check_unchanged, name, self.imported, self.imported_version)
 
 
 def run_guarded(run: Run, guards: Sequence[Run]) -> None:
-    """Run something if no guard objects."""
+    """Run something after all guards; a guard that objects raises."""
     for guard in guards:
         guard()
     run()
@@ -116,9 +117,9 @@ class Data:
     dtype: torch.dtype
     num_bytes: int
     copies: list[Copy | None]  # One for each place.
-    uses: tuple[int, ...] = ()  # Where in the running program it is used.
+    uses: tuple[int, ...] = ()  # Positions of its uses in the running program.
     is_imported: bool = False  # Whether one of its copies is a user's tensor.
-    unwritable: str | None = None  # Why it may not be written, if so.
+    unwritable: str | None = None  # The reason why it may not be written, if it may not.
 
     def __repr__(self) -> str:
         return f"Data({self.name}, {list(self.shape)}, {self.dtype}, at {', '.join(self.places) or 'no place'})"
@@ -141,11 +142,11 @@ class Data:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Where it is: the places with a valid copy."""
+        """The places with a valid copy."""
         return tuple(self.keeper.place_names[copy.place] for copy in self.valid_copies)
 
     def state(self, place: str) -> str:
-        """`valid`, `dirty`, `invalid` or `absent`."""
+        """Return the state of the copy at a place: `valid`, `dirty`, `invalid` or `absent`."""
         names = self.keeper.place_names
         if place not in names:
             raise unknown("place", place, names)
@@ -157,7 +158,7 @@ class Data:
         return "valid" if len(self.valid_copies) > 1 else "dirty"
 
     def get(self) -> Tensor:
-        """Wait for the value and return it on the host: the tensor that was given, else a new one."""
+        """Wait for the value and return it on the host: in the user's tensor if one was given, else in a new one."""
         return self.keeper.get(self)
 
     def set(self, tensor: Tensor) -> None:
@@ -165,5 +166,5 @@ class Data:
         self.keeper.set(self, tensor)
 
     def view(self, storage: Tensor) -> Tensor:
-        """The value's tensor in a buffer of its bytes."""
+        """Return a buffer of the right size viewed with the value's shape and dtype."""
         return torch.as_strided(storage.view(self.dtype), self.shape, self.strides)

@@ -1,7 +1,8 @@
-"""Memory that a copy still reads or writes: nobody else may have it until the copy is over.
+"""Keep memory alive while a copy still reads or writes it.
 
-Whoever starts a copy and needs the tensor no longer hands it over with the copy's event. It is let go in the order in
-which it came, when somebody looks. Where copies fall behind, only so many bytes are held: then the host waits.
+The code that starts a copy hands the tensor over together with the copy's event once it needs the tensor no longer.
+`sweep` releases tensors in the order in which they came. If copies fall behind, the bytes held are bounded: `sweep`
+then blocks the host until enough copies are over.
 """
 
 from collections import deque
@@ -13,7 +14,7 @@ from shardwise.dataflow.streams import Event
 
 
 class DeferredFree:
-    """Tensors that nobody needs but copies. At most `most_bytes` of them stay after a sweep."""
+    """Tensors that only copies still need. At most `most_bytes` of them remain after a sweep."""
 
     def __init__(self, most_bytes: int) -> None:
         self.num_bytes = 0
@@ -21,23 +22,23 @@ class DeferredFree:
         self._held: deque[tuple[Event, tuple[Tensor, ...], Callable[[], None] | None]] = deque()
 
     def hold(self, event: Event, *memory: Tensor, then: Callable[[], None] | None = None) -> None:
-        """Keep tensors until an event is reached; `then` is called when they are let go.
+        """Keep tensors until an event is reached; call `then` when they are released.
 
-        This waits for nothing, so it may be done anywhere.
+        This never blocks, so it may be called anywhere.
         """
         self._held.append((event, memory, then))
         self.num_bytes += sum(each.nbytes for each in memory)
 
     def grow(self, num_bytes: int) -> None:
-        """So many bytes more may stay after a sweep."""
+        """Raise the limit on the bytes that remain after a sweep."""
         self._most_bytes += num_bytes
 
     def sweep(self) -> None:
-        """Let go of what is over, and wait for the oldest as long as too much is held."""
+        """Release tensors whose copies are over, and wait for the oldest while more than the limit is held."""
         self._sweep(self._most_bytes)
 
     def wait(self) -> None:
-        """Wait for all copies, and let go of all."""
+        """Wait for all copies and release all tensors."""
         self._sweep(0)
 
     def _sweep(self, most_bytes: int) -> None:

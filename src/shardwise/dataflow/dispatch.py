@@ -1,17 +1,17 @@
-"""Takes tasks in and puts each behind what it depends on. It waits for nothing but what a person asks to see.
+"""Accept tasks and put each behind its dependencies. The host waits only when a user asks for a value.
 
-submit      what the task is, reads and writes      `launch.py`
-issue       where it runs, if nobody says           `choice.py`
-_gather     what it reads is brought, room is made, and what it waits for is found      `mover.py`
-_put        it goes into its place's stream, and its data are noted as read and written
+submit      determine what the task is, and what it reads and writes                        `launch.py`
+issue       choose the place, if the user names none                                        `choice.py`
+_gather     fetch the inputs, make room for the outputs, collect the events to wait for     `mover.py`
+_put        put the task into its place's stream, and note which copies it reads and writes
 
-What a task waits for follows from the data (`data.py`), copy by copy at the task's own place:
+Dependencies follow from the data (`data.py`), copy by copy at the task's own place:
 
-    it reads    the copy's writer: the task or the transfer that made it          read after write
-    it writes   that, and whoever still copies from there                         write after write, after read
+    a read waits for     the copy's writer: the task or the transfer that made it       read after write
+    a write waits for    that, and transfers that still read the copy                   write after write, after read
 
-Tasks of one place run in one stream, so among themselves they are in order anyway. A writer at another place has a
-buffer of its own to write to: it waits for no reader of this one.
+Tasks of one place run in one stream, so they are already ordered among themselves. A writer at another place writes to
+a buffer of its own, so it does not wait for readers of this one.
 """
 
 import sys
@@ -38,7 +38,7 @@ from shardwise.trace.events import Lane
 
 
 class Dispatcher(Store):
-    """The tasks that run at the places of a machine."""
+    """Submits tasks to the places of a machine."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Dispatcher(Store):
         make_stream: MakeStream = ThreadStream,
     ) -> None:
         failures = Failures()
-        self.position = (0, 0)  # Where the running program is, and how long it is.
+        self.position = (0, 0)  # The position in the running program, and the program's length.
         places = make_places(
             devices,
             budget=budget or {},
@@ -68,7 +68,7 @@ class Dispatcher(Store):
         super().__init__(places, Mover(places, Routes(places, links), journal, chunk_bytes), failures)
         self._launches: dict[Any, Launch] = {}
         self._chooser = Chooser(self.mover)
-        #: GPUs at which kernels may be launched at once: nothing is evicted there, and nothing noted.
+        #: GPUs at which kernels may be launched directly: without a budget nothing is evicted, and no journal records.
         self._direct = {
             place.name: (place.index, place.compute)
             for place in self.places
@@ -88,16 +88,16 @@ class Dispatcher(Store):
         name: str | None = None,
         **options: Any,
     ) -> None:
-        """Have a Triton kernel (with its `grid`), a torch function, a module or a host function run at a place.
+        """Run a Triton kernel (with its `grid`), a torch function, a module or a host function at a place.
 
-        Data among the arguments arrive as tensors of that place. `reads` and `writes` say what the task does with them;
-        a kernel's source says it by itself. What is in `writes` and not in `reads` is overwritten whole. `into` takes
-        what a function returns. `seconds` is what the task takes where time is reckoned.
+        Data among the arguments arrive as tensors at that place. `reads` and `writes` say how the task uses them; for a
+        kernel they are found in its source. Data in `writes` but not in `reads` are overwritten completely. `into`
+        receives what a function returns. `seconds` is how long the task takes where time is simulated.
         """
         launch = self._launches.get(fn)
         if launch is None:
             launch = Launch(fn)
-            # A function may be made anew for each task, and hold whatever it likes: it is not kept.
+            # A plain function may be created anew for each task and close over large objects: do not cache it.
             if launch.is_kernel or launch.is_module:
                 self._launches[fn] = launch
         is_plain = reads is None and writes is None and seconds is None and name is None and self.calls is None
@@ -120,10 +120,10 @@ class Dispatcher(Store):
     def _launch_directly(
         self, launch: Launch, args: tuple[Any, ...], options: dict[str, Any], grid: Any, name: str
     ) -> bool:
-        """Launch a kernel if all of its data are at its GPU already, and say whether it was.
+        """Launch a kernel directly if all of its data are at its GPU already. Returns whether it was launched.
 
-        It is what `issue` does, by the same rule, without what it would find nothing to do for: to submit a small
-        kernel takes as long as the kernel itself. The caller's caller submitted it.
+        This follows the same rule as `issue` but skips the steps that have nothing to do, because the overhead of
+        submitting a small kernel is as long as the kernel itself. The task's source line is two frames up.
         """
         found = self._direct.get(name)
         if found is None or grid is None or self.mover.tape is not None:
@@ -167,7 +167,7 @@ class Dispatcher(Store):
         return True
 
     def issue(self, call: Call) -> None:
-        """Put a call behind what it depends on, at its place or the best one."""
+        """Put a call behind its dependencies, at its place or at the best one."""
         if self.failures.first is not None:
             raise self.failures.first
         if self._forgotten:
@@ -179,7 +179,7 @@ class Dispatcher(Store):
         if call.launch.is_kernel and not call.launch.is_interpreted and place.device.type == "cpu":
             raise compiled_on_cpu(call, place.name)
         if self.calls is not None:
-            call.place = place.name  # A program runs where it first ran.
+            call.place = place.name  # A program replays a task where it ran first.
             self.calls.append(call)
         if place.memory.budget_bytes is None:
             self._put(call, place, *self._gather(call, place))
@@ -209,12 +209,12 @@ class Dispatcher(Store):
         self.submit(_assign, data, value, place="host", writes=[data], name=f"{data.name}.set")
 
     def _gather(self, call: Call, place: Place, held: list[Copy] | None = None) -> tuple[list[Event], list[Copy]]:
-        """Have every value that a call reads and room for every one that it writes.
+        """Fetch every value that a call reads, and make room for every value that it writes.
 
-        Returns what the call waits for, and the copies that it reads.
+        Returns the events that the call waits for, and the copies that it reads.
         """
         stream, index, mover = place.compute, place.index, self.mover
-        # In its own stream a task is in order anyway, but a report wants to know what it depends on.
+        # Tasks of one stream are ordered anyway, but a report needs the dependencies between them too.
         is_noted = mover.journal is not None
         after: list[Event] = []
         read: list[Copy] = []
@@ -238,17 +238,17 @@ class Dispatcher(Store):
         return after, read
 
     def _put(self, call: Call, place: Place, after: list[Event], read: list[Copy]) -> None:
-        """Put a call into its place's stream, and note what has become of the data."""
+        """Put a call into its place's stream, and update the states of its data."""
         stream, index, mover = place.compute, place.index, self.mover
         run = call.bind(index)
         if place is self.host and mover.tape is None:
-            # Users' tensors lie there, and until a thread comes to this one they are in reach of everybody.
+            # Users' tensors live here, and user code may modify them before the thread gets to this task.
             copies = zip(call.reads, read, strict=True)
             guards = [found for data, copy in copies if (found := copy.guard(data.name)) is not None]
             run = partial(run_guarded, run, guards) if guards else run
         if call.place == "auto":
             run = self._chooser.measured(call, place, run)
-        # The call itself is not kept: data live as long as their user wants, not until a thread has got that far.
+        # Keep no reference to the call itself: data live as long as the user keeps them, not until a thread gets here.
         blame = partial(blame_task, call.name, call.launch.kernel, place.name, call.code, call.line)
         if mover.journal is None and mover.tape is None:
             mover.num_changes += 1
@@ -259,7 +259,7 @@ class Dispatcher(Store):
         _note_task(event, index, read, call.writes, self.imports.changed)
 
     def _members(self, launch: Launch) -> dict[str, Data]:
-        """A module's parameters and buffers as data: the same each time, for they are the same tensors."""
+        """Return a module's parameters and buffers as data: the same data each time, as the tensors are the same."""
         if launch.members is None:
             tensors = {**dict(launch.fn.named_parameters()), **dict(launch.fn.named_buffers())}
             launch.members = {name: self.data(tensor, name=name) for name, tensor in tensors.items()}
@@ -267,9 +267,9 @@ class Dispatcher(Store):
 
 
 def _add_dependencies(copy: Copy, stream: Stream, after: list[Event], writes: bool, in_order_too: bool = False) -> None:
-    """Add what a task of a stream waits for before it reads or writes a copy.
+    """Add the events that a task of a stream waits for before it reads or writes a copy.
 
-    `in_order_too`: also a writer of the same stream, where a report wants to know what the task depends on.
+    `in_order_too` also adds a writer of the same stream, because a report needs every dependency.
     """
     event = copy.writer
     if event is not None and (in_order_too or event.stream is not stream):
@@ -281,9 +281,9 @@ def _add_dependencies(copy: Copy, stream: Stream, after: list[Event], writes: bo
 def _note_task(
     event: Event, place: int, reads: Iterable[Copy], writes: Iterable[Data], changed: dict[int, Data]
 ) -> None:
-    """Note that a task, which ends with an event, reads and writes: a written copy is the only valid one.
+    """Note the copies that a task reads and writes, where `event` is its end. A written copy is the only valid one.
 
-    `changed` gets the data of users' tensors that have a new value elsewhere.
+    `changed` collects data of users' tensors whose new value is elsewhere.
     """
     for copy in reads:
         copy.reader = event

@@ -1,7 +1,7 @@
-"""Whom to evict first: the least recently used (LRU), by recency and frequency (ARC), or by next use.
+"""Eviction policies: least recently used (LRU), recency and frequency (ARC), next use (Belady).
 
-ARC is that of Megiddo and Modha (FAST 2003), counted in bytes where theirs counts pages: copies used once and copies
-used more often are two lists, and what was evicted too early from one of them makes it longer.
+ARC is that of Megiddo and Modha (FAST 2003), counted in bytes instead of pages. It keeps two lists: copies used once,
+and copies used more often. A miss on a copy that was recently evicted from one list makes that list longer.
 """
 
 from bisect import bisect_right
@@ -14,37 +14,37 @@ from shardwise.errors import unknown
 
 
 class LeastRecentlyUsed:
-    """Who was used longest ago goes first."""
+    """LRU: the copy that was used longest ago goes first."""
 
     def __init__(self) -> None:
         self._copies: dict[Copy, None] = {}  # In order of use: a dictionary keeps the order of insertion.
 
     def add(self, copy: Copy) -> None:
-        """A copy has come."""
+        """Add a copy that has just been made."""
         self._copies[copy] = None
 
     def touch(self, copy: Copy) -> None:
-        """A copy has been used."""
+        """Note that a copy has been used."""
         if copy in self._copies:
             del self._copies[copy]
             self._copies[copy] = None
 
     def remove(self, copy: Copy, *, evicted: bool) -> None:  # noqa: ARG002 - both are forgotten
-        """A copy has gone, for want of room or by itself."""
+        """Remove a copy that was evicted for want of room, or dropped."""
         self._copies.pop(copy, None)
 
     def order(self) -> Iterable[Copy]:
-        """All copies, the one to go first first."""
+        """Return all copies in the order of eviction."""
         return list(self._copies)
 
 
 class AdaptiveReplacement:
-    """ARC: once-used and often-used copies, with a target for the bytes of the first that follows what was missed."""
+    """ARC: once-used and often-used copies, with a target size for the once-used that adapts to misses."""
 
     def __init__(self) -> None:
         self._once: dict[Copy, None] = {}
         self._often: dict[Copy, None] = {}
-        # Data evicted from each, with their bytes, and how many bytes the once-used should have.
+        # Ghost entries: the data evicted from each list, with their bytes; and the target bytes of the once-used list.
         self._missed_once: dict[int, int] = {}
         self._missed_often: dict[int, int] = {}
         self._target_bytes = 0.0
@@ -79,7 +79,7 @@ class AdaptiveReplacement:
         if evicted:
             missed = self._missed_once if was_once else self._missed_often
             missed[_number_of(copy)] = copy.num_bytes
-            # What is remembered of each list is no more than what is held.
+            # Each ghost list remembers no more bytes than are held.
             while len(missed) > 1 and _bytes_of(missed) > self._most_bytes() + copy.num_bytes:
                 del missed[next(iter(missed))]
 
@@ -93,24 +93,24 @@ class AdaptiveReplacement:
 
 
 class NextUse(LeastRecentlyUsed):
-    """Who is needed again last goes first, which is the best there is (Belady 1966). Without a future, LRU."""
+    """The copy whose next use is farthest goes first, which is optimal (Belady 1966). Outside of a program, LRU."""
 
     def __init__(self, position: Callable[[], tuple[int, int]]) -> None:
         super().__init__()
-        self._position = position  # Where the running program is, and how long it is.
+        self._position = position  # The position in the running program, and the program's length.
 
     def order(self) -> Iterable[Copy]:
         position, length = self._position()
-        # Sorting keeps the order of those that are alike.
+        # Sorting is stable, so ties stay in LRU order.
         return sorted(super().order(), key=lambda copy: -_next_use(copy.owner(), position, length))
 
 
-#: Whom to evict first.
+#: An eviction policy.
 Policy = LeastRecentlyUsed | AdaptiveReplacement
 
 
 def make_policy(name: str, position: Callable[[], tuple[int, int]]) -> Policy:
-    """A policy by its name: `lru`, `arc` or `next-use`."""
+    """Make a policy by name: `lru`, `arc` or `next-use`."""
     makers: dict[str, Callable[[], Policy]] = {
         "lru": LeastRecentlyUsed,
         "arc": AdaptiveReplacement,
@@ -125,7 +125,7 @@ def _next_use(data: Data | None, position: int, length: int) -> float:
     if data is None or not data.uses:
         return float("inf")
     later = bisect_right(data.uses, position)
-    # A program is replayed: after its end comes its beginning.
+    # A program is replayed, so its beginning follows its end.
     return data.uses[later] if later < len(data.uses) else data.uses[0] + length
 
 

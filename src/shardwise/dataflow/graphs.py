@@ -1,13 +1,13 @@
-"""CUDA graphs of a recorded program: one for each stretch of a GPU's work, with events between them.
+"""CUDA graphs of a recorded program: one per segment of a GPU's work, with events between them.
 
-A graph starts as a whole, so what one of its steps waits for has to be over before all of them. Steps are therefore cut
-where one of them needs something from another device:
+A graph starts as a whole, so every dependency of any of its steps must be met before all of them. Steps are therefore
+cut into segments where one of them depends on another device:
 
     gpu 0   a1 a2 | a3         three graphs: a3 needs b1, so it is not in one graph with a1
     gpu 1      b1
 
-Copies between GPUs, copies of memory that is not pinned and work of threads are in no graph; they are put between the
-graphs as they are.
+Copies between GPUs, copies of unpinned memory and work of host threads are in no graph; they are issued between the
+graphs one by one.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from shardwise.torch_private import version_of
 
 @dataclass(slots=True, kw_only=True)
 class Segment:
-    """Steps that start together, and the segments that come before them. `device` is None for steps in no graph."""
+    """Steps that start together, and the segments they depend on. `device` is None for steps that are in no graph."""
 
     device: int | None
     stream: Stream
@@ -44,7 +44,7 @@ def cut(steps: Sequence[Step]) -> list[Segment]:
         device = device_of(step)
         foreign = sorted({home[each] for each in step.after if segments[home[each]].device != device})
         for other in foreign:
-            # What somebody waits for may not grow any more.
+            # A segment that another one waits for is closed: no more steps are added to it.
             if opened.get(segments[other].device) == other:
                 del opened[segments[other].device]
         own = opened.get(device)
@@ -58,7 +58,7 @@ def cut(steps: Sequence[Step]) -> list[Segment]:
 
 
 def device_of(step: Step) -> int | None:
-    """The GPU in whose graph a step is, if it is in one."""
+    """Return the GPU in whose graph a step goes, or None if it cannot be in a graph."""
     if not isinstance(step.stream, CudaStream) or not step.work.fits_graph:
         return None
     return step.stream.device_index
@@ -71,10 +71,10 @@ class Graphs:
         self._steps = steps
         self._mover = mover
         self._segments = [_captured(each, steps) for each in cut(steps)]
-        self._end: Event | None = None  # Of the last launch.
+        self._end: Event | None = None  # The last event of the last launch.
 
     def launch(self, start: Sequence[Event]) -> list[Event]:
-        """Launch everything behind some events, and return the event of each step."""
+        """Launch all segments behind some events, and return the event of each step."""
         self._mover.num_changes += 1
         ends: list[list[Event]] = []
         events: dict[int, Event] = {}
@@ -94,7 +94,7 @@ class Graphs:
         return [events[number] for number in range(len(self._steps))]
 
     def relaunch(self, failures: Failures, needs: Sequence[Copy]) -> "Relaunch | None":
-        """How to launch the one graph again if nothing happens meanwhile; None if there are several, or it waits."""
+        """Return how to launch a single graph again if nothing else happens; None if there are several segments."""
         segment, end = self._segments[0], self._end
         if len(self._segments) > 1 or segment.graph is None or end is None or end.cuda_event is None:
             return None
@@ -106,10 +106,10 @@ class Graphs:
 
 @dataclass(slots=True, eq=False)
 class Relaunch:
-    """The launch of a graph straight behind the last one, whose event becomes that of this one.
+    """Launches a graph directly behind its last launch, and reuses the event of that launch.
 
-    All copies point to that event, so nothing has to be noted for each. What stands before the launch is what a replay
-    costs beside its graph: four questions, none of which is asked of the GPU.
+    All copies point to that event already, so nothing has to be updated per copy. The overhead of a replay, beside the
+    graph itself, is four checks on the host and none on the GPU.
     """
 
     replay: Run
@@ -121,7 +121,7 @@ class Relaunch:
     num_changes: int
 
     def run(self) -> bool:
-        """Launch it, if nobody was here since the last time and users' tensors are as they were; else say so."""
+        """Launch if the machine did nothing else since and users' tensors are unchanged. Returns whether it did."""
         mover = self.mover
         if mover.num_changes != self.num_changes or self.failures.first is not None or not self.stream.is_current():
             return False
@@ -135,7 +135,7 @@ class Relaunch:
 
 
 def _captured(segment: Segment, steps: Sequence[Step]) -> Segment:
-    """The segment with its steps in a graph. They have run before, so kernels are compiled."""
+    """Return the segment with its steps captured in a graph. They have run before, so kernels are compiled."""
     if segment.device is None:
         return segment
     streams = {steps[each].stream for each in segment.steps}
@@ -144,11 +144,11 @@ def _captured(segment: Segment, steps: Sequence[Step]) -> Segment:
     beside = [each for each in used if each not in computing]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(segment.device):
-        # A stream that is somebody's current one cannot be captured: what computes is captured on a side stream.
+        # A stream that may be a thread's current one cannot be captured: capture the compute steps on a side stream.
         side = new_stream(torch.device("cuda", segment.device))
         before = [(each, each.cuda, each.last, each.spare) for each in used]
         for each in used:
-            each.spare = None  # Events of a capture mean nothing outside of it.
+            each.spare = None  # Events of a capture are meaningless outside of it.
         for each in computing:
             each.turn_to(side)
         try:

@@ -1,4 +1,4 @@
-"""Imported tensors: a user's memory is used as it is, and it is the user's again when the machine is closed."""
+"""Imported tensors: a user's memory is used in place, and returned to the user when the machine is closed."""
 
 import weakref
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from shardwise.torch_private import version_of
 
 
 class Imports:
-    """Which data lie in which of the user's tensors."""
+    """Maps users' tensors to data."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = {place.device: place for place in places if place.kind is Kind.GPU}
         self._host, self._disk = places[-2], places[-1]
-        #: Data in users' tensors that tasks have written, by number: their tensors are behind.
+        #: Data in users' tensors that tasks have written, by number: these tensors are out of date.
         self.changed: dict[int, Data] = {}
-        self._by_storage: dict[int, list[weakref.ref[Data]]] = {}  # By the storage that they lie in.
+        self._by_storage: dict[int, list[weakref.ref[Data]]] = {}  # By the address of the storage.
         self._pinned: list[Tensor] = []
 
     def find(self, tensor: Tensor) -> Data | None:
-        """The data that lie in this very tensor, if it was given before."""
+        """Return the data of this very tensor if it was imported before."""
         for data in self._in_storage(tensor):
             home = home_of(data)
             if home is not None and home.imported is tensor:
@@ -52,7 +52,7 @@ class Imports:
         self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(weakref.ref(data))
 
     def renew(self, data: Data, tensor: Tensor) -> None:
-        """The user gives a new value: changes made to the tensor by hand until now are known of."""
+        """Accept a new value from the user: modifications of the tensor up to now are known."""
         home = home_of(data)
         if home is not None and home.imported is not None:
             home.imported_version = version_of(home.imported)
@@ -60,7 +60,7 @@ class Imports:
                 self.changed.pop(data.number, None)
 
     def pinned(self, like: Tensor) -> Tensor:
-        """A tensor in the host's memory that is pinned if there is a GPU."""
+        """Return a host tensor, pinned if there is a GPU."""
         allocate, _ = host_memory(is_pinned=bool(self._places))
         storage = allocate(like.numel() * like.element_size())
         if storage.numel() >= LEAST_PINNED_BYTES:
@@ -68,7 +68,7 @@ class Imports:
         return storage.view(like.dtype).view(like.shape)
 
     def close(self) -> None:
-        """Give the memory back as it was."""
+        """Unpin the memory that was pinned here."""
         for tensor in self._pinned if self._places else ():
             unpin(tensor)
         self._pinned.clear()
@@ -82,14 +82,14 @@ class Imports:
                     f"{name} is on {tensor.device}, which is no place of this machine (GPUs: {known})",
                     remedy=f'Machine(["{tensor.device}"]), or machine.data(tensor.cpu())',
                 )
-            # What the user's stream still does to the tensor comes first.
+            # Wait for what the user's current stream still does to the tensor.
             current = torch.cuda.current_stream(tensor.device)
             found.compute.cuda.wait_stream(current)  # type: ignore[attr-defined]
             return found
         is_large = tensor.numel() * tensor.element_size() >= LEAST_PINNED_BYTES
         if self._places and is_large and not tensor.is_pinned():
             if not pin(tensor):
-                return self._disk  # A file mapped into memory: it is read by a thread, like one.
+                return self._disk  # A read-only file mapping: treat it as a file, which a thread reads.
             self._pinned.append(tensor)
         return self._host
 
@@ -99,12 +99,12 @@ class Imports:
 
 
 def home_of(data: Data) -> Copy | None:
-    """The copy that is a user's tensor, if there is one."""
+    """Return the copy that is a user's tensor, if there is one."""
     return next((copy for copy in data.copies if copy is not None and copy.imported is not None), None)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor's numbers fill its memory, each once, in whatever order of dims."""
+    """Whether the tensor's elements fill its memory without gaps or overlap, in any order of dims."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -1,8 +1,9 @@
-"""What ran when: the machine's clock, and notes for its report.
+"""When each piece of work ran: the machine's clock, and notes for its report.
 
-Where links are given, time is reckoned, not measured: a task takes the seconds it was said to take, a copy what its
-link says, and each starts when its stream is free and what it waits for is over. Nothing depends on how busy the
-computer is, so two runs of one program give one report. Elsewhere time is measured, by threads or by a GPU's events.
+Where links are given, time is simulated ("reckoned") instead of measured: a task takes the seconds it was declared to
+take, a copy takes what its link says, and each starts when its stream is free and its dependencies are over. The result
+does not depend on the load of the computer, so two runs of one program give the same report. Otherwise time is
+measured, by host threads or by a GPU's events.
 """
 
 from collections.abc import Sequence
@@ -19,9 +20,9 @@ from shardwise.trace.events import Lane
 
 @dataclass(slots=True, kw_only=True)
 class Work:
-    """What is put into a stream, as a report tells it. `peer` is the other place of a copy.
+    """A piece of work in a stream, as a report describes it. `peer` is the other place of a copy.
 
-    A CUDA graph can hold tasks and copies between a GPU and pinned memory, and no other copies.
+    A CUDA graph can hold tasks and copies between a GPU and pinned memory, but no other copies.
     """
 
     name: str
@@ -35,24 +36,24 @@ class Work:
 
 @dataclass(slots=True, kw_only=True)
 class Note:
-    """That work was put, what it had to wait for, and, once it has run, from when to when."""
+    """A note of submitted work: its dependencies and, once it has run, its start and end."""
 
     work: Work
     stream: str
-    waits: tuple[int, ...]  # Notes of what it depends on.
-    before: int  # The note of what came before it in its stream, or -1.
+    waits: tuple[int, ...]  # The notes of its dependencies.
+    before: int  # The note of the previous work in its stream, or -1.
     start: float = 0.0
     end: float = 0.0
-    events: list[Any] = field(default_factory=list)  # Of a GPU, before and after.
+    events: list[Any] = field(default_factory=list)  # On a GPU: the device, and the events before and after.
 
 
 class Journal:
-    """Notes of all streams, in the order in which work was put."""
+    """Notes of all streams, in the order of submission."""
 
     def __init__(self, *, is_reckoned: bool) -> None:
         self.is_reckoned = is_reckoned
         self.notes: list[Note] = []
-        self.now_seconds = 0.0  # The host's own time, where time is reckoned.
+        self.now_seconds = 0.0  # The host's simulated time.
         self._zero = perf_counter()
         self._zero_events: dict[int, torch.cuda.Event] = {}
 
@@ -73,15 +74,15 @@ class Journal:
         return event
 
     def host_waited(self, event: Event) -> None:
-        """The host has waited for an event: nothing that it puts later starts before."""
+        """Advance the host's simulated time to an event that it has waited for: later work cannot start before."""
         self.now_seconds = max(self.now_seconds, event.end_seconds)
 
     def is_over(self, event: Event) -> bool:
-        """Whether an event is reached by the host's time, where time is reckoned."""
+        """Whether an event is reached at the host's simulated time."""
         return event.end_seconds <= self.now_seconds
 
     def settle(self) -> None:
-        """Read the GPUs' own times. Everything has to be over."""
+        """Read the times of the GPUs' events. All work must be over."""
         for note in self.notes:
             if note.events:
                 device, begin, end = note.events

@@ -1,7 +1,7 @@
-"""What a task is: a function or a kernel, made ready once, and one call of it.
+"""A task: a function or a kernel that was prepared once, and one call of it.
 
-A `Launch` is what is known of a function for good; it is looked up by each call, not worked out again. A `Call` is one
-task: its arguments, with data in them, and what it reads and writes.
+A `Launch` is everything that is known about a function itself; each call looks it up instead of deriving it again. A
+`Call` is one task: the arguments, which may contain data, and what it reads and writes.
 """
 
 import threading
@@ -19,12 +19,12 @@ from shardwise.dataflow.data import Data
 from shardwise.dataflow.streams import Run
 from shardwise.errors import ShardwiseError
 
-# Triton's interpreter keeps the program it is at in one place for the whole process: one kernel at a time.
+# Triton's interpreter keeps the current program in process-wide state, so only one kernel may run at a time.
 _INTERPRETER = threading.Lock()
 
 
 class Launch:
-    """A function, kernel or module as the machine knows it."""
+    """A function, kernel or module, with what the machine knows about it."""
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn
@@ -35,13 +35,13 @@ class Launch:
         self.run: Any = fn.run if self.is_kernel else None
         if self.is_interpreted:
             self.run = partial(_run_interpreted, fn.run)
-        self.key: object = getattr(fn, "__code__", self.kernel)  # The same for a function that is made anew each time.
-        self.lock = threading.Lock()  # A module has one set of weights at a time, wherever it runs.
-        self.members: dict[str, Data] | None = None  # A module's parameters and buffers, once they are needed.
+        self.key: object = getattr(fn, "__code__", self.kernel)  # Stable for a function that is created anew each time.
+        self.lock = threading.Lock()  # A module has one set of weights at a time, so it runs at one place at a time.
+        self.members: dict[str, Data] | None = None  # A module's parameters and buffers, made on first use.
         self.names: Sequence[str] = ()
-        #: Of a kernel whose accesses were found: for each argument its position, whether it is read, whether stored to.
+        #: For a kernel whose accesses were found: for each argument its position, whether it is read and stored to.
         self.positions: tuple[tuple[int, bool, bool], ...] | None = None
-        self.stores: Sequence[bool] = ()  # Of the same kernel: whether each argument is stored to.
+        self.stores: Sequence[bool] = ()  # For the same kernel: whether each argument is stored to.
         self.problem = "only a Triton kernel's source says it"
         if self.is_kernel:
             self.names = tuple(self.fn.arg_names)
@@ -49,13 +49,13 @@ class Launch:
             if isinstance(found, str):
                 self.problem = found
             else:
-                # An argument that is never used still has to be a tensor of the right place.
+                # Even an argument that is never used has to be a tensor at the right place.
                 accesses = [found.get(name, Access(reads=False, writes=False)) for name in self.names]
                 self.positions = tuple((number, each.reads, each.writes) for number, each in enumerate(accesses))
                 self.stores = tuple(each.writes for each in accesses)
 
     def bound(self, tensors: Sequence[Any], options: dict[str, Any], grid: Any) -> Run:
-        """A kernel with its arguments, ready to be launched."""
+        """Return a kernel bound to its arguments, ready to launch."""
         return partial(self.run, *tensors, grid=grid, warmup=False, **options)
 
 
@@ -68,7 +68,7 @@ class Call:
     options: dict[str, Any]
     grid: Any
     place: str
-    code: CodeType  # With the line, where it was submitted.
+    code: CodeType  # The code and the line that submitted it.
     line: int
     name: str
     seconds: float | None
@@ -78,7 +78,7 @@ class Call:
     members: Mapping[str, Data] = field(default_factory=dict)  # A module's parameters and buffers.
 
     def bind(self, place: int) -> Run:
-        """Put the tensors of a place where the arguments have data, and return what is to be run."""
+        """Return the run with the data among the arguments replaced by the tensors of a place."""
         launch = self.launch
         if launch.is_kernel:
             tensors = [each.copies[place].tensor if type(each) is Data else each for each in self.args]  # type: ignore[union-attr]
@@ -88,7 +88,7 @@ class Call:
         return self.bind_with(lambda data: data.copies[place].tensor)  # type: ignore[union-attr]
 
     def bind_with(self, tensor_of: Callable[[Data], Tensor]) -> Run:
-        """The same with any tensors."""
+        """Return the run with the data among the arguments replaced by `tensor_of`."""
         launch = self.launch
         args = _replaced(self.args, tensor_of)
         options = {name: _replaced(each, tensor_of) for name, each in self.options.items()}
@@ -104,7 +104,7 @@ class Call:
 
 
 def set_accesses(call: Call, reads: Sequence[Data] | None, writes: Sequence[Data] | None) -> None:
-    """Say what a call reads and writes: as given, or as found in its kernel's source."""
+    """Set what a call reads and writes: as declared, or as found in its kernel's source."""
     launch = call.launch
     if launch.is_kernel and reads is None and writes is None and launch.positions is not None:
         _set_found(call, launch.positions)
@@ -114,7 +114,7 @@ def set_accesses(call: Call, reads: Sequence[Data] | None, writes: Sequence[Data
         written = list(writes or ())
         members = list(call.members.values())
         call.reads = [*(data for data in used if data not in written), *members, *(reads or ())]
-        # What a module does with its buffers is not known, so they are both read and written.
+        # It is unknown how a module uses its buffers, so they count as both read and written.
         buffers = [name for name, _ in launch.fn.named_buffers()] if launch.is_module else []
         call.writes = [*written, *call.into, *(call.members[name] for name in buffers)]
         return
@@ -142,9 +142,9 @@ def _set_found(call: Call, positions: tuple[tuple[int, bool, bool], ...]) -> Non
         given = args[position]
         alone = type(given) is Data
         for data in (given,) if alone else _data_in(given) if type(given) is tuple else ():
-            # Of a tuple it is only known what is done with some part: one without a value is not read.
+            # For a tuple it is only known how some element is accessed: an element without a value is not read.
             if data.has_value or (is_read and alone) or not (alone or is_written):
-                # A kernel may store to a part only. What is there already has to stay, so it is brought along.
+                # A kernel may store to part of an argument only. The rest has to be kept, so the value is fetched.
                 reads.append(data)
                 if is_written:
                     writes.append(data)
@@ -156,7 +156,7 @@ def _set_found(call: Call, positions: tuple[tuple[int, bool, bool], ...]) -> Non
 def by_position(
     launch: Launch, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A kernel's arguments with those that are data and were given by name put where they belong, if that can be."""
+    """Move data that were given to a kernel by name to their positions among the arguments, where possible."""
     for each in options.values():
         if type(each) is Data:
             break
@@ -219,7 +219,7 @@ def _run_function(
 
 
 def _innermost(fn: Any) -> Any:
-    """The kernel itself, below autotuning and heuristics."""
+    """Return the kernel inside autotuning and heuristics."""
     while is_kernel(getattr(fn, "fn", None)):
         fn = fn.fn
     return fn

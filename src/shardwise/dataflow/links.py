@@ -1,4 +1,4 @@
-"""Links between places: what a copy takes on them, and over which of them it goes.
+"""Links between places: how long a copy takes, and which links it passes.
 
 Devices reach each other and the host directly. A disk is reached through the host.
 """
@@ -15,7 +15,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What a copy takes: its latency, then its bytes at this rate."""
+    """The time of a copy: a latency, then its bytes at a rate."""
 
     latency_seconds: float = 0.0
     bytes_per_second: float
@@ -28,19 +28,19 @@ class Link:
             )
 
     def seconds(self, num_bytes: int) -> float:
-        """From the start of a copy to its end."""
+        """Return the seconds from the start of a copy to its end."""
         return self.latency_seconds + num_bytes / self.bytes_per_second
 
 
-#: One for all links, or each by the names of its ends.
+#: One link for all pairs, or each link by the names of its ends.
 GivenLinks = Link | Mapping[tuple[str, str], Link]
 
-# Which of two copies is nearer where no link was measured or given. Only their order counts.
+# Relative distances where no link was measured or given. Only their order matters.
 _NOMINAL = {Kind.GPU: 1.0, Kind.CPU: 1.0, Kind.HOST: 2.0, Kind.DISK: 100.0}
 
 
 class Routes:
-    """Which links a copy takes, and which source is nearest."""
+    """Finds the links that a copy passes, and the nearest source."""
 
     def __init__(self, places: Sequence[Place], given: GivenLinks | None) -> None:
         self._host = next(place for place in places if place.kind is Kind.HOST)
@@ -53,7 +53,7 @@ class Routes:
         return [(source, self._host), (self._host, target)]
 
     def seconds(self, source: Place, target: Place, num_bytes: int) -> float:
-        """What a copy takes, or, where a link is not known, a number that orders sources by nearness."""
+        """Return the seconds of a copy or, where a link is unknown, a number that orders sources by distance."""
         return sum(self._seconds_of(*hop, num_bytes) for hop in self.hops(source, target))
 
     def _seconds_of(self, source: Place, target: Place, num_bytes: int) -> float:
@@ -64,7 +64,7 @@ class Routes:
 
 
 def linked_pairs(places: Sequence[Place]) -> list[tuple[Place, Place]]:
-    """All pairs with a link of their own, each direction by itself."""
+    """Return all directly linked pairs, each direction separately."""
     return [(one, other) for one in places for other in places if one is not other and _are_linked(one, other)]
 
 

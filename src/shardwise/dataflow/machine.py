@@ -1,12 +1,12 @@
-"""A machine: many devices, one program. Tasks are submitted one after another and run wherever and whenever they may.
+"""A machine: many devices, one program. Tasks are submitted in order and run where and when their data allow.
 
     with Machine(["cuda:0", "cuda:1"]) as machine:
         x, y = machine.data(tensor), machine.empty((1024,))
         machine.submit(double_kernel, x, y, 1024, grid=(8,), BLOCK=128, place="cuda:1")
         print(y.get())
 
-`submit` looks up what the task reads and writes, brings what is missing, and puts the task behind what it depends on.
-It waits for nothing. The results are those of the tasks one after another, whatever ran beside what.
+`submit` looks up what the task reads and writes, fetches the missing inputs, and puts the task behind its dependencies.
+It does not block. The results equal those of running the tasks one after another, whatever ran in parallel.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,16 +31,16 @@ from shardwise.trace.events import Lane
 
 
 class Machine(Dispatcher):
-    """All devices of a computer, or some, with its host and its disk."""
+    """All or some devices of a computer, with its host and its disk."""
 
     def prefetch(self, data: Data, place: str) -> Event | None:
-        """Bring a value to a place ahead of its use. The event is reached when it is there."""
+        """Fetch a value to a place ahead of its use. Returns the event that is reached when it has arrived."""
         self._drop_forgotten()
         self._raise_failure()
         return self.mover.fetch(data, self.place(place)).writer
 
     def record(self, fn: Callable[[], object]) -> Program:
-        """Run a function once and keep the tasks that it submits, to be replayed."""
+        """Run a function once and keep the tasks that it submits, for replay."""
         return record(self, fn)
 
     def check(self, fn: Callable[[], object]) -> Checked:
@@ -48,18 +48,18 @@ class Machine(Dispatcher):
         return check(self, fn)
 
     def report(self, name: str = "dataflow") -> Report:
-        """Wait, and tell what happened since the machine was made. Needs `trace=True` or given links."""
+        """Wait, and report everything since the machine was made. Needs `trace=True` or given links."""
         return make_report(self, name)
 
     def measure(self) -> dict[tuple[str, str], Link]:
-        """Measure every link but the disk's, by copying, and return what was found."""
+        """Measure every link except the disk's by copying, and return the links."""
         if self.mover.reckoned is None:
             measure_links(self.mover)
         names = self.place_names
         return {(names[one], names[other]): link for (one, other), link in self.mover.routes.links.items()}
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A plain tensor in the host's memory, pinned where there is a GPU, outside of all budgets."""
+        """Return a plain tensor in host memory, pinned where there is a GPU, outside of all budgets."""
         return self.imports.pinned(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
     def copy(
@@ -71,9 +71,9 @@ class Machine(Dispatcher):
         of: str | None = None,
         after: Sequence[Event] = (),
     ) -> Event:
-        """Copy one plain tensor into another on a copy stream. Both have to stay until the event is reached.
+        """Copy one plain tensor into another on a copy stream. Both must stay alive until the event is reached.
 
-        Where a tensor is, is seen by its device; CPU places, which have no device of their own, are said by name.
+        A tensor's place is found from its device. CPU places have no torch device of their own: name them.
         """
         if target.shape != source.shape or target.dtype != source.dtype:
             raise ShardwiseError(
@@ -84,17 +84,18 @@ class Machine(Dispatcher):
         return self.mover.copy(target, at, source, by, after, "tensor")
 
     def mark(self, place: str) -> Event:
-        """An event behind everything that was put to compute at a place until now."""
+        """Return an event behind all compute work submitted to a place so far."""
         return self._note(place, "mark", ())
 
     def follow(self, place: str, event: Event) -> None:
-        """What is put to compute at a place from now on comes after an event.
+        """Order all later compute work of a place after an event.
 
-        The host does not wait, unless a GPU is to follow a thread, such as a host function: of that it knows nothing.
+        The host does not wait, except where a GPU is to follow a thread, such as a host function: a GPU cannot wait
+        for a thread.
         """
         found = self.place(place)
         if found.kind is Kind.GPU:
-            # What the user then puts on the GPU's stream by hand is behind this only if this is there already.
+            # Work that the user puts on the GPU's stream directly comes after this only if this has been issued.
             for each in (event, found.compute.last):
                 if each is not None:
                     each.stream.wait_issued(each)
@@ -125,4 +126,4 @@ class Machine(Dispatcher):
 
 
 def _nothing() -> None:
-    """Only the event counts."""
+    """Do nothing: only the event matters."""

@@ -1,8 +1,8 @@
-"""The memory of one place: no more than its budget at any time, whatever is still running.
+"""The memory of one place: at most its budget at any time, including buffers of work that is still running.
 
-A buffer that is given back is still in use by what was put before. Whoever takes it next waits for those events, on a
-stream and not on the host, and gets a buffer of the same size at once. A buffer of another size is another piece of
-memory: only where the budget has no room for both does the host itself wait for the old one to be free.
+A released buffer is still in use by work submitted before. Its next user, if it needs the same size, gets the buffer at
+once and waits for that work's events, on a stream and not on the host. A buffer of another size is another allocation:
+the host waits for the old buffer to become free only where the budget has no room for both.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,7 @@ from shardwise.dataflow.streams import Event
 
 @dataclass(slots=True, eq=False)
 class _Released:
-    """A buffer that is free once its events are reached."""
+    """A released buffer, which is free once its events are reached."""
 
     storage: Tensor
     num_bytes: int
@@ -26,14 +26,14 @@ class _Released:
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """Buffers of one place, live and given back."""
+    """Buffers of one place: live, and released."""
 
     allocate: Callable[[int], Tensor]
     free: Callable[[Tensor], None]
     policy: Policy
     budget_bytes: int | None
     live_bytes: int = 0
-    used_bytes: int = 0  # Of live buffers and of those given back that are not free yet.
+    used_bytes: int = 0  # Bytes of live buffers, and of released ones that have not been freed.
     peak_bytes: int = 0
     num_waits: int = 0  # How often the host had to wait for room.
     is_over: Callable[[Event], bool] = Event.is_done
@@ -41,25 +41,25 @@ class Memory:
     _released: list[_Released] = field(default_factory=list)
 
     def can_make_room(self, num_bytes: int) -> bool:
-        """Whether a buffer fits once everything that may be evicted has been."""
+        """Whether a buffer fits once everything evictable has been evicted."""
         if self.budget_bytes is None:
             return True
         evictable = sum(copy.num_bytes for copy in _not_held(self.policy.order()))
         return self.live_bytes - evictable + num_bytes <= self.budget_bytes
 
     def victims(self, num_bytes: int) -> Iterator[Copy]:
-        """Copies to evict, one by one, until a buffer of this size fits. The caller evicts each before the next."""
+        """Yield copies to evict until a buffer of this size fits. The caller evicts each one before the next."""
         while self.budget_bytes is not None and self.live_bytes + num_bytes > self.budget_bytes:
             candidates = list(_not_held(self.policy.order()))
-            # A copy that is out of date costs nothing to drop.
+            # An invalid copy costs nothing to drop.
             stale = [copy for copy in candidates if not copy.valid]
             yield (stale or candidates)[0]
 
     def take(self, num_bytes: int) -> tuple[Tensor, list[Event]]:
-        """A buffer, and the events to wait for before it is written. There has to be room."""
+        """Return a buffer, and the events to wait for before it is written. There must be room."""
         alike = [each for each in self._released if each.num_bytes == num_bytes]
         fits = self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
-        # Best is one that is free by now, then new memory, then one that will be free.
+        # In order of preference: a released buffer that is free already, new memory, one that will become free.
         found = next((each for each in alike if self._is_free(each)), None if fits or not alike else alike[0])
         if found is not None:
             self._released.remove(found)
@@ -73,14 +73,14 @@ class Memory:
         return storage, []
 
     def give_back(self, storage: Tensor, num_bytes: int, events: list[Event]) -> None:
-        """A buffer is not needed any more once these events are reached."""
+        """Release a buffer: it becomes free once these events are reached."""
         self.live_bytes -= num_bytes
         self._released.append(_Released(storage, num_bytes, events))
         if self.budget_bytes is None:
             self._drop_done()
 
     def close(self) -> None:
-        """Let go of what was given back. Everything has to be over."""
+        """Free all released buffers. All work must be over."""
         self._drop(list(self._released))
 
     def _drop_until_it_fits(self, num_bytes: int) -> None:

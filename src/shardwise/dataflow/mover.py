@@ -6,9 +6,9 @@
       outward  ------------>                 -> inward
                -> others    <------------------ outward
 
-A device takes from the host on its inward stream and sends to the host and to other devices on its outward stream, so
-both directions run at once, and what is still to be computed never holds up what is there already. What comes from a
-disk or goes there passes through the host; each chunk goes on while the next one arrives.
+A device receives from the host on its inward stream, and sends to the host and to other devices on its outward stream.
+So both directions run at once, and pending compute never delays the transfer of data that are ready. Transfers from and
+to a disk go through the host; each chunk is forwarded while the next one arrives.
 """
 
 import weakref
@@ -36,7 +36,7 @@ CHUNK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Something put into a stream, kept so that it can be put again. `after` are steps of the same list."""
+    """Work in a stream, recorded so that it can be submitted again. `after` are indices of steps in the same list."""
 
     stream: Stream
     run: Run
@@ -46,11 +46,11 @@ class Step:
 
 
 class UnfixedError(Exception):
-    """The steps of a program are not the same each time: it needs memory that it does not keep."""
+    """The steps of a program differ between replays: it needs memory that it does not keep."""
 
 
 class Mover:
-    """All places of a machine, and what goes between them."""
+    """Moves data between the places of a machine."""
 
     def __init__(self, places: Sequence[Place], routes: Routes, journal: Journal | None, chunk_bytes: int) -> None:
         self.places = places
@@ -58,12 +58,12 @@ class Mover:
         self.journal = journal
         self.moved_bytes: dict[Pair, int] = {}
         self.num_transfers = 0
-        self.num_changes = 0  # Grows with everything that changes what is where: a program looks whether it was alone.
+        self.num_changes = 0  # Incremented by all work and every dropped copy, so that a program can detect either.
         self.tape: list[Step] | None = None
         self.chunk_bytes = chunk_bytes
         self._host = next(place for place in places if place.kind is Kind.HOST)
         self._disk = next(place for place in places if place.kind is Kind.DISK)
-        #: The journal by which time is reckoned, where it is.
+        #: The journal that simulates time, where time is simulated.
         self.reckoned = journal if journal is not None and journal.is_reckoned else None
         if journal is not None:
             for place in places:
@@ -72,11 +72,11 @@ class Mover:
                     place.memory.is_over = journal.is_over
 
     def put(self, stream: Stream, run: Run, after: Sequence[Event], blame: Blame, work: Work) -> Event:
-        """Put work into a stream, or on the tape while a program is being recorded."""
+        """Put work into a stream, or append it to the tape while a program is being recorded."""
         if self.tape is not None:
             event = Event(stream, -1)
             event.note = len(self.tape)
-            # Events from before the recording are waited for once, when a replay begins.
+            # Events from before the recording are waited for once, at the start of a replay.
             steps = tuple(each.note for each in after if each.number < 0)
             self.tape.append(Step(stream, run, steps, blame, work))
             return event
@@ -88,12 +88,12 @@ class Mover:
         return stream.put(run, after, blame)
 
     def fetch(self, data: Data, target: Place) -> Copy:
-        """Make a value valid at a place, with as few transfers as that takes: none where it is."""
+        """Make a value valid at a place. Transfers nothing if it is valid there already."""
         found = data.copies[target.index]
         if found is not None and found.valid:
             return found
         source = self._nearest(data, target)
-        for copy in data.valid_copies:  # A user's tensor, which is not always the nearest.
+        for copy in data.valid_copies:  # One may be a user's tensor, which is not always the nearest.
             copy.check_unchanged(data.name)
         chain = [source]
         source.held += 1
@@ -110,7 +110,7 @@ class Mover:
         return chain[-1]
 
     def buffer(self, data: Data, place: Place) -> Copy:
-        """A place's copy of a value, valid or not; others are evicted if there is no room for it."""
+        """Return the copy of a value at a place, valid or not. Evicts others if there is no room for a new one."""
         copy = data.copies[place.index]
         if copy is not None:
             return copy
@@ -130,7 +130,7 @@ class Mover:
         return copy
 
     def evict(self, copy: Copy) -> None:
-        """Take a copy's buffer from it. A dirty one is first brought to the host, or from there to the disk."""
+        """Drop a copy. A dirty copy is first brought to the host, or from the host to the disk."""
         data = copy.owner()
         if data is not None and copy.valid and len(data.valid_copies) == 1:
             copy.held += 1
@@ -141,7 +141,7 @@ class Mover:
         self.drop(copy, evicted=True)
 
     def drop(self, copy: Copy, *, evicted: bool = False) -> None:
-        """Give a copy's buffer back."""
+        """Release a copy's buffer."""
         self.num_changes += 1
         memory = self.places[copy.place].memory
         memory.policy.remove(copy, evicted=evicted)
@@ -150,20 +150,21 @@ class Mover:
             data.copies[copy.place] = None
         if copy.storage is not None:
             memory.give_back(copy.storage, copy.num_bytes, copy.busy_until())
-            copy.storage = None  # Data can die while a copy of it is being evicted: it is given back once.
+            copy.storage = None  # Data can be collected while a copy of it is being evicted: release the buffer once.
 
     def copy(self, target: Tensor, at: Place, source: Tensor, of: Place, after: Sequence[Event], name: str) -> Event:
-        """Copy a tensor into another after some events. Nothing is known or noted of what is in them.
+        """Copy a tensor into another after some events. The tensors are not tracked as data.
 
-        Whole: chunks are for what passes through several places, and a GPU's queue has room for a thousand entries.
+        The copy is not split: chunks only help on routes with several hops, and a GPU's queue has room for about a
+        thousand entries.
         """
         to, by = (torch.as_strided(each, (each.numel(),), (1,)) for each in (target, source))
         return self._put_copy(name, (of, at), (by, to), after, is_first=True)
 
     def _transfer(self, data: Data, chain: list[Copy]) -> None:
-        """Send a value along a chain of copies, chunk by chunk: while one goes on, the next arrives."""
+        """Send a value along a chain of copies, chunk by chunk: each chunk is forwarded while the next one arrives."""
         pieces = [self._chunks(copy.tensor) for copy in chain]
-        # A replay asks before it begins, and a GPU's stream is told at once.
+        # A replay checks before it begins, and a copy on a GPU's stream is issued at once.
         guard = chain[0].guard(data.name) if self.tape is None else None
         events: list[Event] = []
         for number in range(len(pieces[0])):
@@ -199,7 +200,7 @@ class Mover:
         link = self.routes.links.get((source.index, target.index))
         seconds = 0.0
         if link is not None:
-            # Chunks follow each other: only the first of them pays the latency.
+            # Chunks are pipelined: only the first pays the latency.
             seconds = num_bytes / link.bytes_per_second + (link.latency_seconds if is_first else 0.0)
         lane = _lane(source, target)
         place, peer = (target, source) if lane is Lane.RELOAD else (source, target)
@@ -213,13 +214,13 @@ class Mover:
         return self.put(stream, run, others, partial(blame_copy, name, source.name, target.name), work)
 
     def _chunks(self, tensor: Tensor) -> list[Tensor]:
-        """A tensor's numbers in the order in which they lie, in pieces."""
+        """Split a tensor's elements, in memory order, into chunks."""
         flat = torch.as_strided(tensor, (tensor.numel(),), (1,))
         size = max(1, self.chunk_bytes // tensor.element_size())
         return list(torch.split(flat, size))
 
     def _nearest(self, data: Data, target: Place) -> Copy:
-        """The valid copy from which the value is there first."""
+        """Return the valid copy from which the value would arrive first."""
         valid = data.valid_copies
         if not valid:
             raise ShardwiseError(
@@ -254,9 +255,9 @@ class Mover:
 
 
 def _stream_for(source: Place, target: Place) -> Stream:
-    """The copy stream of a transfer; of one that passes through the host, that of its first part."""
+    """Return the copy stream of a transfer; for one through the host, that of its first hop."""
     if target.kind is Kind.GPU and source.kind is not Kind.GPU:
-        return target.inward  # What goes to a GPU has to be in a stream of a GPU, for its events to mean anything.
+        return target.inward  # A copy to a GPU must be in a stream of a GPU, so that its event is a CUDA event.
     return source.outward if source.is_device or source.kind is Kind.DISK else target.inward
 
 
@@ -271,8 +272,8 @@ def _lane(source: Place, target: Place) -> Lane:
 def _copying(to: Tensor, by: Tensor, ends: tuple[Place, Place]) -> Callable[[], object]:
     if ends[0].kind is not Kind.GPU or ends[1].kind is not Kind.GPU:
         return lambda: to.copy_(by, non_blocking=True)
-    # Between GPUs torch makes the current streams of both wait for each other. So that neither holds up anything else,
-    # the receiver's is one that has nothing to do.
+    # For a copy between GPUs, torch makes the current streams of both wait for each other. To delay nothing else, an
+    # idle stream is made current on the receiving GPU.
     sends, idle = ends[0].outward, new_stream(ends[1].device)
 
     def between_gpus() -> None:

@@ -1,6 +1,6 @@
-"""Places, where data lie and tasks run: a GPU, a CPU place (a thread with buffers of its own), the host, a disk.
+"""Places, where data live and tasks run: a GPU, a CPU place (a thread with buffers of its own), the host, a disk.
 
-They are made from the names of a machine's devices, with their streams and memory.
+They are made from a machine's device names, with their streams and memory.
 """
 
 import re
@@ -42,7 +42,7 @@ class Kind(StrEnum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Place:
-    """One place, with the stream that computes, the two that copy, and its memory."""
+    """One place, with its compute stream, its two copy streams and its memory."""
 
     name: str
     kind: Kind
@@ -59,7 +59,7 @@ class Place:
 
     @property
     def is_device(self) -> bool:
-        """Whether it is there to compute, unlike the host and a disk."""
+        """Whether it can compute, unlike the host and a disk."""
         return self.kind in (Kind.GPU, Kind.CPU)
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ def make_places(
     make_stream: MakeStream = ThreadStream,
     times: bool = False,
 ) -> list[Place]:
-    """The devices in the order given, or all that there are; then the host, then the disk."""
+    """Make the devices in the order given, or all that exist; then the host, then the disk."""
     names = _default_names() if devices is None else list(devices)
     _check_names(names)
     folder = None if disk is None else Path(disk)
@@ -106,7 +106,8 @@ def make_places(
 
 
 def _gpu_streams(name: str, device: torch.device, failures: Failures, *, times: bool) -> dict[str, Stream]:
-    # What a user's own code puts on the current stream is then in order with tasks, and a launch need not switch.
+    # Compute on the user's current stream: work that user code puts there is ordered with tasks, and launches need no
+    # stream switch.
     streams = [torch.cuda.current_stream(device), new_stream(device), new_stream(device)]
     return {
         role: CudaStream(f"{name} {role}", stream, failures, times=times)
@@ -126,7 +127,7 @@ def _limits(names: Sequence[str], budget: Budget) -> dict[str, int]:
 
 
 def _default_names() -> list[str]:
-    """All GPUs, or without one a CPU place for each core, at most four."""
+    """Return all GPUs or, without one, a CPU place for each core, at most four."""
     num_gpus = torch.cuda.device_count()
     if num_gpus:
         return [f"cuda:{number}" for number in range(num_gpus)]
@@ -134,7 +135,7 @@ def _default_names() -> list[str]:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Refuse devices that do not exist, and names that are none."""
+    """Refuse devices that do not exist, and malformed names."""
     if not names:
         raise ShardwiseError("a machine needs a device; none was given", remedy='Machine(["cpu:0"])')
     num_gpus = torch.cuda.device_count()

@@ -1,10 +1,10 @@
-"""A program: tasks recorded once and replayed. What was worked out for them the first time is not worked out again.
+"""A program: tasks recorded once and replayed without repeating the dispatcher's decisions. It has one of three kinds:
 
-    graphs    a CUDA graph for each stretch of a GPU's work, with events between them
-    list      the steps as they were put into the streams, put again; the same without a GPU
-    tasks     the tasks, dispatched anew; where memory is short, what is evicted is not the same each time
+    graphs    a CUDA graph for each segment of a GPU's work, with events between them
+    list      the steps as they were put into the streams, put again; also without a GPU
+    tasks     the tasks, dispatched anew: where memory is short, evictions differ between replays
 
-The first two need every buffer to stay where it is, so a program holds on to its buffers until it is closed.
+The first two need every buffer to stay where it is, so a program holds its buffers until it is closed.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from shardwise.errors import ShardwiseError
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What a replay leaves of a copy: whether it is valid, and the steps that last wrote, read and copied it."""
+    """The state of a copy after a replay: whether it is valid, and the steps that last wrote, read and copied it."""
 
     copy: Copy
     valid: bool
@@ -32,7 +32,7 @@ class _Left:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fixed:
-    """A program whose steps are the same each time."""
+    """A program whose steps are the same in every replay."""
 
     steps: list[Step]
     needs: list[tuple[Data, Copy]]
@@ -41,7 +41,7 @@ class _Fixed:
 
 
 class Program:
-    """Tasks to be run again and again."""
+    """Recorded tasks that can be replayed any number of times."""
 
     def __init__(self, machine: Dispatcher, calls: list[Call]) -> None:
         self._machine = machine
@@ -51,9 +51,9 @@ class Program:
         self._written_imported = [data for data in self._written if data.is_imported]
         self._fixed = _fix(machine, calls, self._data)
         self._graphs: Graphs | None = None
-        self._relaunch: Relaunch | None = None  # How to replay it if nothing has happened meanwhile.
+        self._relaunch: Relaunch | None = None  # The short path, for a replay right after another one.
         self.kind = "tasks" if self._fixed is None else "list"
-        #: Why it is not graphs on a GPU, if it is not.
+        #: The error that kept the steps from being captured as graphs, if any.
         self.problem: Exception | None = None
         if self._fixed is not None:
             for left in self._fixed.left:
@@ -67,7 +67,7 @@ class Program:
         return len(self._calls)
 
     def replay(self) -> None:
-        """Run all tasks again. The host waits for nothing."""
+        """Run all tasks again. The host does not wait."""
         if self._relaunch is None or not self._relaunch.run():
             self._replay()
         if self._fixed is not None:
@@ -76,19 +76,19 @@ class Program:
             self._machine.imports.changed[data.number] = data
 
     def close(self) -> None:
-        """Let the buffers go."""
+        """Release the buffers."""
         if self._fixed is not None:
             for left in self._fixed.left:
                 left.copy.held -= 1
         self._fixed, self._graphs, self._relaunch, self.kind = None, None, None, "tasks"
 
     def _capture(self, fixed: _Fixed) -> None:
-        self._machine.wait()  # Nobody else may talk to the GPU meanwhile.
+        self._machine.wait()  # No other work may be issued to the GPU during a capture.
         try:
             self._graphs = Graphs(fixed.steps, self._machine.mover)
             self.kind = "graphs"
         except (RuntimeError, ShardwiseError) as error:
-            # A task that looks at a value, say, cannot be captured. It can be put into its stream again.
+            # For instance, a task that reads a value on the host cannot be captured. A list can still replay it.
             self.problem = error
 
     def _dispatch(self) -> None:
@@ -104,7 +104,7 @@ class Program:
             machine.issue(call)
 
     def _replay(self) -> None:
-        """With everything looked at: what others have done since the last time is taken in."""
+        """Replay with all checks: fetch what other tasks have changed since the last replay."""
         machine, fixed = self._machine, self._fixed
         if machine.failures.first is not None:
             raise machine.failures.first
@@ -118,7 +118,7 @@ class Program:
             self._relaunch = self._graphs.relaunch(machine.failures, [copy for _, copy in fixed.needs])
 
     def _put(self, fixed: _Fixed) -> None:
-        """Bring what is missing, put the steps, and leave copies as the steps do."""
+        """Fetch missing inputs, put the steps, and set the states of all copies as the steps leave them."""
         mover = self._machine.mover
         for data, copy in fixed.needs:
             if not copy.valid:
@@ -126,7 +126,7 @@ class Program:
         start = latest([event for left in fixed.left for event in left.copy.busy_until()])
         events = _put_steps(fixed, start, mover) if self._graphs is None else self._graphs.launch(start)
         for data in self._written:
-            # Copies made since the recording are of values that are now gone.
+            # Copies made since the recording hold values that are now overwritten.
             for each in data.copies:
                 if each is not None:
                     each.valid = False
@@ -157,10 +157,11 @@ def record(machine: Dispatcher, fn: Callable[[], object]) -> Program:
 
 
 def _fix(machine: Dispatcher, calls: list[Call], used: list[Data]) -> _Fixed | None:
-    """Find steps that leave every copy as they found it, so that they can be run again. None if memory is short.
+    """Find steps that leave the validity of every copy as they found it, so that they can be replayed. None if there
+    are none, or if memory is short.
 
-    The tasks are dispatched onto a tape. If that begins in one state of the copies and ends in another, it is done once
-    more from there; a program whose steps then still differ from round to round is left to be dispatched each time.
+    The tasks are dispatched onto a tape. If the copies end in another state than they began in, this is repeated once
+    from the new state. A program whose states still differ then is dispatched anew in each replay.
     """
     mover = machine.mover
     copies = [copy for data in used for copy in data.copies if copy is not None]
@@ -191,7 +192,7 @@ def _fix(machine: Dispatcher, calls: list[Call], used: list[Data]) -> _Fixed | N
 
 
 def _needed(calls: list[Call]) -> list[tuple[Data, Copy]]:
-    """Copies that have to be valid before the first step: of all data that are read before they are written."""
+    """Return the copies that must be valid before the first step: those of all data that are read before written."""
     needed: dict[Data, None] = {}
     made: set[Data] = set()
     for call in calls:
@@ -211,7 +212,7 @@ def _left_of(copy: Copy) -> _Left:
 
 
 def _put_steps(fixed: _Fixed, start: list[Event], mover: Mover) -> list[Event]:
-    """Put every step again. The first of each stream waits for what was there before."""
+    """Put every step again. The first step of each stream waits for earlier users of the buffers."""
     events: list[Event] = []
     begun: set[Stream] = set()
     for step in fixed.steps:

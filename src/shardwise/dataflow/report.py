@@ -1,4 +1,4 @@
-"""What a machine did: a trace of its places, the bytes on each link, what overlapped, who stalled, and the bound."""
+"""Report of a machine: a trace of its places, bytes per link, overlap, stalls, and a lower bound on the time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _COPIES = frozenset({Lane.SEND, Lane.OFFLOAD, Lane.RELOAD})
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One run. Ranks of the trace are places, in the order of `places`."""
+    """One run. The ranks of the trace are places, in the order of `places`."""
 
     places: tuple[str, ...]
     trace: Trace
@@ -26,12 +26,12 @@ class Report:
 
     @property
     def makespan_seconds(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the first start to the last end."""
         return self.trace.makespan
 
     @property
     def efficiency(self) -> float:
-        """The least makespan that these tasks and transfers allow, over the one that was reached."""
+        """The lower bound on the makespan of these tasks and transfers, divided by the actual makespan."""
         return self.least_seconds / self.trace.makespan if self.trace.makespan > 0 else 1.0
 
     @property
@@ -41,12 +41,12 @@ class Report:
 
     @cached_property
     def critical_path(self) -> tuple[Event, ...]:
-        """What the makespan consists of, first to last."""
+        """The events that determine the makespan, first to last."""
         return critical_path(self.trace)
 
     @cached_property
     def overlap(self) -> float:
-        """The part of all copying during which some place computed."""
+        """The share of all copy time during which some place computed."""
         computing = joined([(each.start, each.end) for each in self.trace.events if each.lane is Lane.COMPUTE])
         copies = [(each.start, each.end) for each in self.trace.events if each.lane in _COPIES]
         copied = sum(end - start for start, end in copies)
@@ -60,7 +60,7 @@ class Report:
 
 
 def make_report(machine: Dispatcher, name: str) -> Report:
-    """Wait for everything and tell what happened since the machine was made."""
+    """Wait for all work and report everything since the machine was made."""
     journal = machine.mover.journal
     if journal is None:
         raise ShardwiseError("nothing was noted that a report could tell", remedy="Machine(..., trace=True)")
@@ -78,10 +78,10 @@ def make_report(machine: Dispatcher, name: str) -> Report:
 
 
 def least_seconds(notes: Sequence[Note]) -> float:
-    """No order of the same tasks and transfers is over sooner.
+    """Return a lower bound on the makespan of the same tasks and transfers, over all orders.
 
-    Work cannot end before the longest chain of what it depends on, and a stream not before some of its work can start,
-    all of that work is done, and the shortest chain behind it is too.
+    Work cannot end before the longest chain of its dependencies. For any subset of a stream's work, the end is no
+    earlier than the earliest start in it, plus all of its seconds, plus the shortest chain that follows any of it.
     """
     seconds = [note.end - note.start for note in notes]
     heads = [0.0] * len(notes)
@@ -100,9 +100,9 @@ def least_seconds(notes: Sequence[Note]) -> float:
 def _least_of(
     members: Sequence[int], heads: Sequence[float], seconds: Sequence[float], tails: Sequence[float] | None
 ) -> float:
-    """When work of one stream is over at the soonest, with what follows it.
+    """Return the earliest time at which one stream's work can be over, including what follows it.
 
-    What cannot start before some moment comes, all of it, after that moment.
+    All work that cannot start before some moment runs after that moment, one piece at a time.
     """
     least, load, tail = 0.0, 0.0, float("inf")
     for each in sorted(members, key=heads.__getitem__, reverse=True):

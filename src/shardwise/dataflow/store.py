@@ -1,4 +1,4 @@
-"""Data at the places of a machine, from the tensor that a user gives to the value that is asked for."""
+"""Data at the places of a machine: tensors imported from the user, and values returned to the user."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -18,15 +18,15 @@ from shardwise.errors import ShardwiseError, unknown
 
 
 class Store(ABC):
-    """Places, and the data at them. A new value is a task, so that is for whoever has tasks."""
+    """Places, and the data at them. `set` is abstract because writing a value is a task, which a subclass submits."""
 
     def __init__(self, places: Sequence[Place], mover: Mover, failures: Failures) -> None:
         self.places, self.mover, self.failures = places, mover, failures
         self.place_names: Sequence[str] = [place.name for place in places]
         self.host = places[-2]
         self.imports = Imports(places)
-        self.calls: list[Call] | None = None  # Kept while somebody wants to know what was submitted.
-        self.first_values: dict[Data, Tensor] | None = None  # Of data that are given, kept while a check wants them.
+        self.calls: list[Call] | None = None  # Collects submitted calls while a program is recorded or checked.
+        self.first_values: dict[Data, Tensor] | None = None  # Collects initial values of data during a check.
         self._by_name = {place.name: place for place in places}
         self._forgotten: deque[list[Copy | None]] = deque()
         self._known: weakref.WeakSet[Data] = weakref.WeakSet()
@@ -34,9 +34,9 @@ class Store(ABC):
         self._is_closed = False
 
     def data(self, tensor: Tensor, *, name: str | None = None, on_disk: bool = False) -> Data:
-        """Take a tensor in. Its memory is used as it is; read it again through `Data.get`.
+        """Import a tensor. Its memory is used in place; read the value through `Data.get`.
 
-        One that is `on_disk` is a file mapped into memory, such as safetensors: a thread reads it ahead of its use.
+        With `on_disk`, the tensor is a file mapped into memory, such as safetensors: a thread reads it ahead of use.
         """
         found = self.imports.find(tensor)
         if found is not None:
@@ -48,11 +48,11 @@ class Store(ABC):
         return made
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, name: str | None = None) -> Data:
-        """Data without a value, and without memory until a task writes it."""
+        """Make data without a value; memory is allocated when a task writes it."""
         return self._made(torch.empty(tuple(shape), dtype=dtype, device="meta"), name)
 
     def get(self, data: Data) -> Tensor:
-        """Wait for a value and return it on the host: the tensor that was given, else a new one."""
+        """Wait for a value and return it on the host: in the user's tensor if one was given, else in a new one."""
         if self.calls is not None:
             raise ShardwiseError(
                 f"{data.name}.get() is asked for inside of a program that is being recorded",
@@ -74,7 +74,7 @@ class Store(ABC):
         """Give data a new value."""
 
     def wait(self) -> None:
-        """Wait until everything submitted is done, and raise what failed."""
+        """Wait until all submitted work is done, and raise the first failure."""
         for place in self.places:
             for stream in place.streams:
                 if stream.last is not None:
@@ -88,16 +88,16 @@ class Store(ABC):
         return self._by_name[name]
 
     def all_data(self) -> list[Data]:
-        """All data that somebody still has, in the order in which they were made."""
+        """Return all data that are still referenced, in the order in which they were made."""
         return sorted(self._known, key=lambda data: data.number)
 
     def forget(self, data: Data) -> None:
-        """Nobody will ask for the data again. May be called by any thread: the next task gives the memory back."""
+        """Mark data as unreachable. Any thread may call this: the next task releases the memory."""
         if not self._is_closed:
             self._forgotten.append(data.copies)
 
     def close(self) -> None:
-        """Write values back to the tensors that were given, wait, and end the machine's threads."""
+        """Write values back to the imported tensors, wait, and end the machine's threads."""
         if self._is_closed:
             return
         try:

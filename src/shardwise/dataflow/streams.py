@@ -1,10 +1,10 @@
-"""Streams: what runs first to last, and events in them that others wait for.
+"""Streams, which run work in order, and events in them that other streams wait for.
 
-An event is a point in a stream's order. Whoever needs what came before it is put after it; nobody asks whether it has
-been reached unless a person wants to see a value. A CPU place's streams are threads. A GPU's are in `cuda.py`.
+An event is a point in a stream's order. Work that needs what came before the event is put after it. The host never
+polls an event unless a user asks for a value. A CPU place's streams are threads. A GPU's are in `cuda.py`.
 
-What is put is put by one thread, and only after events that exist. So the order of putting is an order in which
-everything can run, and no two streams ever wait for each other.
+One thread submits all work, and only after events that exist already. So the order of submission is a valid order of
+execution, and streams cannot deadlock.
 """
 
 import threading
@@ -12,24 +12,24 @@ from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
-#: The work itself: it is given nothing and gives nothing back.
+#: The work itself: no arguments, and the result is ignored.
 Run = Callable[[], object]
 
-#: Makes the error that a person reads out of what was raised.
+#: Turns an exception into the error that the user sees.
 Blame = Callable[[Exception], Exception]
 
 
 class Stream(Protocol):
-    """Runs what is put into it, first to last."""
+    """Runs the work that is put into it in order."""
 
     name: str
-    #: When all that was put so far will be done, by the machine's clock.
+    #: When all work put so far will be done, by the machine's clock.
     tail_seconds: float
-    #: The event of what was put last.
+    #: The event of the last work put.
     last: "Event | None"
 
     def put(self, run: Run, after: Sequence["Event"], blame: Blame) -> "Event":
-        """Run something after everything put before it and after the given events."""
+        """Run something after all earlier work of this stream and after the given events."""
         ...
 
     def is_done(self, event: "Event") -> bool:
@@ -37,24 +37,24 @@ class Stream(Protocol):
         ...
 
     def wait(self, event: "Event") -> None:
-        """Hold the calling thread until an event of this stream has been reached."""
+        """Block the calling thread until an event of this stream has been reached."""
         ...
 
     def wait_issued(self, event: "Event") -> None:
-        """Hold the calling thread until a GPU could be told to wait for the event."""
+        """Block the calling thread until a GPU can wait on the event."""
         ...
 
     def close(self) -> None:
-        """End the stream once it has run everything."""
+        """Close the stream once it has run all work."""
         ...
 
 
 class Event:
-    """A point in a stream's order, reached when everything before it is done."""
+    """A point in a stream's order, reached when all work before it is done."""
 
-    cuda_event: object = None  # A GPU's own event, once it is recorded.
+    cuda_event: object = None  # The CUDA event, once it is recorded.
     end_seconds = 0.0  # By the machine's clock.
-    note = -1  # Which note of the machine's journal describes it.
+    note = -1  # The number of its note in the machine's journal.
 
     def __init__(self, stream: Stream, number: int) -> None:
         self.stream = stream
@@ -65,12 +65,12 @@ class Event:
         return self.stream.is_done(self)
 
     def wait(self) -> None:
-        """Hold the calling thread until it has been reached."""
+        """Block the calling thread until it has been reached."""
         self.stream.wait(self)
 
 
 def latest(events: Iterable[Event]) -> list[Event]:
-    """The last event of each stream: it is reached after the others."""
+    """Return the last event of each stream, which is reached after that stream's others."""
     found: dict[Stream, Event] = {}
     for event in events:
         known = found.get(event.stream)
@@ -80,12 +80,12 @@ def latest(events: Iterable[Event]) -> list[Event]:
 
 
 def as_it_is(error: Exception) -> Exception:
-    """Blame nobody: what was raised says enough."""
+    """Return the error unchanged: it says enough."""
     return error
 
 
 class Failures:
-    """The first error of any stream. What is put after it is not run, so that nothing is computed from rubbish."""
+    """The first error of any stream. Work after it does not run, so that nothing is computed from invalid data."""
 
     def __init__(self) -> None:
         self.first: Exception | None = None
@@ -99,7 +99,7 @@ class Failures:
 
 
 class ThreadStream:
-    """A stream that is a thread. It is started by what is first put into it."""
+    """A stream that is a thread, started when the first work is put into it."""
 
     def __init__(self, name: str, failures: Failures) -> None:
         self.name = name
@@ -130,7 +130,7 @@ class ThreadStream:
                 self._moved_on.wait_for(lambda: self._num_done >= event.number)
 
     def wait_issued(self, event: Event) -> None:
-        self.wait(event)  # A GPU cannot wait for a thread, so what it needs of one has to be done.
+        self.wait(event)  # A GPU cannot wait for a thread, so the thread's work must be done.
 
     def close(self) -> None:
         if self._thread is not None:
@@ -148,7 +148,7 @@ class ThreadStream:
                     run()
                 except Exception as error:
                     self._failures.note(blame(error))
-            # No name may keep what was run, and the tensors in it, while the queue is empty.
+            # Drop all references, so that tensors in finished work are freed while the queue is empty.
             del item, run, after, blame
             with self._moved_on:
                 self._num_done = event.number

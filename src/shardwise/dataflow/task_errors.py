@@ -1,6 +1,6 @@
-"""What can be wrong with a task: refused before anything of it is put anywhere, or blamed on it long after.
+"""Errors of tasks: refused at submission, before anything is put into a stream, or raised later while running.
 
-Work runs long after it was submitted: its errors name the task, the kernel, the place and the line.
+Work runs long after it was submitted, so its errors name the task, the kernel, the place and the line.
 """
 
 from types import CodeType
@@ -11,16 +11,16 @@ from shardwise.dataflow.data import Data
 from shardwise.dataflow.launch import Call
 from shardwise.errors import ShardwiseError
 
-#: Arguments of these types are taken as they are. Asking whether something is a tensor takes a while.
+#: Arguments of these types need no check. Checking whether a value is a tensor is slow.
 PLAIN = frozenset({Data, int, float, bool, str, type(None)})
 
 
 class TaskError(ShardwiseError):
-    """A task failed. What it raised is the cause."""
+    """A task failed. The exception it raised is the `__cause__`."""
 
 
 def check_call(call: Call, keeper: object) -> None:
-    """Refuse a task with data that are not the keeper's, that writes what is only read, or that cannot be launched."""
+    """Refuse a task with another machine's data, with writes to read-only data, or that cannot be launched."""
     for data in call.reads:
         if data.keeper is not keeper:
             raise _of_another_machine(data)
@@ -50,7 +50,7 @@ def _check_kernel(call: Call) -> None:
 
 
 def compiled_on_cpu(call: Call, place: str) -> ShardwiseError:
-    """A kernel is compiled or interpreted as the environment says when `@triton.jit` makes it."""
+    """Return the error: Triton fixes whether a kernel is compiled or interpreted when `@triton.jit` makes it."""
     return ShardwiseError(
         f"{call.name} is a Triton kernel that was made to be compiled for a GPU, and {place} is on the CPU",
         remedy='os.environ["TRITON_INTERPRET"] = "1" above the kernel\'s @triton.jit: Triton interprets it then',
@@ -62,14 +62,14 @@ def _of_another_machine(data: Data) -> ShardwiseError:
 
 
 def blame_task(name: str, kernel: str, place: str, code: CodeType, line: int, error: Exception) -> Exception:
-    """Turn what a task raised into an error that says which task it was."""
+    """Turn a task's exception into an error that says which task it was."""
     what = name if name == kernel else f"{name} ({kernel})"
     where = f"{code.co_filename}, line {line}"
     return _caused(TaskError(f"task {what} failed at {place}: {_text(error)}; it was submitted in {where}"), error)
 
 
 def blame_copy(name: str, source: str, target: str, error: Exception) -> Exception:
-    """Turn what a copy raised into an error that says which copy it was."""
+    """Turn a copy's exception into an error that says which copy it was."""
     return _caused(TaskError(f"the copy of {name} from {source} to {target} failed: {_text(error)}"), error)
 
 

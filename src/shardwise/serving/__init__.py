@@ -1,7 +1,7 @@
-"""Requests answered: tokens in, tokens out, with KV blocks that are shared and move between memories.
+"""The serving engine: tokens in, tokens out, over KV blocks that requests share and that move between tiers of memory.
 
-A request waits in the scheduler until its blocks fit; the runner computes what the scheduler chose, and the sampler
-draws. `step` is schedule, run, collect:
+A request waits in the scheduler until there are blocks for it. The runner computes what the scheduler chose, and the
+sampler draws the next tokens. `step` is schedule, run, collect:
 
     request --> scheduler --> runner --> sampler --> tokens
                    |            |

@@ -1,4 +1,4 @@
-"""An engine put together over a model that has its weights: how many blocks there is room for, and who uses them."""
+"""Assemble an engine over a model whose weights are loaded: count the KV blocks that fit, and connect the parts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,9 +24,9 @@ from shardwise.serving.tiers import Tiers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a model is called, where its tokenizer lies ("bytes": nowhere), and which tokens end a text.
+    """A model's name, where its tokenizer is ("bytes" if it has none), and the tokens that end a text.
 
-    `fingerprint` is part of the names of its blocks: another model's are never found.
+    `fingerprint` is part of the names of its blocks, so that blocks of another model are never found.
     """
 
     name: str = "model"
@@ -38,7 +38,7 @@ class Identity:
 def assemble(
     model: Transformer, limits: Limits | None = None, identity: Identity | None = None, *, seed: int | None = None
 ) -> LLMEngine:
-    """An engine on the device that the model is on."""
+    """Make an engine on the device of the model."""
     limits, identity = limits or Limits(), identity or Identity()
     narrow(model, limits.weights)
     settings, device, dtype = model.settings, model.embed.weight.device, model.embed.weight.dtype
@@ -66,7 +66,7 @@ def assemble(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Bytes of an engine by part: of the fullest rank, where there are several."""
+    """Bytes of an engine by part; with several ranks, those of the fullest."""
 
     num_ranks: int
     num_parameters: int
@@ -80,7 +80,7 @@ def make_engine(
     dtype: torch.dtype, device: torch.device, tiers: Tiers | None = None, seed: int | None = None,
     plan: Plan | None = None,
 ) -> LLMEngine:  # fmt: skip
-    """The engine over a runner that has its blocks, and what is told of it."""
+    """Make the engine over a runner whose blocks are allocated, with its summary."""
     num_blocks = scheduler.pool.num_blocks
     max_length = limits.length(settings, num_blocks)
     summary = Summary(
@@ -124,17 +124,17 @@ def make_engine(
 
 
 def make_tiers(limits: Limits, data: torch.Tensor, pool: BlockPool) -> Tiers | None:
-    """What lies beneath a cache, if anything was asked for."""
+    """Make the tiers below a cache, if any were asked for."""
     if not limits.has_tiers:
         return None
     store = make_store(data, limits.tiers())
-    # A host that is hardly larger than the cache is not filled with what the cache still has.
+    # A host tier that is hardly larger than the cache should not fill up with blocks that the cache still holds.
     num_ahead = min(pool.num_blocks // 2, store.host.num_blocks // 4 or pool.num_blocks)
     return Tiers(store, pool, measured=limits.measured, num_ahead=num_ahead)
 
 
 def ends(found: int | Iterable[int] | None) -> frozenset[int]:
-    """`eos_token_id` as configurations have it: one, several, none."""
+    """Return `eos_token_id` of a configuration, which may be one token, several or none, as a set."""
     if found is None:
         return frozenset()
     return frozenset([found] if isinstance(found, int) else found)

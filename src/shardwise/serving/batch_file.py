@@ -3,8 +3,8 @@
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def ", "max_tokens": 8}}
     {"id": "0", "custom_id": "a", "response": {"status_code": 200, "request_id": "0", "body": {...}}, "error": null}
 
-A body is what the server takes at that address, is held to the same schemas, and is answered in the same form. A line
-that cannot be answered has its reason in its answer; the others are answered.
+A body is what the server accepts at that URL: it is checked against the same schemas and answered in the same form. If
+a line cannot be answered, its answer says why; the other lines are answered.
 """
 
 import json
@@ -31,7 +31,7 @@ _EXAMPLE = '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body
 
 @dataclass(slots=True, kw_only=True)
 class Line:
-    """A request of the file, and its answer as far as it has come."""
+    """A request of the file, and its answer so far."""
 
     name: str
     custom_id: str
@@ -47,7 +47,7 @@ class Line:
 
 
 def read_lines(text: str) -> Iterator[Line]:
-    """The requests of a file. A file that is no JSON lines is refused."""
+    """Yield the requests of a file. A file that is not JSON lines is refused."""
     for number, row in enumerate(text.splitlines(), start=1):
         if not row.strip():
             continue
@@ -62,7 +62,7 @@ def read_lines(text: str) -> Iterator[Line]:
 
 
 def answer_all(engine: Answering, served: Served, lines: Iterable[Line]) -> None:
-    """Answer every line that can be answered, as fast as it goes."""
+    """Answer every line that can be answered, as fast as possible."""
     under_way: dict[str, Written] = {}
     for line in lines:
         try:
@@ -77,12 +77,12 @@ def answer_all(engine: Answering, served: Served, lines: Iterable[Line]) -> None
             written.add([token])
             if written.finish is not None:
                 del under_way[token.request]
-                if token.finish is None:  # Its text has come to a stop that the engine does not know of.
+                if token.finish is None:  # The text has reached a stop string, which the engine does not know.
                     engine.cancel(token.request)
 
 
 def _begin(engine: Answering, served: Served, line: Line) -> dict[str, Written]:
-    """Give the engine what a line asks for, or nothing of it."""
+    """Submit all of a line's requests to the engine, or none of them."""
     if line.url not in _URLS:
         raise ApiError(400, f"url is {line.url[:80]!r}; known: {', '.join(_URLS)}", param="url")
     schema, make = _URLS[line.url]
@@ -104,7 +104,7 @@ def _begin(engine: Answering, served: Served, line: Line) -> dict[str, Written]:
 
 
 def write_line(line: Line) -> str:
-    """A line of the answers."""
+    """Format a line of the answers."""
     if line.error is not None or line.form is None:
         assert line.error is not None, "a line was not looked at"
         status, body = line.error.status, line.error.body()

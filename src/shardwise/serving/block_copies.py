@@ -1,18 +1,18 @@
-"""Copies between the blocks of a cache and places on the host. On a GPU they run beside its steps:
+"""Copies between the blocks of a cache and places on the host. On a GPU they run concurrently with its steps:
 
-    out         cache to host, behind the step that wrote the block
-    in          host to cache, at the same time: a link carries both ways at once
-    computing   steps; a step waits for what came in, and for the blocks that it may write over to have gone out
+    out         cache to host, after the step that wrote the block
+    in          host to cache, at the same time: a link carries both directions at once
+    computing   steps; a step waits for blocks that come in, and for blocks it may overwrite to have gone out
 
-| what comes | waits for |
+| operation | waits for |
 |---|---|
-| out of a block | the steps begun so far; the last copy of the place |
-| in to a block | the steps begun so far; the last copy of the place; the block's own way out |
-| the next step (`fence`) | all that came in; the way out of each block that was let go (`let_go`) |
+| copy out of a block | the steps begun so far; the last copy of the place |
+| copy into a block | the steps begun so far; the last copy of the place; the block's own copy out |
+| the next step (`fence`) | all copies in; the copy out of each block that was let go (`let_go`) |
 
-A block that goes out ahead of time, and stays in the cache meanwhile, holds up nobody. To begin a copy, with its stream
-and its event, takes a host longer than a link takes for a block. So blocks go out some at a time (`begin`), and come in
-all that are wanted: these have one event. On a CPU a copy is made at once.
+A block that is copied out ahead of time and stays in the cache delays nothing. Starting a copy, with its stream and its
+event, takes the host longer than the link takes for one block. So copies out are batched (`begin`), and copies in share
+one event per call. On a CPU a copy is synchronous.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,13 +24,13 @@ from torch import Tensor
 
 from shardwise.serving.host_places import HostPlaces
 
-#: Blocks that go out behind one event. Whoever comes into one of them waits for all.
+#: Blocks that are copied out behind one event. A copy into any of them waits for all.
 _AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Lot:
-    """Copies that were begun, and the how manieth they are."""
+    """A batch of copies that were begun, and its number in the order of beginning."""
 
     number: int
     event: Any
@@ -41,30 +41,30 @@ def _begin_copy(target: Tensor, source: Tensor) -> None:
 
 
 class BlockCopies:
-    """Of the cache `data`, [blocks, bytes]. `cuda` and `copy` are given by tests."""
+    """Copies of the cache `data`, [blocks, bytes]. `cuda` and `copy` are replaced in tests."""
 
     def __init__(self, data: Tensor, *, cuda: Any = None, copy: Callable[[Tensor, Tensor], None] = _begin_copy) -> None:
         self._blocks, self._device, self._copy = data.unbind(), data.device, copy
         self._cuda = torch.cuda if data.is_cuda else cuda
-        #: Whether copies run beside steps.
+        #: Whether copies run concurrently with steps.
         self.are_beside = self._cuda is not None
-        #: What is to go out: blocks with their places, the first first; which blocks; whether one of them was let go.
+        #: Copies out that have not begun, oldest first; their blocks; and whether one of these blocks was let go.
         self._to_leave: list[tuple[int, HostPlaces, int]] = []
         self._are_to_leave: set[int] = set()
         self._awaits_one = False
-        #: Blocks on their way out, the oldest first.
+        #: Blocks being copied out, oldest first.
         self._leaving: dict[int, _Lot] = {}
-        #: What the next step waits for: of each way the last. Copies of one way end in their order.
+        #: What the next step waits for: the last batch of each direction. Batches of one direction end in order.
         self._awaited_in: _Lot | None = None
         self._awaited_out: _Lot | None = None
         self._num_begun = 0
-        #: Whether both streams are behind the steps begun so far.
+        #: Whether both copy streams already wait for the steps begun so far.
         self._is_behind = False
         if self.are_beside:
             self._out, self._in = self._cuda.Stream(self._device), self._cuda.Stream(self._device)
 
     def out(self, block: int, places: HostPlaces, place: int) -> None:
-        """Copy a block to a place: now, or with others when `begin` is called, or anything that has to do with it."""
+        """Copy a block to a place: at once on a CPU, otherwise with others at the next `begin`, `bring` or `fence`."""
         if self.are_beside:
             self._to_leave.append((block, places, place))
             self._are_to_leave.add(block)
@@ -72,7 +72,7 @@ class BlockCopies:
             self._copy(places.views[place], self._blocks[block])
 
     def begin(self) -> None:
-        """Begin all copies that were asked for: from here on places have their events."""
+        """Begin all pending copies out: from here on their places have events."""
         going, self._to_leave = self._to_leave, []
         self._are_to_leave.clear()
         for first in range(0, len(going), _AT_ONCE):
@@ -88,7 +88,7 @@ class BlockCopies:
         self._awaits_one = False
 
     def let_go(self, block: int) -> None:
-        """Whoever writes to this block next waits until it has gone out."""
+        """Make the next step, which may overwrite this block, wait until the block has been copied out."""
         if block in self._are_to_leave:
             self._awaits_one = True
             return
@@ -97,7 +97,7 @@ class BlockCopies:
             self._awaited_out = lot
 
     def bring(self, wanted: Sequence[tuple[HostPlaces, int, int]]) -> None:
-        """Copy from places to blocks."""
+        """Copy from host places into blocks of the cache."""
         pairs = [(self._blocks[block], places.views[place]) for places, place, block in wanted]
         if not self.are_beside:
             for target, source in pairs:
@@ -113,7 +113,7 @@ class BlockCopies:
             places.last[place] = self._awaited_in.event
 
     def fence(self) -> None:
-        """A step comes: it may read what was brought, and write to what was let go."""
+        """Order the next step behind the copies in, and behind the copies out of blocks that were let go."""
         if not self.are_beside:
             return
         self.begin()
@@ -129,19 +129,19 @@ class BlockCopies:
         self._is_behind = False
 
     def settle(self) -> None:
-        """Wait here for all copies."""
+        """Block the host until all copies are done."""
         if self.are_beside:
             self.begin()
             self._out.synchronize()
             self._in.synchronize()
 
     def block_seconds(self, places: HostPlaces) -> float:
-        """Of one block on its way to a GPU's cache, which nobody uses yet."""
+        """Return the seconds of one block's copy to a GPU. Call it before the cache is in use: it overwrites blocks."""
         count = min(32, len(places), len(self._blocks))
         if not self.are_beside or not count:
             return 0.0
         begun, over = (self._cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(2):  # The first is slower.
+        for _ in range(2):  # The first round is slower.
             begun.record()
             for block in range(count):
                 self._copy(self._blocks[block], places.views[block])

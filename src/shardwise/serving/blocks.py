@@ -1,17 +1,17 @@
-"""KV blocks: who has which, which are free, and which hold a beginning that somebody may ask for again.
+"""KV blocks: which are in use and by how many, which are free, and which hold a prefix that can be reused.
 
-A block has room for the keys and values of `block_size` tokens, of all layers, in one run of bytes. Here are numbers of
-blocks alone; `kv_cache.py` has the bytes. A full block has a name: a hash of its tokens and of the name of the block
-before it, so that two blocks of one name hold the same beginning.
+A block holds the keys and values of `block_size` tokens, of all layers, in contiguous bytes. This module handles block
+numbers only; `kv_cache.py` has the bytes. A full block has a name: a hash of its tokens and of the name of the block
+before it, so that two blocks with one name hold the same prefix.
 
 | state | users | name | it is | left by |
 |---|---|---|---|---|
 | free | 0 | no | in the list of free blocks | `allocate` -> filling |
-| filling | 1 | no | one sequence's, which writes into it | `fill` -> full; `release` -> free |
-| full | 1 or more | yes | read by all who have that beginning | `release` of the last -> cached |
-| cached | 0 | yes | last in the row of those that may go | `take` -> full; `allocate` of the oldest -> filling |
+| filling | 1 | no | owned by one sequence, which writes into it | `fill` -> full; `release` -> free |
+| full | 1 or more | yes | read by all sequences with that prefix | `release` by the last user -> cached |
+| cached | 0 | yes | last in the eviction order | `take` -> full; `allocate` of the oldest -> filling |
 
-A block whose name another block has already stays filling, though it is full: nobody else will ask for it.
+If another block has its name already, a block stays filling even when it is full: it will never be looked up.
 """
 
 from collections import OrderedDict
@@ -21,7 +21,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-#: Of a name. 16 bytes: two beginnings of one name are not to be expected in the life of any machine.
+#: Bytes of a name. With 16, two prefixes with one name are not to be expected in the life of any machine.
 NAME_BYTES = 16
 
 
@@ -33,18 +33,18 @@ class State(Enum):
 
 
 def first_name(model: str, salt: str) -> bytes:
-    """What the chain of a sequence begins with: blocks are shared within one model and one salt."""
+    """Return the root of a sequence's chain of names: blocks are shared within one model and one salt."""
     return blake2b(f"{model}\0{salt}".encode(), digest_size=NAME_BYTES).digest()
 
 
 def next_name(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The name of a block of these tokens behind the block of that name."""
+    """Return the name of a block with these tokens that follows the block named `before`."""
     return blake2b(before + np.asarray(tokens, dtype=np.int64).tobytes(), digest_size=NAME_BYTES).digest()
 
 
 class BlockPool:
-    """All blocks of one cache. `on_evict(block, name)` is called while the block's bytes are still there, `on_drop()`
-    before blocks are free of which it was not called."""
+    """All blocks of one cache. `on_evict(block, name)` is called while the block's bytes are still valid; `on_drop()`
+    is called before named blocks become free without an `on_evict`."""
 
     def __init__(self, num_blocks: int, block_size: int, on_evict: Callable[[int, bytes], None] | None = None) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -59,7 +59,7 @@ class BlockPool:
         self.clear()
 
     def clear(self) -> None:
-        """All blocks are free, whatever they were: their bytes are gone."""
+        """Make all blocks free, whatever their state: their bytes are lost."""
         self._drop()
         self._users = [0] * self.num_blocks
         self._names = [None] * self.num_blocks
@@ -69,12 +69,12 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """How many can be allocated now."""
+        """How many blocks can be allocated now: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_free(self) -> int:
-        """How many of these hold nothing."""
+        """How many blocks are free, so that allocating them evicts nothing."""
         return len(self._free)
 
     @property
@@ -87,7 +87,7 @@ class BlockPool:
         return State.FREE if self._names[block] is None else State.CACHED
 
     def find(self, names: Sequence[bytes]) -> list[int]:
-        """Blocks that hold the longest beginning of this chain. They are nobody's until they are taken."""
+        """Return the blocks that hold the longest known prefix of this chain. They are not reserved until `take`."""
         found = []
         for name in names:
             block = self._by_name.get(name)
@@ -97,18 +97,18 @@ class BlockPool:
         return found
 
     def num_idle(self, blocks: Sequence[int]) -> int:
-        """How many of these are cached: to take them is to have fewer that can be allocated."""
+        """How many of these blocks are cached: taking them reduces the number that can be allocated."""
         return sum(not self._users[block] for block in blocks)
 
     def take(self, block: int) -> None:
-        """One more user of a block that has a name."""
+        """Add a user to a block that has a name."""
         assert self._names[block] is not None, f"block {block} has no name to be found by"
         if not self._users[block]:
             del self._cached[block]
         self._users[block] += 1
 
     def allocate(self) -> int:
-        """A block to be filled: a free one, or the cached one that was longest not asked for."""
+        """Return a block to be filled: a free one, or the least recently used cached one, which is evicted."""
         if self._free:
             block = self._free.pop()
         else:
@@ -124,21 +124,21 @@ class BlockPool:
         return block
 
     def next_to_go(self) -> Iterator[tuple[int, bytes]]:
-        """Cached blocks with their names, in the order in which they will be allocated."""
+        """Yield cached blocks with their names, in the order in which they will be evicted."""
         for block in self._cached:
             name = self._names[block]
             assert name is not None, f"cached block {block} has no name"
             yield block, name
 
     def fill(self, block: int, name: bytes) -> None:
-        """A block is full, and can be found from now on."""
+        """Mark a block as full, so that it can be found by its name."""
         assert self.state(block) is State.FILLING, f"block {block} is {self.state(block).value}, not being filled"
         if name not in self._by_name:
             self._names[block] = name
             self._by_name[name] = block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One user fewer of each. Of a sequence the last go first: its beginning is what others may have too."""
+        """Remove a user from each block. A sequence's last blocks are evicted first: others may share its beginning."""
         for block in reversed(blocks):
             assert self._users[block] > 0, f"block {block} is nobody's"
             self._users[block] -= 1
@@ -149,7 +149,7 @@ class BlockPool:
                     self._cached[block] = None
 
     def forget(self) -> None:
-        """No cached block is found any more: the weights have changed, or somebody measures."""
+        """Forget all cached blocks, because the weights have changed or a benchmark needs a cold cache."""
         self._drop()
         for block in self._cached:
             name = self._names[block]

@@ -1,10 +1,10 @@
-"""Decode steps as CUDA graphs: all kernels of a step begun by one call.
+"""Decode steps as CUDA graphs: one call launches all kernels of a step.
 
-A graph has a fixed number of rows, and is captured when a step of so many first comes; smaller steps leave rows empty,
-which costs next to nothing, as a decode step reads weights, whatever the number of its rows. A capture stands in the
-way of all requests for a few hundred milliseconds. So where a graph is there that is larger by less than `MOST_EMPTY`,
-it is used, until as many steps have come to that as a capture is worth: while 256 requests come to an end one by one,
-most sizes between are passed too soon.
+A graph has a fixed number of rows. Smaller steps leave rows empty, which costs almost nothing, because a decode step is
+bound by reading weights, whatever the number of its rows. A graph is captured when a step of its size first comes, and
+a capture delays all requests for a few hundred milliseconds. So if a captured graph exists that is less than
+`MOST_EMPTY` times as large, it is used until it has served `PATIENCE` such steps: while 256 requests end one by one,
+most sizes in between are needed too briefly to be worth a capture.
 """
 
 import warnings
@@ -20,10 +20,10 @@ from torch import Tensor
 from shardwise.kernels.sampling import sample
 from shardwise.kernels.step_inputs import StepInputs, make_step_inputs, unpack_inputs
 
-#: Rows of graphs.
+#: Numbers of rows that are captured.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-#: A graph is used for steps of a size down to one over so much of its own, for so many steps; not for the fewest rows,
-#: whose products are others.
+#: A graph also serves steps of a smaller size, if it is less than `MOST_EMPTY` times as large, for `PATIENCE` steps.
+#: Not for sizes below `FEWEST` rows, which use other matmul kernels.
 MOST_EMPTY, PATIENCE, FEWEST = 4, 256, 8
 
 
@@ -34,7 +34,7 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """`forward` gives logits of one token a row. `drawn` is where tokens go, and where the next step finds them."""
+    """`forward` returns the logits of one token per row. `drawn` receives the tokens for the next step to read."""
 
     def __init__(
         self, forward: Callable[[StepInputs], Tensor], drawn: Tensor, *, num_rows: int, width: int, block_size: int,
@@ -47,12 +47,12 @@ class DecodeGraphs:
         self._packed = torch.zeros(2 + num_rows * (8 + width), dtype=torch.int32, device=drawn.device)
         self._captured: dict[tuple[int, bool], _Captured] = {}
         self._pool: Any = None
-        #: How many steps of a size a larger graph has served.
+        #: How many steps of a size were served by a larger graph.
         self._served: Counter[tuple[int, bool]] = Counter()
         self._is_on = drawn.is_cuda and uses_graphs
 
     def run(self, packed: Tensor, num_rows: int, *, has_cuts: bool) -> Tensor:
-        """Logits of the rows, until the next step; what is drawn of them is in `drawn`."""
+        """Return the logits of the rows, valid until the next step; the sampled tokens are in `drawn`."""
         size = self._choose(num_rows, has_cuts)
         self._packed[: len(packed)].copy_(packed, non_blocking=True)
         held = self._captured.get((size, has_cuts))
@@ -64,7 +64,7 @@ class DecodeGraphs:
         return held.logits[:num_rows]
 
     def _choose(self, num_rows: int, has_cuts: bool) -> int:
-        """The size of the graph that is used: it is there, or is to be captured."""
+        """Return the size of the graph to use, which is captured already or is to be captured."""
         first = bisect_left(self.sizes, num_rows)
         size = self.sizes[first]
         if (size, has_cuts) in self._captured:
@@ -88,7 +88,7 @@ class DecodeGraphs:
         return logits
 
     def _capture(self, size: int, has_cuts: bool) -> _Captured | None:
-        """Of a step without rows: it writes nothing that anyone reads. Who waits in `_packed` comes behind it."""
+        """Capture a step with no rows, which changes nothing that is read later; then restore the pending inputs."""
         held: _Captured | None
         given, before = self._packed[:2].clone(), self._drawn.clone()
         self._packed[:2].zero_()
@@ -96,14 +96,14 @@ class DecodeGraphs:
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self._step(size, has_cuts)  # Kernels are compiled, and libraries choose theirs, outside of the graph.
+                self._step(size, has_cuts)  # Warm-up: kernels compile, and libraries choose theirs, outside the graph.
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits = self._step(size, has_cuts)
             self._pool = self._pool or graph.pool()
             held = self._captured[size, has_cuts] = _Captured(graph=graph, logits=logits)
-        except Exception as error:  # Whatever a layer does that no graph can hold: steps go on without.
+        except Exception as error:  # A layer may do anything that cannot be captured: run without graphs.
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             warnings.warn(f"decode steps run without CUDA graphs ({reason})", stacklevel=2)
             self._is_on, held = False, None

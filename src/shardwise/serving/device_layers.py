@@ -1,7 +1,7 @@
-"""All layers of a model as a runner on a GPU asks for them: a decode step, of which it makes graphs, and any other.
+"""All layers of a model as a GPU runner calls them: a decode step, which can be captured, and any other step.
 
 by heads    fused layers (`fused_layers.py`); attention of a decode step is one kernel
-latent      the model's own modules, over `LatentCache`; single tokens by `latent_decode`
+latent      the model's own modules over `LatentCache`; single tokens use `latent_decode`
 """
 
 from typing import Protocol
@@ -20,19 +20,19 @@ from shardwise.torch_private import hooks_of
 
 
 class Layers(Protocol):
-    """Keys and values of all tokens are written, and logits come out."""
+    """Computes a step: writes the keys and values of all tokens and returns logits."""
 
     block_size: int
 
     def decode(self, rows: StepInputs) -> Tensor:
-        """Of one token a row. Nothing of it waits for the host. A row of length 0 is nobody's."""
+        """Return the logits of one token per row, without waiting for the host. A row of length 0 is padding."""
 
     def mixed(self, inputs: Inputs, *, in_pieces: bool) -> Tensor:
-        """Of the tokens that want them; with `in_pieces` by graphs of parts, where there are any."""
+        """Return the logits of the tokens that want them; with `in_pieces`, by piecewise graphs if there are any."""
 
 
 def can_be_launched(model: Transformer, cache: KVCache) -> bool:
-    """Whether all of a step can be begun at once, and captured: nothing hangs on layers."""
+    """Whether a step can be launched without waiting, and captured: no hooks are attached to layers."""
     if isinstance(cache, HeadsCache):
         return can_be_fused(model)
     return isinstance(cache, LatentCache) and not any(map(hooks_of, model.layers.modules()))
@@ -55,7 +55,7 @@ class _HeadsLayers:
         num_kv_heads, self.block_size = cache.layer(0)[0].shape[1:3]
         self._layers = FusedLayers(model, cache, max_length, kernels=kernels, uses_graphs=uses_graphs)
         self._kernels = kernels
-        # Made once, outside of every graph; each decode leaves zeros.
+        # Allocated once, outside of every graph; each decode step leaves it zeroed.
         self._counters = torch.zeros(max_running * num_kv_heads, dtype=torch.int32, device=cache.data.device)
 
     def decode(self, rows: StepInputs) -> Tensor:

@@ -1,7 +1,7 @@
-"""A model on one GPU: steps are begun, not waited for, and tokens are drawn where the logits are.
+"""A model on one GPU: steps are launched without waiting, and tokens are sampled where the logits are.
 
-one token each         a graph of the whole step, from the packed inputs to the drawn tokens
-prompts beside them    graphs between attentions, up to some tokens; beyond, the same kernels one by one
+one token each         a CUDA graph of the whole step, from the packed inputs to the sampled tokens
+prompts beside them    graphs between attentions, up to a number of tokens; above it, the same kernels one by one
 """
 
 from collections.abc import Sequence as Several
@@ -22,7 +22,7 @@ from shardwise.serving.sequence import Piece
 
 
 def make_runner(model: Transformer, cache: KVCache, *, max_running: int, max_length: int) -> Runner:
-    """The runner of a device: on a GPU one that does not wait, where layers can be begun so."""
+    """Make the runner for the cache's device: on a GPU one that does not wait, if the layers allow it."""
     device = model.embed.weight.device
     if device.type == "cuda" and can_be_launched(model, cache):
         return DeviceRunner(model, cache, max_running=max_running, max_length=max_length)
@@ -44,7 +44,7 @@ class _Copied:
 
 
 class DeviceRunner:
-    """`uses_graphs=False` and `kernels=False` are for comparing."""
+    """The asynchronous runner of a GPU. `uses_graphs=False` and `kernels=False` are for comparison."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def run(self, inputs: Inputs) -> Tensor:
-        """Of inputs that somebody has prepared: one kernel after the other."""
+        """Run prepared inputs, one kernel after another."""
         return self._layers.mixed(inputs, in_pieces=False)
 
     def check(self) -> None: ...
@@ -105,7 +105,7 @@ class DeviceRunner:
     def recover(self) -> None: ...
 
     def close(self) -> None:
-        """Let go of weights, cache and graphs: their memory is free, whoever still has the engine."""
+        """Release weights, cache and graphs, so that their memory is free even if the engine is still referenced."""
         for name in ("_layers", "_graphs"):
             vars(self).pop(name, None)
 
@@ -113,7 +113,7 @@ class DeviceRunner:
         return pack_singles(pieces, self._tables, self._block_size)
 
     def _mixed(self, pieces: Several[Piece]) -> Tensor:
-        """Any number of tokens of each, those of one token first."""
+        """Compute any number of tokens of each sequence, those with a single token first."""
         size, starts, lengths = self._block_size, [0], []
         tokens: list[int] = []
         wanted: list[int] = []
@@ -145,7 +145,7 @@ class DeviceRunner:
         given = torch.from_numpy(np.ascontiguousarray(numbers))
         if self.device.type != "cuda":
             return given.to(self.device)
-        # Pinned memory comes from a pool that waits for its copies before it is used again.
+        # The pool of pinned memory does not reuse a buffer before its copy is over.
         return given.pin_memory().to(self.device, non_blocking=True)
 
     def _copy(self, count: int) -> _Copied:

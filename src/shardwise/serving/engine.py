@@ -5,7 +5,7 @@ On a GPU a step is collected while the next one runs:
     host     schedule 1, begin 1    schedule 2, begin 2, collect 1    schedule 3, begin 3, collect 2
     device              1                      2                                3
 
-So whoever came to an end in step 1 is still in step 2: what that drew for them is dropped.
+So a sequence that ends in step 1 is still in step 2; the token that step 2 samples for it is dropped.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from shardwise.serving.tiers import Tiers
 
 
 class LLMEngine:
-    """Answers requests over one runner. One thread calls all of it."""
+    """Answers requests over one runner. All methods are called from one thread."""
 
     def __init__(
         self,
@@ -45,22 +45,22 @@ class LLMEngine:
         self.runner, self.scheduler, self.summary = runner, scheduler, summary
         self.vocabulary_size, self.max_length = vocabulary_size, max_length
         self.eos_token_ids = frozenset(eos_token_ids)
-        #: The folder or file where a tokenizer lies, or "bytes".
+        #: The folder or file of the tokenizer, or "bytes".
         self.tokenizer_source = tokenizer_source
         self.model_name = model_name
         self.tiers = tiers
-        #: Whether the next step may begin before this one's tokens are known.
+        #: Whether the next step may begin before the tokens of this one are known.
         self.overlaps = isinstance(runner, Launching)
         self._under_way: Step | None = None
         self._seeds = Random(seed)
         self._num_arrived = 0
         self._told: list[Token] = []
         self._num_prompt_tokens = self._num_generated = 0
-        #: When the last step was over.
+        #: When the last step ended.
         self._collected = 0.0
 
     def add(self, request: Request) -> None:
-        """Take a request, or say why it can never be answered."""
+        """Accept a request, or refuse one that can never be answered."""
         check(request, self.max_length, self.vocabulary_size)
         if self.scheduler.find(request.id) is not None:
             raise ShardwiseError(f"request {request.id!r} is being answered already", remedy="another id")
@@ -77,7 +77,7 @@ class LLMEngine:
         )
 
     def cancel(self, request: str) -> None:
-        """Free its blocks now; the next step says that it is cancelled."""
+        """Free its blocks now; the next step reports that it was cancelled."""
         sequence = self.scheduler.find(request)
         if sequence is not None:
             self.scheduler.remove(sequence)
@@ -118,7 +118,7 @@ class LLMEngine:
         self.runner.check()
 
     def recover(self) -> None:
-        """As new: nobody is answered and nothing is cached. It is up again when it has computed a token."""
+        """Reset: drop all requests and the cache. The engine is up again once it has computed a trial token."""
         self.scheduler.clear()
         self._told.clear()
         self._under_way = None
@@ -128,7 +128,7 @@ class LLMEngine:
             self.step()
 
     def close(self) -> None:
-        """Nothing is answered from here on, and memory for weights and blocks is free."""
+        """Stop answering, and free the memory of weights and blocks."""
         if self.tiers is not None:
             self.tiers.close()
             self.tiers = self.scheduler.beneath = None
@@ -136,7 +136,7 @@ class LLMEngine:
         self.runner.close()
 
     def _begin(self, pieces: Several[Piece], *, waits: bool) -> Step:
-        """Begin a step, and go on as if it were over: tokens that it draws are not known yet."""
+        """Begin a step and update sequences as if it were done; the tokens that it samples are not known yet."""
         if self.tiers is not None:
             self.tiers.fence()
         step = begin(self.runner, pieces, self.scheduler.pool.block_size, self.eos_token_ids, waits=waits)
@@ -151,19 +151,19 @@ class LLMEngine:
         return step
 
     def _collect(self) -> list[Token]:
-        """What the step under way has drawn, if there is one; those go that are done."""
+        """Return the tokens sampled by the step in flight, if there is one, and remove sequences that have ended."""
         step, self._under_way = self._under_way, None
         if step is None:
             return []
         drawn = zip(step.last, step.places, step.flight.wait(), step.logprobs, strict=True)
-        # Steps come one after the other, also where one is begun while another runs.
+        # Steps run one after another, even if one is launched while another runs.
         before, self._collected = max(step.begun, self._collected), perf_counter()
         if step.num_read and self.tiers is not None:
             self.tiers.note_computed(step.num_read, self._collected - before)
         return [self._take(*each) for each in drawn if not each[0].is_gone]
 
     def _name_blocks(self, sequence: Sequence) -> None:
-        """Blocks that are full, or will be behind the step under way, can be found by others: steps come in order."""
+        """Name blocks that are full, or will be after the step in flight. Others may share them: steps run in order."""
         pool = self.scheduler.pool
         num_full = min(sequence.num_computed, sequence.num_known) // pool.block_size
         if num_full > sequence.num_named:
@@ -173,7 +173,7 @@ class LLMEngine:
             sequence.num_named = num_full
 
     def _take(self, sequence: Sequence, place: int, token: int, logprob: Logprob | None) -> Token:
-        """The next token of a sequence has come; or none could, and it ends."""
+        """Accept the next token of a sequence, or end the sequence if its guide allows none."""
         if sequence.is_stuck:
             del sequence.tokens[place:]
             self.scheduler.remove(sequence)

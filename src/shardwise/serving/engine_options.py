@@ -1,4 +1,4 @@
-"""What `serve` and `generate` are told of the engine: the model, how it is spread, and the memory of its KV cache."""
+"""Command-line options of the engine, for `serve` and `generate`: the model, its plan, and the KV cache's memory."""
 
 import argparse
 from pathlib import Path

@@ -1,13 +1,13 @@
-"""An engine in a process of its own, so that answering HTTP takes nothing from its steps.
+"""The engine in a process of its own, so that HTTP handling does not slow down its steps.
 
-Threads of one Python process take turns. A step is hundreds of short calls, and each would wait for its turn behind
-whatever HTTP is at: parsing, JSON, refusals. With two processes it waits for nobody:
+Threads of one Python process take turns holding the interpreter lock. A step is hundreds of short calls, each of which
+could wait for HTTP work: parsing, JSON, refusals. With two processes it never waits:
 
     HTTP's process                              the engine's
-    add, cancel   ----- what was asked ----->   read before every step
-    step          <---- tokens, load --------   written behind every step; the next one begins at once
+    add, cancel   ----- requests ------------>  read before every step
+    step          <---- tokens, load --------   written after every step; the next one begins at once
 
-`EngineProcess` is an `Answering`, as the engine itself is. If the process ends, `recover` starts another.
+`EngineProcess` is an `Answering`, like the engine itself. If the process ends, `recover` starts another.
 """
 
 import atexit
@@ -27,13 +27,13 @@ from shardwise.serving.summary import Summary
 from shardwise.serving.text.grammar import Grammars, SentGuide
 from shardwise.serving.text.tokenizer import load_tokenizer
 
-#: How often one side looks whether the other is there, when nothing comes; and how long an engine has to close.
+#: How often each side checks that the other is alive when nothing arrives; and how long an engine may take to close.
 _LOOK_SECONDS, _CLOSE_SECONDS = 0.5, 25.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What is known of an engine once it is loaded."""
+    """Properties of an engine, known once it is loaded."""
 
     max_length: int
     vocabulary_size: int
@@ -44,7 +44,7 @@ class About:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _News:
-    """Behind a step: tokens, of most of which two fields say all; the load; and how many requests were added so far."""
+    """The message after a step: tokens (most of them as two fields), the load, and the number of requests added."""
 
     tokens: list[Any]
     load: Load
@@ -62,7 +62,7 @@ class _Recovered:
 
 
 class EngineProcess:
-    """The engine that `make` loads, elsewhere. One thread calls all of it but `wake`."""
+    """A handle on the engine that `make` loads in another process. One thread calls all methods except `wake`."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -93,18 +93,18 @@ class EngineProcess:
         return bool(self._open or self._outbox)
 
     def step(self) -> list[Token]:
-        """The tokens of a step; none if somebody wakes us first, who has something to ask."""
+        """Return the tokens of a step; none if `wake` is called first, because there is something to send."""
         self._send()
         return self._take_news(_LOOK_SECONDS) or []
 
     def wake(self) -> None:
-        """End a `step` that waits: in any thread."""
-        if not self._is_woken:  # Else it is told already, and has not looked yet.
+        """Interrupt a waiting `step`. Any thread may call this."""
+        if not self._is_woken:  # Otherwise a wake-up is pending already.
             self._is_woken = True
             self._waking.send_bytes(b"w")
 
     def load(self) -> Load:
-        """After the last step; whoever is on the way there waits too."""
+        """Return the load after the last step; requests that are still in the pipe count as waiting."""
         return replace(self._load, num_waiting=self._load.num_waiting + self._num_asked - self._num_added)
 
     def check(self) -> None:
@@ -113,7 +113,7 @@ class EngineProcess:
             pass
 
     def recover(self) -> None:
-        """As the engine's own; where its process is gone, another is started, which loads the model again."""
+        """Recover the engine; if its process has died, start another, which loads the model again."""
         self._forget()
         if not self._process.is_alive():
             self._end()
@@ -135,7 +135,7 @@ class EngineProcess:
 
     def _start(self) -> About:
         self._forget()
-        context = multiprocessing.get_context("spawn")  # A fork would have this process's threads and locks.
+        context = multiprocessing.get_context("spawn")  # A fork would inherit this process's threads and locks.
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, self._make), name="shardwise-engine")
         self._process.start()
@@ -160,7 +160,7 @@ class EngineProcess:
         self._num_asked = self._num_added = 0
 
     def _end(self) -> None:
-        """Now, whatever it is at. What it has started ends when it does."""
+        """Kill the process now. The processes that it started end with it."""
         atexit.unregister(self._end)
         self._pipe.close()
         if self._process.is_alive():
@@ -176,7 +176,7 @@ class EngineProcess:
                 raise self._gone() from None
 
     def _take_news(self, seconds: float) -> list[Token] | None:
-        """Of the next step that is done, if it is within so many seconds."""
+        """Return the tokens of the next finished step, or None if none finishes within so many seconds."""
         news = self._receive(seconds)
         if news is None:
             return None
@@ -189,7 +189,7 @@ class EngineProcess:
         return tokens
 
     def _receive(self, seconds: float | None) -> Any:
-        """What comes next. With a number of seconds: None if nothing comes meanwhile, or somebody wakes us."""
+        """Return the next message. With `seconds`, None if none arrives in time or `wake` is called."""
         watched: list[Any] = [self._pipe, self._process.sentinel, *([] if seconds is None else [self._woken])]
         try:
             if not self._pipe.poll(0):
@@ -212,11 +212,11 @@ class EngineProcess:
         return ShardwiseError(f"the engine's process {how}", remedy="its log, or dmesg, says why")
 
 
-# In the engine's process.
+# The code below runs in the engine's process.
 
 
 def _serve(pipe: Any, make: Callable[[], Any]) -> None:
-    # Signals for all processes of a terminal or a service: the one that serves HTTP obeys them, and ends this one.
+    # A terminal or a service sends signals to all processes. The HTTP process handles them and ends this one.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: None)
     try:
@@ -225,14 +225,14 @@ def _serve(pipe: Any, make: Callable[[], Any]) -> None:
         pipe.send(_Failed(_told(error)))
         return
     fields = {name: getattr(engine, name) for name in About.__dataclass_fields__}
-    with suppress(EOFError, OSError):  # Whoever asked is gone: so are we.
+    with suppress(EOFError, OSError):  # The other process is gone, so this one ends too.
         pipe.send(About(**fields))
         _Steps(engine, pipe).run()
     engine.close()
 
 
 class _Steps:
-    """Steps while there is something to do, whoever reads their tokens; what is asked is taken between them."""
+    """The engine's loop: runs steps while there is work, and handles messages between them."""
 
     def __init__(self, engine: Any, pipe: Any) -> None:
         self._engine, self._pipe, self._num_added = engine, pipe, 0
@@ -242,8 +242,8 @@ class _Steps:
         self._told: Load | None = None
 
     def run(self) -> None:
-        # Read by a thread, so that neither side waits to send while the other does too: a prompt and its
-        # log-probabilities may both be more than a pipe holds.
+        # A thread reads the pipe, so that the two sides cannot deadlock while both send: a prompt and its
+        # log-probabilities may each be larger than the pipe's buffer.
         threading.Thread(target=self._read, daemon=True).start()
         is_up, engine = True, self._engine
         self._tell([])
@@ -266,7 +266,7 @@ class _Steps:
             while True:
                 for each in self._pipe.recv():
                     self._inbox.put(each)
-        self._inbox.put(("close",))  # Whoever asked is gone.
+        self._inbox.put(("close",))  # The other process is gone.
 
     def _next(self, seconds: float) -> tuple[Any, ...] | None:
         try:
@@ -275,7 +275,7 @@ class _Steps:
             return None
 
     def _is_well(self, do: Callable[..., None], *given: Any) -> bool:
-        """Do it. What goes wrong is told; then nothing is done before the engine is told to recover."""
+        """Call `do` and return whether it succeeded. An error is sent; after it, nothing runs until `recover`."""
         try:
             do(*given)
         except Exception as error:
@@ -324,13 +324,13 @@ class _Steps:
 
 
 def _packed(token: Token) -> Any:
-    """Most tokens are a name and a number, which cost a tenth of a whole `Token` to send."""
+    """Send most tokens as a name and a number, at a tenth of the cost of a whole `Token`."""
     is_plain = token.finish is None and token.logprob is None and token.prompt_logprobs is None
     return (token.request, token.token) if is_plain and not token.num_cached else token
 
 
 def _told(error: Exception) -> ShardwiseError:
-    """An error that can be sent, in the same words."""
+    """Return an error with the same text that can be pickled."""
     if type(error) is ShardwiseError:
         return error
     return ShardwiseError(describe(error), remedy=getattr(error, "remedy", None))

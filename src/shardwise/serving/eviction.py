@@ -1,9 +1,9 @@
-"""Who leaves a full tier: by recency and frequency (ARC).
+"""Which block leaves a full tier: by recency and frequency (ARC).
 
-ARC is that of Megiddo and Modha (FAST 2003). Names asked for once and names asked for again are two lists; a name that
-comes back soon after it had to leave one of them makes that list longer. `benchmarks/kv_eviction.py` compares it with
-leaving in the order of last use: as good where talks go on in turns (2 % fewer hits), 1.6 to 3 times the hits where
-shared beginnings meet many that are seen once.
+ARC is that of Megiddo and Modha (FAST 2003). It keeps two lists: names requested once, and names requested again. A
+name that is requested soon after it was evicted from one list makes that list longer. `benchmarks/kv_eviction.py`
+compares it with LRU: about as good for alternating conversations (2 % fewer hits), and 1.6 to 3 times the hits where
+shared prefixes compete with many that are seen once.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 class Arc:
     """The names in a tier that has room for `size` of them.
 
-    `T1` and `T2` of the paper are `once` and `again`; `B1` and `B2`, names without bytes, are those that left.
+    `T1` and `T2` of the paper are `once` and `again`; `B1` and `B2`, ghost entries without bytes, are the evicted ones.
     """
 
     def __init__(self, size: int) -> None:
@@ -34,7 +34,7 @@ class Arc:
         yield from self._again
 
     def add(self, name: bytes) -> None:
-        """A name comes; there is room for it."""
+        """Add a name; there must be room for it."""
         if name in self._left_once:
             self._target = min(self._target + max(1.0, len(self._left_again) / len(self._left_once)), self._size)
             del self._left_once[name]
@@ -47,7 +47,7 @@ class Arc:
             self._once[name] = None
 
     def touch(self, name: bytes) -> None:
-        """A name was asked for."""
+        """Note that a name was requested."""
         if name in self._once:
             del self._once[name]
             self._again[name] = None
@@ -55,16 +55,16 @@ class Arc:
             self._again.move_to_end(name)
 
     def renew(self, name: bytes) -> None:
-        """A name comes that is there: it goes as late as a new one, and nobody has asked for it."""
+        """Move a name that is put again to the position of a new one, without counting it as requested."""
         (self._once if name in self._once else self._again).move_to_end(name)
 
     def evict(self) -> bytes:
-        """Take out who goes first."""
+        """Remove and return the name to evict."""
         from_once = bool(self._once) and (len(self._once) > self._target or not self._again)
         held, left = (self._once, self._left_once) if from_once else (self._again, self._left_again)
         name, _ = held.popitem(last=False)
         left[name] = None
-        # No more is remembered than could have been held.
+        # The ghost entries are bounded by what the tier could have held.
         while len(self._left_once) + len(self._once) > self._size and self._left_once:
             self._left_once.popitem(last=False)
         while len(self._left_again) > self._size:
@@ -72,6 +72,6 @@ class Arc:
         return name
 
     def remove(self, name: bytes) -> None:
-        """A name is gone by itself."""
+        """Remove a name that was not evicted, such as one whose file is damaged."""
         self._once.pop(name, None)
         self._again.pop(name, None)

@@ -1,13 +1,13 @@
-"""KV blocks in files of one folder, a file a block, found again after a restart.
+"""KV blocks in the files of one folder, one file per block, which survive a restart.
 
     NAME.kv     8 bytes of checksum, 8 of the name, then the block
 
-Files are written, removed and read by threads of their own, beside the engine's steps, and so are checksums made. What
-is read goes to pinned memory where there is a GPU. A block can be found once its file is whole, under its name. One
-that cannot be read, has not its length or does not fit its checksum is a miss, and goes. A disk that is full or cannot
-be written to turns the tier off, with one line: nothing else fails.
+Dedicated threads write, remove and read files and compute checksums, concurrently with the engine's steps. Blocks are
+read into pinned memory where there is a GPU. A block can be found once its file is complete and has its final name. A
+file that cannot be read, has the wrong length or fails its checksum is a miss, and is removed. A disk that is full or
+not writable turns the tier off with one warning; nothing else fails.
 
-One thread calls all methods; what the others have done is taken over at each call.
+One thread calls all methods; each call takes over the results of the other threads.
 """
 
 import os
@@ -28,39 +28,39 @@ from shardwise.serving.host_places import HostPlaces
 
 _SUFFIX = ".kv"
 _HEAD_BYTES = 16
-#: Blocks that may wait to be written. What comes faster than the disk takes it is not kept, and of all that wait the
-#: first go: whoever leaves the cache later was asked for later, or is nearer to the beginning that it is part of, and
-#: what lies behind a block that is missing is found by nobody.
+#: The most blocks that may wait to be written. If blocks come faster than the disk writes, the oldest waiting ones are
+#: dropped: blocks that leave the cache later were requested later, or are nearer to the beginning of their prefix, and
+#: a block behind a missing one cannot be found.
 _MOST_WRITES = 256
-#: What is read ahead has so many places, or those of so many bytes.
+#: Places for blocks that are read ahead: at most so many, and at most so many bytes.
 _MOST_READS, _MOST_READ_BYTES = 64, 256 * 2**20
 _WRITERS, _READERS = 4, 8
 
 
 class FileTier:
-    """At most `num_bytes` of files; who goes is chosen by ARC. `off` says why it is, if it is."""
+    """At most `num_bytes` of files, evicted by ARC. If the tier is off, `off` says why."""
 
     def __init__(self, folder: Path, num_bytes: int, block_bytes: int, *, pinned: bool = False) -> None:
         self.folder = folder
         self.num_blocks = num_bytes // (block_bytes + _HEAD_BYTES)
-        #: Where bytes are that were read.
+        #: Host memory for blocks that were read.
         num_places = min(_MOST_READS, max(_MOST_READ_BYTES // block_bytes, 2))
         self.places = HostPlaces(num_places, block_bytes, pinned=pinned)
         self.off: str | None = None
-        #: Blocks that were not written because the disk did not keep up.
+        #: Blocks that were not written because the disk was too slow.
         self.num_skipped = 0
         self._names = Arc(self.num_blocks)
-        #: Writes that wait or are under way, the oldest first, and what is called behind them.
+        #: Writes that wait or are in progress, oldest first, each with its `after` callback.
         self._writing: dict[bytes, tuple[Future[None], Callable[[], None] | None]] = {}
-        #: Reads that were begun, the oldest first, and where to.
+        #: Reads that were begun, oldest first, each with its place.
         self._reading: dict[bytes, tuple[Future[bool], int]] = {}
-        #: What was written, and not taken over yet; removals under way, the oldest first.
+        #: Names that were written and are not taken over yet; and removals in progress, oldest first.
         self._written: deque[bytes] = deque()
         self._going: deque[Future[None]] = deque()
         self._errors: deque[OSError] = deque()
         self._writers = [ThreadPoolExecutor(1) for _ in range(_WRITERS)]
         self._reader = ThreadPoolExecutor(_READERS)
-        # The same on every machine, and odd: no word can change without changing the sum.
+        # The same on every machine. Odd, so that a change of any single word changes the sum.
         self._factors = np.random.PCG64(0).random_raw(block_bytes // 8 + 1) | np.uint64(1)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ class FileTier:
             self._turn_off(error)
             return
         for _, stem in sorted(known):
-            with suppress(ValueError):  # Somebody else's file.
+            with suppress(ValueError):  # Not a file of ours.
                 self._names.add(bytes.fromhex(stem))
         self._make_room(0)
 
@@ -82,14 +82,14 @@ class FileTier:
 
     @property
     def known(self) -> Container[bytes]:
-        """Names whose files are whole, as far as that was taken over: to be looked at from any thread."""
+        """Names whose files are complete, as of the last take-over. Any thread may read this."""
         return self._names
 
     def names(self) -> list[bytes]:
         return list(self._names)
 
     def wants(self, name: bytes) -> bool:
-        """Whether a block that leaves would be written: it is not there yet, and the disk keeps up."""
+        """Whether an evicted block should be written: it is not in a file yet, and the disk keeps up."""
         self._take_over()
         if self.off is not None or not self.num_blocks or name in self._writing:
             return False
@@ -102,7 +102,7 @@ class FileTier:
         return True
 
     def give_up_oldest(self) -> bool:
-        """Do not write whoever has waited longest, if anybody waits."""
+        """Cancel the write that has waited longest, if one has not begun. Returns whether one was cancelled."""
         for name, (writing, after) in self._writing.items():
             if writing.cancel():
                 del self._writing[name]
@@ -116,8 +116,8 @@ class FileTier:
         self, name: bytes, block: Tensor, *, before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
     ) -> bool:  # fmt: skip
-        """Write a block, if it is wanted. A thread calls `before`, until which its bytes may be on their way, and
-        `after`, from when on they may become others."""
+        """Write a block if it is wanted. The writer thread calls `before`, which waits until the bytes have arrived,
+        and `after`, from which on the memory may be reused."""
         if not self.wants(name):
             return False
         self._make_room(1)
@@ -126,19 +126,19 @@ class FileTier:
         return True
 
     def prefetch(self, name: bytes) -> None:
-        """Begin to read a block that somebody will ask for, if there is a place for it."""
+        """Begin to read a block that will be requested, if there is a place for it."""
         if name in self and name not in self._reading:
             place = self.places.take()
             if place is not None:
                 self._begin_to_read(name, place)
 
     def is_read(self, name: bytes) -> bool:
-        """Whether its bytes, or that they are none, can be had without waiting."""
+        """Whether its read is over, successful or not, so that `find` does not wait."""
         return name in self._reading and self._reading[name][0].done()
 
     def find(self, name: bytes, until: float | None = None) -> int | None:
-        """The one of `places` where its bytes are, if they are whole, and there until this time (`perf_counter`).
-        Whoever has taken them gives the place back."""
+        """Return the one of `places` that holds its bytes; None if they are damaged, or not read by the time `until`
+        (`perf_counter`). The caller gives the place back."""
         if name not in self:
             return None
         if name not in self._reading:
@@ -157,7 +157,7 @@ class FileTier:
         return place
 
     def stop_reading(self, names: Iterable[bytes]) -> None:
-        """Nobody will ask for these now. What is being read already stays to be found."""
+        """Cancel reads that are not needed now. Reads in progress continue and can still be found."""
         for name in names:
             reading = self._reading.get(name)
             if reading is not None and reading[0].cancel():
@@ -165,7 +165,7 @@ class FileTier:
                 self.places.give_back(reading[1])
 
     def settle(self) -> None:
-        """Wait for all that is being written or removed."""
+        """Wait for all writes and removals."""
         for each in (*(writing for writing, _ in self._writing.values()), *self._going):
             each.result()
         self._take_over()
@@ -179,7 +179,7 @@ class FileTier:
         self._reading[name] = self._reader.submit(self._read, name, place), place
 
     def _take_place(self) -> int:
-        """A free one, or that of whoever was read ahead longest ago, and not asked for."""
+        """Return a free place, or that of the oldest read-ahead that was not requested."""
         place = self.places.take()
         if place is None:
             name = next(iter(self._reading))
@@ -189,7 +189,7 @@ class FileTier:
         return place
 
     def _take_over(self) -> None:
-        """What the writers have done since."""
+        """Take over what the writers have finished."""
         while self._written:
             name = self._written.popleft()
             del self._writing[name]
@@ -217,10 +217,10 @@ class FileTier:
         self._going.append(self._writer(name).submit(self._unlink, name))
 
     def _writer(self, name: bytes) -> ThreadPoolExecutor:
-        """Of one name all is done by one thread, in order."""
+        """Return the thread for a name: operations on one name run in order."""
         return self._writers[name[-1] % len(self._writers)]
 
-    # In the threads.
+    # The methods below run in the threads.
 
     def _write(
         self, name: bytes, block: Tensor, before: Callable[[], None] | None, after: Callable[[], None] | None,
@@ -233,7 +233,7 @@ class FileTier:
                 before()
             content = block.numpy()
             head = self._head(name, content)
-            for each in going:  # Whose room it takes. They were begun before this, so nobody waits for nobody.
+            for each in going:  # Removals that make room for this write. They were submitted earlier: no deadlock.
                 each.result()
             with beside.open("wb") as file:
                 file.write(head)
@@ -249,7 +249,7 @@ class FileTier:
             self._written.append(name)
 
     def _read(self, name: bytes, place: int) -> bool:
-        """Whether the bytes of a block lie in a place now."""
+        """Read a block into a place. Returns whether its bytes are complete and undamaged."""
         self.places.wait(place)
         content = self.places.views[place].numpy()
         try:
@@ -263,9 +263,10 @@ class FileTier:
         return is_over and begin == len(content) and head == self._head(name, content)
 
     def _head(self, name: bytes, content: NDArray[np.uint8]) -> bytes:
-        """A sum that every damaged word changes, and whose block it is.
+        """Return the header of a file: a checksum, which every damaged word changes, and part of the name.
 
-        Words times odd numbers that were drawn once: it runs at the speed of memory, and not under Python's lock.
+        The checksum is the dot product of the words with fixed odd random numbers: it runs at the speed of memory, and
+        without Python's global lock.
         """
         num_words = len(content) // 8
         total = int(np.dot(content[: 8 * num_words].view(np.uint64), self._factors[:num_words]))

@@ -1,7 +1,8 @@
-"""What serving is predicted to take, by the planner's prices; and the plan that it would choose.
+"""Predict serving performance with the planner's cost model, and choose a plan.
 
-Latency and throughput want different plans: replicas answer most tokens, ranks that compute a token together answer
-soonest. So `--goal` says which one is meant. Predictions are of equal prompts of one length, all slots being used.
+Latency and throughput need different plans: replicas give the most tokens per second, while ranks that compute a token
+together (tensor parallelism) give the lowest latency. `--goal` chooses between the two. Predictions assume prompts of
+one length, with all slots in use.
 """
 
 from dataclasses import replace
@@ -24,18 +25,18 @@ from shardwise.training.machine import cluster_here
 from shardwise.units import counted
 
 GOALS = ("tokens", "latency")
-#: What is served in predictions: prompts and answers of so many tokens, where the model takes as many.
+#: The workload of predictions: tokens of prompts and of answers, where the model's length allows.
 _PROMPT, _OUTPUT = 512, 128
 
 
 def priced_model(settings: Settings) -> Model:
-    """The model as the planner knows it. How rotated pairs lie changes no price."""
+    """Return the model as the planner describes it. The layout of rotary pairs does not affect the cost."""
     rope = None if settings.rope is None else replace(settings.rope, interleaved=False)
     return load_model(config_for(replace(settings, rope=rope))[1])
 
 
 def lengths_for(max_length: int) -> tuple[int, int]:
-    """The prompt and the answer that are predicted of."""
+    """Return the lengths of the prompt and the answer used for predictions."""
     if max_length >= _PROMPT + _OUTPUT:
         return _PROMPT, _OUTPUT
     return max(max_length * 4 // 5, 1), max(max_length // 5, 1)
@@ -45,8 +46,8 @@ def forecast(
     settings: Settings, cluster: Cluster, plan: Plan, *, num_blocks: int, block_size: int, max_running: int, width: int,
     weights: str | None = None,
 ) -> Forecast:  # fmt: skip
-    """Of a plan that was chosen: `num_blocks` of one replica, numbers of `width` bytes, layers' weights of a kind of
-    fewer bits if one is named."""
+    """Predict a given plan with `num_blocks` per replica and values of `width` bytes; with `weights`, the layers'
+    weights are quantised to that kind."""
     prompt, output = lengths_for(min(settings.length, num_blocks * block_size))
     sequences = max(min(max_running, num_blocks // -(-(prompt + output) // block_size)), 1)
     question = Question(model=priced_model(settings), cluster=cluster, batch=1, sequence=prompt)
@@ -73,7 +74,7 @@ def forecast_here(
     settings: Settings, plan: Plan | None, *, num_blocks: int, block_size: int, max_running: int, width: int,
     weights: str | None = None,
 ) -> Forecast | None:  # fmt: skip
-    """On this machine; None where the planner does not know its devices or the model."""
+    """Predict for this machine; None where the planner does not know its devices or the model."""
     plan = plan or Plan()
     try:
         return forecast(
@@ -85,7 +86,7 @@ def forecast_here(
 
 
 def choose_plan(settings: Settings, cluster: Cluster, goal: str = "tokens", max_length: int | None = None) -> Plan:
-    """The best way to use all devices of a cluster for a goal, among those that this engine cuts."""
+    """Return the best plan for a goal that uses all devices of a cluster, among those that this engine supports."""
     if cluster.num_devices == 1:
         return Plan()
     prompt, output = lengths_for(max_length or settings.length)
@@ -110,9 +111,9 @@ def _is_cut_so(settings: Settings, way: Serving) -> bool:
 
 
 def deal_layers(num_layers: int, speeds: list[float], rooms: list[float], layer_bytes: float) -> tuple[int, ...]:
-    """Layers of each stage: the slowest has as little to do as can be, and none more than it has room for.
+    """Return the number of layers of each stage, so that the slowest stage takes least and each fits its memory.
 
-    Each layer goes where it takes least longer, among the stages that still have room.
+    Greedy: each layer goes to the stage that it delays least, among those that still have room.
     """
     counts = [0] * len(speeds)
     for _ in range(num_layers):
@@ -124,7 +125,7 @@ def deal_layers(num_layers: int, speeds: list[float], rooms: list[float], layer_
                 remedy="more ranks, or fewer bits: --weights int4",
             )
         counts[min(able, key=lambda stage: ((counts[stage] + 1) / speeds[stage], stage))] += 1
-    if 0 in counts:  # Every stage has a layer, or it would only pass on what it gets.
+    if 0 in counts:  # Every stage needs a layer; without one it would only forward its input.
         counts[counts.index(max(counts))] -= counts.count(0)
         counts = [count or 1 for count in counts]
     return tuple(counts)

@@ -1,9 +1,9 @@
-"""The layers of a transformer computed for serving: the modules' own weights, in fewer and larger steps.
+"""The layers of a transformer for serving: the modules' own weights, in fewer and larger operations.
 
     hidden ─ add, norm ─ q k v in one product ─ norms, positions, write, attention over blocks ─ o
            ─ add, norm ─ gate and up in one product ─ gate x up ─ down ─
 
-Weights of one product lie one behind the other; the modules keep theirs as parts of it, so nothing is held twice.
+The weights of a joint product are stored contiguously; the modules keep views of them, so nothing is stored twice.
 """
 
 from collections.abc import Callable
@@ -30,18 +30,18 @@ from shardwise.serving.narrow_weights import NarrowLinear
 from shardwise.serving.prompt_graphs import PromptGraphs
 from shardwise.torch_private import hooks_of
 
-#: Kinds of weights whose products of one row are those of few rows, with norms of their own before them. Of 4 bits a
-#: layer's products took an 8B 97 us so (H200, of 16 rows, alone); of one row about 115, as reckoned from a step:
-#: both ways were not timed side by side (`benchmarks/decode_settings.py`).
+#: Kinds of weights for which products of one row use the few-rows kernel, with separate norms before them. With 4 bits
+#: a layer's products took an 8B model 97 us this way (H200, measured alone, 16 rows). With the one-row kernel it is
+#: about 115 us, derived from the time of a step: the two were not timed side by side (`benchmarks/decode_settings.py`).
 BY_FEW = ("int4",)
 
-#: Attention of a step. Given are queries, keys and values as the product has them, keys and values of a layer's blocks,
-#: what is done to the former before they are written to the latter, the scale of logits, and the window.
+#: Attention of a step. Arguments: queries, keys and values as the product has them; keys and values of a layer's
+#: blocks; the transformation applied to the former before they are written to the latter; the logit scale; the window.
 Attend = Callable[[Tensor, Tensor, Tensor, Turn, float, int | None], Tensor]
 
 
 def can_be_fused(model: Transformer) -> bool:
-    """Whether all layers are plain ones by heads: nothing hangs on them, and none of them is another's part."""
+    """Whether all layers are plain blocks with attention by heads, without hooks."""
     return all(
         isinstance(layer, Block) and type(layer.attention) is Attention and not any(map(hooks_of, layer.modules()))
         for layer in model.layers
@@ -49,7 +49,7 @@ def can_be_fused(model: Transformer) -> bool:
 
 
 class FusedLayers:
-    """All layers of a model over a cache by heads."""
+    """All layers of a model over a cache of keys and values by heads."""
 
     def __init__(
         self, model: Transformer, cache: HeadsCache, max_length: int, *, kernels: bool = True, uses_graphs: bool = False
@@ -57,7 +57,7 @@ class FusedLayers:
         self.model, self.kernels = model, kernels
         cosine = sine = None
         if model.rotary is not None:
-            # A row for each position: looked up by the kernel in place of being computed in every step.
+            # One row per position, which the kernel looks up instead of computing it in every step.
             every = torch.arange(max_length, device=model.embed.weight.device)
             cosine, sine = (each.contiguous() for each in model.rotary(every))
         self._layers = [
@@ -76,7 +76,7 @@ class FusedLayers:
     def logits(
         self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None, *, in_pieces: bool = False
     ) -> Tensor:
-        """Of the wanted tokens, or of all, [wanted, vocabulary]; keys and values of all are written."""
+        """Return logits of the wanted tokens, or of all, [wanted, vocabulary]. Writes the keys and values of all."""
         model = self.model
         residual: Tensor | None = None
         hidden: Tensor = model.embed(tokens)
@@ -98,7 +98,7 @@ class FusedLayers:
         return made
 
     def run_piece(self, number: int, given: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What lies before the attention of this layer and behind that of the one before it (`prompt_graphs.py`)."""
+        """Run the operations between the previous layer's attention and this layer's (`prompt_graphs.py`)."""
         if number:
             assert residual is not None, "what the first layer was given"
             given, residual = self._layers[number - 1].after(given, residual, self.kernels)
@@ -138,28 +138,28 @@ class _FusedLayer:
         self._gate_up = None
         if isinstance(block.mlp, FeedForward) and block.mlp.gate_proj is not None:
             self._gate_up = _joined(block.mlp.gate_proj, block.mlp.up_proj)
-        #: Whether it is of RMS norms and products alone.
+        #: Whether it consists of RMS norms and linear products only.
         self.is_plain = self._gate_up is not None and settings.norm == "rms"
         self._kind = self._qkv[0].kind if isinstance(self._qkv[0], NarrowWeight) else None
 
     def before(self, hidden: Tensor, residual: Tensor | None, kernels: bool) -> tuple[Tensor, Tensor]:
-        """Queries, keys and values, one behind the other, and the residual, of what the last layer adds to its own."""
+        """Return queries, keys and values, concatenated, and the residual, from the previous layer's output."""
         norm = self._block.attention_norm
         if self._goes_by_row(hidden):
-            # Of one token norms and gates are parts of the products, which are the time that it takes.
+            # For one token, norms and gates are fused into the products, which dominate its time.
             return row_linear(hidden, *self._qkv, residual=residual, **_of(norm), kernels=kernels)
         given, residual = _added(norm, hidden, residual, kernels)
         return few_rows_linear(given, *self._qkv, kernels=kernels), residual
 
     def _goes_by_row(self, given: Tensor) -> bool:
-        """Whether norms and gates of this are parts of products of one row."""
+        """Whether norms and gates are fused into one-row products for this input."""
         return self.is_plain and len(given) == 1 and self._kind not in BY_FEW
 
     def attend(self, attend: Attend, product: Tensor) -> Tensor:
         return attend(product, self._keys, self._values, self._turn, self._scale, self._window).flatten(1)
 
     def after(self, seen: Tensor, residual: Tensor, kernels: bool) -> tuple[Tensor, Tensor]:
-        """What the layer adds to the residual, [tokens, width], and the residual without it."""
+        """Return what the layer adds to the residual, [tokens, width], and the residual without it."""
         norm, mlp = self._block.mlp_norm, self._mlp
         if self._goes_by_row(seen):
             assert isinstance(mlp, FeedForward), "an MLP with a gate"
@@ -186,7 +186,7 @@ class _FusedLayer:
 
 
 def _product(layer: nn.Module, given: Tensor, kernels: bool) -> Tensor:
-    """By the module itself where it is no plain linear layer."""
+    """Compute a product with our kernel, or with the module itself if it is not a plain linear layer."""
     if type(layer) in (nn.Linear, NarrowLinear):
         return few_rows_linear(given, layer.weight, layer.bias, kernels=kernels)  # type: ignore[arg-type]
     made: Tensor = layer(given)
@@ -194,7 +194,7 @@ def _product(layer: nn.Module, given: Tensor, kernels: bool) -> Tensor:
 
 
 def _of(norm: nn.Module) -> dict[str, Any]:
-    """An RMS norm as a product takes it."""
+    """Return an RMS norm as the arguments of a fused product."""
     assert isinstance(norm, nn.RMSNorm), "a plain layer has RMS norms"
     return {"norm": norm.weight, "eps": norm.eps or 0.0}
 
@@ -206,7 +206,7 @@ def _added(norm: nn.Module, hidden: Tensor, residual: Tensor | None, kernels: bo
 
 
 def _joined(*layers: nn.Linear | NarrowLinear) -> tuple[Tensor | NarrowWeight, Tensor | None]:
-    """Weights and biases of layers that are given the same, each in one piece; the layers have parts of it."""
+    """Join weights and biases of layers that share their input, each contiguously; the layers keep views of them."""
     has_bias = all(isinstance(layer.bias, Tensor) for layer in layers)
     bias = _in_one([layer.bias for layer in layers]) if has_bias else None
     narrow = [layer.narrow for layer in layers if isinstance(layer, NarrowLinear)]
@@ -224,7 +224,7 @@ def _in_one(parts: list[Tensor]) -> Tensor:
         and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
         for one, other in pairwise(parts)
     )
-    if all(part.is_contiguous() for part in parts) and all(follows):  # Joined by an engine before this one.
+    if all(part.is_contiguous() for part in parts) and all(follows):  # An earlier engine has joined them.
         return first.data.as_strided((count, *first.shape[1:]), first.stride())
     whole = torch.cat([part.data for part in parts])
     begin = 0

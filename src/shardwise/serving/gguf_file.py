@@ -1,7 +1,7 @@
-"""A GGUF file into a transformer of ours: weights dequantised, and its shape from its own entries.
+"""Read a GGUF file into a transformer of ours: dequantised weights, and the shape from the file's metadata.
 
-Of the architectures that such files have, those are read whose tensors are a model of `nets/` name by name. Llama's
-queries and keys lie there with the two numbers of a rotated pair beside each other, which our rotation takes as it is.
+The supported architectures are those whose tensors map to a model of `nets/` name by name. Llama's queries and keys are
+stored there with the two elements of a rotary pair adjacent, which our rotation supports directly.
 """
 
 from pathlib import Path
@@ -15,22 +15,22 @@ from shardwise.nets.transformer import Transformer
 from shardwise.nets.weights import place, weights_of
 from shardwise.serving.assemble import Identity
 
-#: Architectures, and whether pairs lie beside each other.
+#: Supported architectures, and whether rotary pairs are adjacent.
 _INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False}
-#: Our names to theirs, part by part.
+#: Parts of our parameter names, and theirs.
 _PARTS = {
     "embed": "token_embd", "norm": "output_norm", "head": "output", "layers": "blk", "attention_norm": "attn_norm",
     "mlp_norm": "ffn_norm", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
     "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "gate_proj": "ffn_gate", "up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }  # fmt: skip
-#: Modules that their names do not have.
+#: Modules that their names leave out.
 _LEFT_OUT = ("attention", "mlp")
 
 
 @torch.no_grad()
 def read_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> tuple[Transformer, Identity]:
-    """The model of a file with its weights, and what it is."""
+    """Read the model of a file with its weights, and its identity."""
     gguf = _package()
     reader = gguf.GGUFReader(path)
     tensors = {each.name: each for each in reader.tensors}
@@ -62,7 +62,7 @@ def to_theirs(name: str) -> str:
 
 
 def settings_from(reader: Any, tensors: dict[str, Any], path: Path) -> Settings:
-    """The shape of the model of a file."""
+    """Return the shape of a file's model."""
     kind = _find(reader, "general.architecture")
     if kind not in _INTERLEAVED:
         raise ShardwiseError(

@@ -1,7 +1,7 @@
-"""Room for blocks in host memory, pinned where a GPU copies to and from it; handed out and given back.
+"""Places for blocks in host memory, pinned where a GPU copies to and from it.
 
-Copies of a GPU are begun, and nobody waits for them. So a place has the event of its last copy: whoever uses the place
-next waits for that first, a stream on the device, or a thread here. Nothing else keeps copies in order.
+A GPU's copies are asynchronous. Each place therefore keeps the event of its last copy, and the next user of the place
+waits for it first: a stream on the device, or a thread on the host. Nothing else orders copies.
 """
 
 from collections import deque
@@ -11,15 +11,15 @@ import torch
 
 
 class HostPlaces:
-    """`count` places of one size. Any thread may take one, give one back, and wait for one."""
+    """`count` places of one size. Any thread may take one, give one back, or wait for one."""
 
     def __init__(self, count: int, block_bytes: int, *, pinned: bool = False) -> None:
         data = torch.empty(count, block_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned and count > 0)
-        #: One tensor a place: to make one takes as long as to begin its copy.
+        #: One tensor per place: making a view takes as long as launching its copy.
         self.views = data.unbind()
-        #: The event behind which the bytes of a place are what they should be, and nobody reads them any more.
+        #: The event after which the bytes of a place are valid and no copy reads them any more.
         self.last: dict[int, Any] = {}
-        # Whoever was given back first is taken first: its copies are over.
+        # First in, first out: the place that was given back first is the likeliest to have no copy running.
         self._free = deque(range(count))
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class HostPlaces:
         self._free.append(place)
 
     def wait(self, place: int) -> None:
-        """Wait here for the last copy."""
+        """Block the calling thread until the last copy is done."""
         event = self.last.get(place)
         if event is not None:
             event.synchronize()

@@ -1,10 +1,10 @@
-"""The bytes of the KV blocks, and attention over them. A block is one run of bytes, so that one copy moves it.
+"""The bytes of the KV blocks, and attention over them. A block is contiguous, so that one copy moves it.
 
     by heads   a block is [layers, keys and values, heads, tokens, dim]
-    latent     a block is [layers, tokens, short vector and rotated key]: what DeepSeek's attention keeps
+    latent     a block is [layers, tokens, latent vector and rotated key], as in DeepSeek's multi-head latent attention
 
-The modules of `nets/` know nothing of blocks. What they ask of a cache is `extend`, and what they attend with is a
-function that is put on them: both are here, so the same modules are trained and serve.
+The modules of `nets/` know nothing of blocks. They call a cache's `extend`, and attend with a function that is set on
+them. Both are defined here, so the same modules are used for training and serving.
 """
 
 from dataclasses import dataclass
@@ -33,24 +33,24 @@ from shardwise.nets.settings import Heads, Latent, Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """One step's tokens, those of one sequence behind those of the other, and where their keys and values go."""
+    """One step's tokens, the sequences concatenated, and where their keys and values are written."""
 
     tokens: Tensor
     positions: Tensor
-    #: For each token, its block and its place there in one number.
+    #: For each token, block number and offset in the block as one number.
     slots: Tensor
-    #: For each sequence a row of its blocks; filled up with zeros.
+    #: For each sequence a row of its blocks, padded with zeros.
     tables: Tensor
-    #: For each sequence how many of its tokens are in the blocks behind this step; where its tokens begin in `tokens`.
+    #: For each sequence, how many of its tokens are in blocks after this step; and where it begins in `tokens`.
     lengths: list[int]
     starts: list[int]
-    #: The tokens whose logits are wanted.
+    #: Indices of the tokens whose logits are wanted.
     wanted: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Which queries are whose, on the device. The first `num_single` sequences have one each."""
+    """Which queries belong to which sequence, on the device. The first `num_single` sequences have one query each."""
 
     lengths: Tensor
     starts: Tensor
@@ -62,7 +62,7 @@ class Spans:
         self, query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, scale: float, window: int | None, *,
         kernels: bool = True,
     ) -> Tensor:  # fmt: skip
-        """Queries, [queries, heads, dim], over blocks."""
+        """Attend with queries, [queries, heads, dim], over blocks."""
         single, lengths = self.num_single, self.lengths
         options: dict[str, Any] = {"scale": scale, "window": window, "kernels": kernels}
         if not len(self.tiles):
@@ -90,17 +90,17 @@ def spans_of(lengths: list[int], starts: list[int], device: torch.device) -> Spa
 
 
 class KVCache(Protocol):
-    """What a runner needs of a cache."""
+    """The part of a cache that a runner uses."""
 
     data: Tensor
     inputs: Inputs
 
     def attach(self, layer: int, block: Block) -> None:
-        """Make a block of the model write its keys and values here, and attend to them."""
+        """Make a block of the model write its keys and values to this cache, and attend to them."""
 
 
 def block_bytes(settings: Settings, num_layers: int, dtype: torch.dtype, block_size: int, tp: int = 1) -> int:
-    """Of one block, on a rank that has so many layers, and of heads a `tp`-th."""
+    """Return the bytes of one block on a rank with so many layers and 1/`tp` of the heads."""
     sizes = settings.attention
     if isinstance(sizes, Latent):
         return num_layers * block_size * (sizes.kv_rank + sizes.rope_dim) * dtype.itemsize
@@ -116,10 +116,10 @@ def make_cache(
     device: torch.device,
     tp: int = 1,
 ) -> "HeadsCache | LatentCache":
-    """The cache of a rank: its layers, counted from 0, and its heads."""
+    """Make the cache of a rank: its layers, counted from 0, and its heads."""
     size = block_bytes(settings, num_layers, dtype, block_size, tp)
     sizes = settings.attention
-    # Behind a latent cache is a block for what nobody reads.
+    # A latent cache has one more block, for tokens that are padding.
     data = torch.zeros(num_blocks + isinstance(sizes, Latent), size, dtype=torch.uint8, device=device)
     if isinstance(sizes, Heads):
         shape = (num_layers, 2, sizes.num_kv_heads // tp, block_size, sizes.head_dim)
@@ -129,7 +129,7 @@ def make_cache(
 
 
 class _Steps:
-    """A cache while a step runs over it: the step's inputs, and whose queries are whose, where that is asked for."""
+    """A cache during a step: the step's inputs and, where needed, which queries belong to which sequence."""
 
     def __init__(self, data: Tensor, *, has_spans: bool) -> None:
         self.data, self._has_spans = data, has_spans
@@ -147,7 +147,7 @@ class _Steps:
         self.use(inputs, spans)
 
     def use(self, inputs: Inputs, spans: Spans | None) -> None:
-        """Inputs of which it is known whose queries are whose."""
+        """Set inputs whose spans are known already."""
         self._inputs, self._spans = inputs, spans
 
 
@@ -167,7 +167,7 @@ class HeadsCache(_Steps):
         return self._numbers[:, layer, 0], self._numbers[:, layer, 1]
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write this step's, [1, heads, tokens, dim]."""
+        """Write this step's keys and values, [1, heads, tokens, dim]."""
         slots, held = self.inputs.slots, self._numbers[:, layer]
         blocks, places = slots // self._block_size, slots % self._block_size
         held[blocks, 0, :, places] = key[0].transpose(0, 1)
@@ -177,7 +177,7 @@ class HeadsCache(_Steps):
     def _attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float, _: float
     ) -> Tensor:
-        del key, value  # They lie in the blocks, with those of before.
+        del key, value  # They are in the blocks already, with those of earlier tokens.
         inputs, own = self.inputs, query[0].transpose(0, 1)
         if self._spans is not None:
             seen = self._spans.attend(own, *self.layer(layer), inputs.tables, scale, mask.window)
@@ -189,16 +189,17 @@ class HeadsCache(_Steps):
 
 
 class LatentCache(_Steps):
-    """One short vector and one rotated key a token.
+    """One latent vector and one rotated key per token.
 
-    A sequence's only token attends to them as they are. Of the tokens of a prompt there are many for each that is held,
-    so there keys and values of heads are made of what is held, once. The last of the blocks of `numbers` is nobody's.
+    A sequence with a single query attends to the latent vectors directly (weight absorption). A prompt has many queries
+    per cached token, so keys and values by heads are computed once from the cached vectors. The last block of `numbers`
+    belongs to no sequence.
     """
 
     def __init__(self, data: Tensor, numbers: Tensor, rank: int) -> None:
         super().__init__(data, has_spans=True)
         self._numbers, self._rank, self.block_size = numbers, rank, numbers.shape[2]
-        #: The slot of a token that nobody asked for.
+        #: The slot of padding tokens.
         self.nowhere = (len(numbers) - 1) * self.block_size
         self.kernels = True
 
@@ -208,7 +209,7 @@ class LatentCache(_Steps):
         attention.layer, attention.attend_short = layer, partial(self._attend, layer, attention)
 
     def extend(self, layer: int, short: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-        """Write this step's, [1, tokens, rank] and [1, 1, tokens, dim]."""
+        """Write this step's latent vectors, [1, tokens, rank], and rotated keys, [1, 1, tokens, dim]."""
         slots = self.inputs.slots
         row = torch.cat((short[0], turned[0, 0]), dim=-1)
         self._numbers[slots // self.block_size, layer, slots % self.block_size] = row
@@ -219,7 +220,7 @@ class LatentCache(_Steps):
     ) -> Tensor:
         inputs, spans, sizes, held = self.inputs, self._spans, attention.sizes, self._numbers[:, layer]
         assert spans is not None, "a step has inputs"
-        # [heads, key and value, rank]: what makes keys and values of short vectors.
+        # [heads, key and value, rank]: the projection from latent vectors to keys and values.
         unfold = widen(attention.kv_b_proj.weight).view(-1, sizes.nope_dim + sizes.value_dim, self._rank)
         plain, turned = plain[0].transpose(0, 1), turned[0].transpose(0, 1)
         made, single = plain.new_empty(*plain.shape[:2], sizes.value_dim), spans.num_single

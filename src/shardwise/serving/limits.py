@@ -1,4 +1,4 @@
-"""What an engine may take, and how many KV blocks that leaves room for."""
+"""Limits on the memory of an engine, and the number of KV blocks that fit."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,34 +12,34 @@ from shardwise.nets.settings import Settings
 from shardwise.serving.tier_store import TierBytes
 from shardwise.units import format_bytes
 
-#: Of what a GPU has free when weights are in, this much may be taken; of a host's memory less, which others need too.
+#: The share of a GPU's free memory, after weights, that may be taken; of host memory less, which others need too.
 _SHARE = {"cuda": 0.92, "cpu": 0.25}
-#: More than this no laptop should give without being asked.
+#: The most host memory that is taken unless the user asks for more.
 _MOST_ON_CPU = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What an engine may take. None: as much as is sensible here."""
+    """Limits of an engine. None: a sensible default for this machine."""
 
     kv_bytes: int | None = None
     max_length: int | None = None
     block_size: int = 16
-    #: Tokens of one step, and sequences.
+    #: The most tokens in one step, and sequences.
     token_budget: int | None = None
     max_running: int | None = None
-    #: For blocks that had to leave the cache: host memory, and files in a folder.
+    #: Tiers for blocks that were evicted from the cache: host memory, and files in a folder.
     host_bytes: int = 0
     file_bytes: int = 0
     kv_folder: Path | None = None
-    #: Whether a block is reloaded only where that was measured to be faster than computing it.
+    #: Whether to reload a block only where measurements say that it is faster than recomputing it.
     measured: bool = True
-    #: Weights of layers in fewer bits: "fp8" or "int4".
+    #: Quantisation of the layers' weights: "fp8" or "int4".
     weights: str | None = None
 
     def __post_init__(self) -> None:
         if bool(self.file_bytes) != (self.kv_folder is not None):
-            # Without a budget the files of an earlier start would go; without a folder a budget is for nothing.
+            # Without a budget, files of an earlier start would be removed; without a folder, a budget is meaningless.
             raise ShardwiseError(
                 f"KV blocks have {format_bytes(self.file_bytes)} of files, in "
                 + ("no folder" if self.kv_folder is None else f"the folder {self.kv_folder}"),
@@ -51,14 +51,14 @@ class Limits:
         return bool(self.host_bytes) or self.kv_folder is not None
 
     def tiers(self, rank: int = 0, num_ranks: int = 1) -> TierBytes:
-        """What one of so many ranks may hold beneath its cache; each has files of its own."""
+        """Return what one of `num_ranks` ranks may hold in the tiers below its cache; each has its own files."""
         folder = self.kv_folder if self.kv_folder is None or num_ranks == 1 else self.kv_folder / f"rank-{rank}"
         return TierBytes(
             host_bytes=self.host_bytes // num_ranks, file_bytes=self.file_bytes // num_ranks, folder=folder
         )
 
     def of_replica(self, replica: int, num_replicas: int) -> "Limits":
-        """What one of so many replicas may take: its part of every budget, and files of its own."""
+        """Return the limits of one of `num_replicas` replicas: its share of every budget, and its own files."""
         if num_replicas == 1:
             return self
         return replace(
@@ -70,29 +70,29 @@ class Limits:
         )
 
     def length(self, settings: Settings, num_blocks: int) -> int:
-        """The most tokens that a sequence can have."""
+        """Return the most tokens that a sequence can have."""
         return min(self.max_length or settings.length, settings.length, num_blocks * self.block_size)
 
     def of_device(self, device: torch.device) -> tuple[int, int]:
-        """The tokens of one step, and the most sequences in it."""
+        """Return the most tokens of one step, and the most sequences in it."""
         budget = self.token_budget or (8192 if device.type == "cuda" else 512)
         return budget, self.max_running or min(budget, 256 if device.type == "cuda" else 64)
 
 
 def device_name(device: torch.device) -> str:
-    """What a device is called by whoever made it."""
+    """Return the vendor's name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else environment.processor_name()
 
 
 def free_bytes(device: torch.device) -> int:
-    """What is free on a device, weights being there already, and may be taken."""
+    """Return how many free bytes of a device may be taken, with weights loaded already."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * _SHARE["cuda"])
     return min(int(available_bytes() * _SHARE["cpu"]), _MOST_ON_CPU)
 
 
 def reserve_bytes(settings: Settings, token_budget: int, max_running: int, dtype: torch.dtype) -> int:
-    """What a step holds at its fullest beside weights and blocks, roughly: the widest rows of a layer, and logits."""
+    """Estimate a step's peak memory beside weights and blocks: the widest activations of a layer, and logits."""
     widest = 4 * settings.width + 3 * max(settings.mlp.width, settings.width)
     if settings.mixture is not None:
         widest += 3 * settings.mixture.num_chosen * (settings.mixture.width + settings.width)
@@ -100,7 +100,7 @@ def reserve_bytes(settings: Settings, token_budget: int, max_running: int, dtype
 
 
 def count_blocks(limits: Limits, size: int, free: int, longest: int) -> int:
-    """How many blocks of so many bytes there is room for: one sequence of the greatest length at least."""
+    """Return how many blocks of `size` bytes fit; at least enough for one sequence of the greatest length."""
     asked = free if limits.kv_bytes is None else limits.kv_bytes
     num_blocks = asked // size
     wanted = -(-min(limits.max_length or 1, longest) // limits.block_size)

@@ -1,4 +1,4 @@
-"""A model to an engine that answers: read, put on its device, and given as many KV blocks as there is room for."""
+"""Load a model into an engine: read it, put it on its device, and allocate as many KV blocks as fit."""
 
 from pathlib import Path
 
@@ -40,13 +40,13 @@ def load_engine(
     cluster: str | None = None,
     seed: int | None = None,
 ) -> LLMEngine | Replicas:
-    """The engine of a model: a Hugging Face folder, a run of `shardwise train` (the newest, if none is named), a GGUF
-    file, or a catalogue's name with `random_weights`.
+    """Load the engine of a model: a Hugging Face folder, a run of `shardwise train` (by default the newest), a GGUF
+    file, or a name of the catalogue with `random_weights`.
 
-    `kv_bytes` is for the cache; by default what is free on a GPU, and on a host a quarter of it, 4 GiB at most. Without
-    a plan all GPUs are used, as the planner finds best for a `goal`, "tokens" or "latency"; without GPUs one process
-    computes. `weights` keeps those of layers in fewer bits, "fp8" or "int4". `cluster` is a file of `shardwise probe`,
-    or a name: ranks sit on its devices where what they send takes least.
+    `kv_bytes` is the size of the cache; by default the free memory of a GPU, or a quarter of a host's, at most 4 GiB.
+    Without a plan all GPUs are used, as the planner finds best for a `goal`, "tokens" or "latency"; without GPUs one
+    process computes. `weights` quantises the layers' weights to "fp8" or "int4". `cluster` is a file of `shardwise
+    probe` or a name: ranks are placed on its devices so that their communication takes least time.
     """
     if goal not in GOALS:
         raise unknown("goal", goal, GOALS)
@@ -84,7 +84,7 @@ def _load_here(
     source: str, device: torch.device, limits: Limits, *, random_weights: bool, dtype: torch.dtype | None,
     seed: int | None,
 ) -> LLMEngine:  # fmt: skip
-    """On one device. A GPU's kernels are compiled meanwhile, as soon as the model's shape is known."""
+    """Load on one device. A GPU's kernels compile meanwhile, as soon as the model's shape is known."""
     is_gpu, warm_up = device.type == "cuda", None
     shape = find_shape(source, random_weights=random_weights, dtype=dtype, device=device) if is_gpu else None
     if shape is not None:

@@ -1,7 +1,7 @@
-"""Layers whose weights are of fewer bits, fp8 or int4: kept so, and read so by products (`kernels/narrow.py`).
+"""Layers with quantised ("narrow") weights, fp8 or int4: stored so, and read so by matmuls (`kernels/narrow.py`).
 
-Activations, embeddings, norms, biases and the head stay as they are. Experts are made wide when they are used, all of
-them in every step: on a GPU that saves memory and costs time.
+Activations, embeddings, norms, biases and the head keep their precision. Experts are dequantised when they are used,
+all of them in every step: on a GPU that saves memory and costs time.
 """
 
 import torch
@@ -17,7 +17,7 @@ from shardwise.nets.transformer import Transformer
 
 
 class Narrow(nn.Module):
-    """One weight, [..., inputs], narrow."""
+    """One quantised weight, [..., inputs]."""
 
     codes: Tensor
     scales: Tensor
@@ -37,7 +37,7 @@ class Narrow(nn.Module):
 
 
 class NarrowLinear(nn.Module):
-    """A linear layer whose weight is narrow."""
+    """A linear layer with a quantised weight."""
 
     def __init__(self, linear: nn.Linear, kind: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class NarrowLinear(nn.Module):
 
 
 class NarrowExperts(nn.Module):
-    """Experts whose three weights, [experts, in, out], are narrow along their inputs."""
+    """Experts whose three weights, [experts, in, out], are quantised along their inputs."""
 
     def __init__(self, experts: Experts, kind: str) -> None:
         super().__init__()
@@ -74,15 +74,15 @@ class NarrowExperts(nn.Module):
 
 
 def check_kind(kind: str | None) -> None:
-    """Refuse a name that is not known."""
+    """Refuse an unknown kind."""
     if kind is not None and kind not in KINDS:
         raise unknown("weights", kind, KINDS)
 
 
 @torch.no_grad()
 def narrow(model: Transformer, kind: str | None, *, is_rehearsed: bool = False) -> None:
-    """Make the weights of all layers narrow, in place. What a rank does not have (on the meta device) stays as it is,
-    unless all of it is rehearsed."""
+    """Quantise the weights of all layers in place. Weights that this rank does not have (on the meta device) are left
+    alone, unless `is_rehearsed` says that the whole model is on the meta device."""
     if kind is None:
         return
     for module in [each for layer in model.layers for each in layer.modules()]:
@@ -92,11 +92,11 @@ def narrow(model: Transformer, kind: str | None, *, is_rehearsed: bool = False) 
             elif isinstance(child, Experts) and (is_rehearsed or not child.gate_proj.is_meta):
                 setattr(module, name, NarrowExperts(child, kind))
     if model.embed.weight.is_cuda:
-        torch.cuda.empty_cache()  # What wide weights took is for KV blocks, which are counted from what is free.
+        torch.cuda.empty_cache()  # Return the freed memory: KV blocks are counted from what is free.
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Of all weights that are here, narrow ones by their number."""
+    """Count the parameters that are on this rank, quantised ones by their number of elements."""
     plain = sum(each.numel() for each in model.parameters() if not each.is_meta)
     return plain + sum(each.shape.numel() for each in model.modules() if isinstance(each, Narrow))
 

@@ -1,6 +1,6 @@
-"""What a step needs from the host, in one run of whole numbers: one small copy to the device.
+"""Pack what a step needs from the host into one array of integers: one small copy to the device.
 
-Tables of blocks are kept as rows of one array from step to step: most steps give a sequence no new block.
+Block tables are kept as rows of one array from step to step, because most steps give a sequence no new block.
 """
 
 from collections.abc import Sequence as Several
@@ -16,16 +16,16 @@ Whole = npt.NDArray[np.int32]
 
 
 class Tables:
-    """The blocks of sequences, a row for each; rows of those who are gone are used again."""
+    """The block tables of sequences, one row each; rows of sequences that have ended are reused."""
 
     def __init__(self, num_rows: int, width: int) -> None:
         self.rows: Whole = np.zeros((num_rows, width), np.int32)
         self._free = list(range(num_rows - 1, -1, -1))
-        #: Of each sequence: its row, the how-many-th admission it is of, and how many blocks are in it.
+        #: For each sequence: its row, the number of its admission, and how many blocks the row has.
         self._held: dict[Sequence, tuple[int, int, int]] = {}
 
     def row_of(self, sequence: Sequence) -> int:
-        """Its row, up to date."""
+        """Return the row of a sequence, updated."""
         row, num_begun, count = self._held.get(sequence) or (self._take(), -1, 0)
         blocks = sequence.blocks
         if num_begun != sequence.num_begun:
@@ -44,7 +44,7 @@ class Tables:
 
 
 def packed_sampling_of(sequence: Sequence) -> tuple[int, ...]:
-    """How its tokens are drawn, in the order of `step_inputs.py`; made once."""
+    """Return a sequence's sampling parameters in the order of `step_inputs.py`; computed once."""
     if not sequence.packed_sampling:
         sampling = sequence.request.sampling
         one, two = np.array(make_key(sequence.seed), np.uint32).view(np.int32).tolist()
@@ -54,7 +54,7 @@ def packed_sampling_of(sequence: Sequence) -> tuple[int, ...]:
 
 
 def has_cuts(sequences: Several[Sequence]) -> bool:
-    """Whether any of them leaves words out."""
+    """Whether any of them restricts the vocabulary (top-k, top-p or min-p)."""
     for sequence in sequences:
         sampling = sequence.request.sampling
         if sampling.temperature and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
@@ -63,13 +63,13 @@ def has_cuts(sequences: Several[Sequence]) -> bool:
 
 
 def token_at(sequence: Sequence, place: int) -> int:
-    """A token, or which row of the step under way draws it, as -1 - row."""
+    """Return a token, or -1 - row if the step in flight samples it in that row."""
     token = sequence.tokens[place]
     return token if token >= 0 else -1 - sequence.row
 
 
 def pack_singles(pieces: Several[Piece], tables: Tables, block_size: int) -> Whole:
-    """A decode step: one token of each sequence. See `kernels/step_inputs.py`."""
+    """Pack a decode step: one token of each sequence. See `kernels/step_inputs.py`."""
     count = len(pieces)
     width = max(piece.start for piece in pieces) // block_size + 1
     packed: Whole = np.empty(HEADER + count * (FIELDS + width), np.int32)

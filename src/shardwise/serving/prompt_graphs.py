@@ -1,12 +1,12 @@
-"""Steps with prompts in them: what lies between two attentions is a CUDA graph.
+"""Steps that contain prompts: everything between two attentions is one CUDA graph (a piece).
 
     embed ─ [ norm, q k v ] ─ attention ─ [ o, norm, gate, up, down, norm, q k v ] ─ attention ─ ... ─ [ o, ..., down ]
              piece 0                       piece 1                                                      the last piece
 
-A kernel that Python begins takes tens of microseconds of the host, and a layer has nine of them: without graphs a step
-with a short prompt takes as long as one with thousands of tokens. Attention stays outside: how it is cut into programs
-hangs on whose tokens the step has. A graph has a fixed number of tokens, the next larger of `SIZES`; rows that are left
-over compute something that nobody reads. Pieces are captured for a size that has come `PATIENCE` times.
+Launching a kernel from Python takes the host tens of microseconds, and a layer has nine kernels: without graphs a step
+with a short prompt takes as long as one with thousands of tokens. Attention stays outside, because its grid depends on
+the sequences in the step. A graph has a fixed number of tokens, the next larger of `SIZES`; the results of padding rows
+are not read. Pieces are captured for a size that has come `PATIENCE` times.
 """
 
 import warnings
@@ -20,16 +20,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-#: Tokens of a step. Beyond the largest the GPU has enough to do while Python begins the next kernel.
+#: Tokens of a step. Above the largest size the GPU is busy while Python launches the next kernel.
 SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)
 PATIENCE = 2
 
-#: A piece by its number, of what it is given and of the residual: what comes out of both.
+#: Runs a piece, by its number, on its input and the residual, and returns both updated.
 RunPiece = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 class Pieces(Protocol):
-    """Layers, cut between attentions."""
+    """Layers that are cut between attentions."""
 
     num_pieces: int
 
@@ -37,7 +37,7 @@ class Pieces(Protocol):
 
 
 class Capture:
-    """Turns work into something that does it again; the graphs share their memory, as they run one after the other."""
+    """Captures work and returns a function that replays it. The graphs share memory, as they run one after another."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -52,11 +52,11 @@ class Capture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    """All pieces of one size. The first is given hidden states, the others what attention has seen."""
+    """All pieces of one size. The input of the first is hidden states, that of the others the output of attention."""
 
     hidden: Tensor
     seen: Tensor
-    #: What a piece gives to attention; and what the last one gives, with the residual.
+    #: The output of a piece for attention; and the output of the last piece, with the residual.
     product: Tensor
     last: tuple[Tensor, Tensor]
     replays: list[Callable[[], None]]
@@ -66,7 +66,7 @@ class _Captured:
             (self.seen if number else self.hidden)[:num_tokens].copy_(given)
             self.replays[number]()
             if number + 1 < len(self.replays):
-                return self.product[:num_tokens], self.product  # The next graph knows where the residual lies.
+                return self.product[:num_tokens], self.product  # The next graph has the residual's address captured.
             hidden, residual = self.last
             return hidden[:num_tokens], residual[:num_tokens]
 
@@ -74,8 +74,8 @@ class _Captured:
 
 
 class PromptGraphs:
-    """Who runs the pieces of a step with so many tokens. It does not hold the layers, which hold it: what nobody uses
-    any more is to go at once, not when Python looks for circles."""
+    """Chooses how to run the pieces of a step. It does not reference the layers, which reference it: without a cycle,
+    unused layers are freed at once, not when the garbage collector runs."""
 
     def __init__(self, *, width: int, seen_width: int, like: Tensor, capture: Any = None) -> None:
         self._widths, self._like = (width, seen_width), like
@@ -97,14 +97,14 @@ class PromptGraphs:
     def _try_to_capture(self, pieces: Pieces, size: int) -> None:
         try:
             self._captured[size] = self._capture_all(pieces, size)
-        except Exception as error:  # Whatever a layer does that no graph can hold: steps go on without.
+        except Exception as error:  # A layer may do anything that cannot be captured: run without graphs.
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             warnings.warn(f"steps with prompts run without CUDA graphs ({reason})", stacklevel=2)
             self._is_on = False
 
     def _capture_all(self, pieces: Pieces, size: int) -> _Captured:
         hidden, seen = (self._like.new_zeros(size, width) for width in self._widths)
-        # Once as it is: kernels are compiled, and libraries choose theirs, outside of the graphs.
+        # Warm-up: kernels compile, and libraries choose theirs, outside of the graphs.
         product, residual = pieces.run_piece(0, hidden, None)
         held = torch.empty_like(product)
         for number in range(1, pieces.num_pieces):
@@ -116,7 +116,7 @@ class PromptGraphs:
             given, before = (seen, between[0]) if number else (hidden, None)
             found = pieces.run_piece(number, given, before)
             between[0] = found[1]
-            # One place for all products: that of each layer would be held for good.
+            # One buffer for the products of all pieces: one per layer would be held permanently.
             if number + 1 < pieces.num_pieces:
                 held.copy_(found[0])
             else:

@@ -1,8 +1,8 @@
 """A model over many ranks: every step goes to all of them, and logits come back from the last stage.
 
-    engine (no weights) --inputs--> rank 0 .. n-1, each its part of the model and of every KV block --> logits
+    engine (no weights) --inputs--> rank 0 .. n-1, each with its shard of the model and of every KV block --> logits
 
-With stages, the sequences of a step are dealt into as many batches as there are stages, so that all of them work:
+With pipeline stages, the sequences of a step are split into as many batches as there are stages, to keep all busy:
 
     stage 0   a  b
     stage 1      a  b
@@ -36,13 +36,13 @@ from shardwise.serving.shards import Shard, connect, make_shard, shard_waits
 from shardwise.serving.sources import read_source
 from shardwise.serving.tier_store import TierBytes, make_store
 
-#: How long ranks have to end after one of them has: whoever asked is told within 5 s.
+#: How long the other ranks have to end after one has failed: clients are answered within 5 s.
 _GRACE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What ranks are told: where weights are, and how they are cut."""
+    """The model as ranks need it: where its weights are, and how they are sharded."""
 
     source: str
     random_weights: bool
@@ -53,24 +53,24 @@ class Model:
 
 
 def ranks_for(shard: Shard, variables: Mapping[str, str]) -> Ranks:
-    """The processes of one replica."""
+    """Start the processes of one replica."""
     return Ranks(shard.num_ranks, variables=variables, grace_seconds=_GRACE_SECONDS)
 
 
 def layers_by_speed(ranks: Ranks, settings: Settings, shard: Shard, dtype: torch.dtype) -> tuple[int, ...]:
-    """Layers of each stage by what its slowest rank reads in a second, and by the room of its fullest."""
+    """Return the layers of each stage, by the read bandwidth of its slowest rank and the memory of its fullest."""
     measured, size = ranks.run(_measure), shard.tp * shard.ep
     stages = [measured[first : first + size] for first in range(0, shard.num_ranks, size)]
     every = [(name, shape) for name, shape in shapes_of(settings).items() if name.startswith("layers.")]
     layer_bytes = sum(prod(shape) for _, shape in every) * dtype.itemsize / settings.num_layers / size
     speeds = [min(speed for speed, _ in stage) for stage in stages]
-    # A fifth at least is left for keys and values.
+    # At least a fifth is left for keys and values.
     rooms = [0.8 * min(room for _, room in stage) for stage in stages]
     return deal_layers(settings.num_layers, speeds, rooms, layer_bytes)
 
 
 def _measure() -> tuple[float, float]:
-    """Bytes a second that this rank copies, and bytes that it has free. Decoding is bound by reading weights."""
+    """Measure this rank's copy bandwidth in bytes/s, and its free bytes. Decoding is bound by reading weights."""
     device = _device()
     held = torch.ones(2**26 if device.type == "cuda" else 2**23, device=device)
     best = torch.inf
@@ -92,16 +92,16 @@ class RankedRunner:
 
     def __init__(self, model: Model, ranks: Ranks, *, is_owner: bool) -> None:
         self._model, self.ranks, self._is_owner = model, ranks, is_owner
-        #: Of each rank: bytes that are free for blocks, bytes of its weights, and their number.
+        #: For each rank: bytes free for blocks, bytes of its weights, and number of its parameters.
         self.rooms: list[tuple[int, int, int]] = self.ranks.run(_load, model)
         self._blocks: tuple[int, int, Several[TierBytes]] | None = None
-        #: Blocks that leave the caches of all ranks before their next step, with their names.
+        #: Blocks that all ranks evict from their caches before the next step, with their names.
         self._evicted: list[tuple[int, bytes]] = []
-        #: Of the last step: how long each rank computed, without what it waited for others. On GPUs it is not known.
+        #: For each rank, the compute time of the last step, without waiting for other ranks. 0 on GPUs: not measured.
         self.rank_seconds: list[float] = []
 
     def allocate(self, num_blocks: int, block_size: int, tiers: Several[TierBytes] = ()) -> None:
-        """Give every rank its part of so many blocks, and what may lie beneath them."""
+        """Allocate each rank's part of the blocks, and the tiers below them."""
         self._blocks = num_blocks, block_size, tiers
         self.ranks.run(_allocate, *self._blocks)
 
@@ -109,7 +109,7 @@ class RankedRunner:
         self._evicted.append((block, name))
 
     def ask_tiers(self, what: str, *given: Any) -> list[Any]:
-        """Call a method of the tiers of every rank, behind the evictions so far."""
+        """Call a method of every rank's tiers, after the evictions so far."""
         return self.ranks.run(_ask_tiers, what, given, self._take_evicted())
 
     def _take_evicted(self) -> list[tuple[int, bytes]]:
@@ -120,7 +120,7 @@ class RankedRunner:
         self.ranks.check()
 
     def recover(self) -> None:
-        """New ranks, which read their weights again: the first that fails has ended all of them."""
+        """Load weights and allocate blocks again, on new ranks: when one rank fails, all of them end."""
         assert self._blocks is not None, "ranks that have served have blocks"
         self._evicted.clear()
         self.ranks.run(_load, self._model)
@@ -141,7 +141,7 @@ class RankedRunner:
 
 
 def deal(inputs: Inputs, count: int) -> list[Inputs]:
-    """The sequences of a step in at most `count` batches of about as many tokens, in their order."""
+    """Split the sequences of a step, in order, into at most `count` batches with about equal numbers of tokens."""
     num_sequences, total = len(inputs.lengths), inputs.starts[-1]
     bounds = [0]
     for number in range(1, count):
@@ -152,7 +152,7 @@ def deal(inputs: Inputs, count: int) -> list[Inputs]:
 
 
 def _some(inputs: Inputs, begin: int, end: int) -> Inputs:
-    """The sequences from `begin` to `end`."""
+    """Return the inputs of the sequences from `begin` to `end`."""
     first, last = inputs.starts[begin], inputs.starts[end]
     wanted = inputs.wanted[(inputs.wanted >= first) & (inputs.wanted < last)] - first
     return Inputs(
@@ -166,7 +166,7 @@ def _some(inputs: Inputs, begin: int, end: int) -> Inputs:
     )
 
 
-#: What this process has as a rank: its model first, then its part of the model over its cache.
+#: The state of this process as a rank: its model first, then its part of the model over its cache.
 _HELD: dict[str, Any] = {}
 
 
@@ -175,7 +175,7 @@ def _load(model: Model) -> tuple[int, int, int]:
     size = shard.tp * shard.ep
     group = None
     if 1 < size < shard.num_ranks:
-        for first in range(0, shard.num_ranks, size):  # Every rank makes all groups, in one order.
+        for first in range(0, shard.num_ranks, size):  # Every rank must create all groups, in the same order.
             made = dist.new_group(list(range(first, first + size)))
             group = made if first <= shard.rank < first + size else group
     device = _device()
@@ -244,7 +244,7 @@ def _step(batches: Several[Inputs], evicted: Several[tuple[int, bytes]] = ()) ->
             made.append(output)
         else:
             dist.send(output.contiguous(), shard.rank + size)
-    # As an array: torch would send a tensor by shared memory, whose file somebody has to keep open.
+    # Return a NumPy array: torch would send a tensor through shared memory, whose file would have to be kept open.
     seconds = 0.0 if device.type == "cuda" else seconds - (shard_waits.seconds - waited)
     return torch.cat(made).float().cpu().numpy() if part.is_last and shard.inner == 0 else None, seconds
 

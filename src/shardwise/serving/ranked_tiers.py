@@ -1,7 +1,7 @@
-"""Tiers beneath the caches of many ranks: each keeps its own part of every block, in its own memory and files.
+"""Tiers below the caches of many ranks: each rank keeps its own part of every block, in its own memory and files.
 
-All ranks are told the same in the same order, so the same blocks lie on the same tiers everywhere. What leaves is told
-with the next step; what comes back is asked for, and counts up to the first block that one of the ranks does not have.
+All ranks get the same operations in the same order, so the same blocks are in the same tiers everywhere. Evictions are
+sent with the next step. A reload asks all ranks, and counts up to the first block that any rank does not have.
 """
 
 from collections.abc import Sequence
@@ -15,24 +15,24 @@ from shardwise.serving.tiers import Tiers
 def make_ranked_tiers(
     runner: RankedRunner, sizes: Sequence[int], given: Sequence[TierBytes], pool: BlockPool, *, measured: bool
 ) -> Tiers:
-    """Tiers of ranks whose parts of a block have these sizes, and which may hold so much."""
+    """Make the tiers of ranks whose parts of a block have these sizes, with these limits."""
     num_host_blocks = min(each.host_bytes // size for each, size in zip(given, sizes, strict=True))
     return Tiers(RankedTiers(runner, sum(sizes), num_host_blocks), pool, measured=measured)
 
 
 class RankedTiers:
-    """The store of `Tiers` over a runner of ranks. `block_bytes` are of a block on all of them."""
+    """The store of `Tiers` over a runner of ranks. `block_bytes` counts a block on all of them."""
 
     def __init__(self, runner: RankedRunner, block_bytes: int, num_host_blocks: int) -> None:
         self._runner, self.block_bytes, self._num_host_blocks = runner, block_bytes, num_host_blocks
-        #: Names that may lie beneath: those in files from before, and all that went there. Others are not asked for.
+        #: Names that may be in a tier: those in files of earlier runs, and all that were evicted. Others are misses.
         self._known = set[bytes]().union(*runner.ask_tiers("file_names"))
         self._num_put = 0
         self._block_seconds: float = max(runner.ask_tiers("least_seconds", 1))
 
     @property
     def copies_beside(self) -> bool:
-        """What leaves is told with the next step: nothing is gained by telling it sooner."""
+        """False: evictions are sent with the next step, so writing ahead gains nothing."""
         return False
 
     @property
@@ -48,8 +48,8 @@ class RankedTiers:
             return []
         found: list[list[str]] = self._runner.ask_tiers("tiers_of", list(names[:num_known]))
         shortest = min(found, key=len)
-        self._known.difference_update(names[len(shortest) : num_known][:1])  # It has left the last of the tiers.
-        # The slower tier counts, where a disk of one of them has failed.
+        self._known.difference_update(names[len(shortest) : num_known][:1])  # It has left the lowest tier.
+        # The slower tier counts if ranks differ, as they do after one rank's disk has failed.
         return ["host" if all(each[place] == "host" for each in found) else "files" for place in range(len(shortest))]
 
     def put(self, block: int, name: bytes) -> bool:
@@ -60,20 +60,20 @@ class RankedTiers:
         return is_new
 
     def let_go(self, block: int) -> None:
-        """Ranks let a block go when they are told that it is evicted."""
+        """Nothing to do: ranks let a block go when they get its eviction."""
 
     def bring(self, wanted: Sequence[tuple[bytes, int]], within: tuple[float, float] | None = None) -> int:
         found: list[int] = self._runner.ask_tiers("bring", list(wanted), within)
         return min(found)
 
     def begin(self) -> None:
-        """Ranks do before each step."""
+        """Nothing to do: ranks do this before each step."""
 
     def fence(self) -> None:
-        """Ranks do before each step."""
+        """Nothing to do: ranks do this before each step."""
 
     def settle(self) -> None:
-        """Nothing leaves but what ranks let go."""
+        """Nothing to do: only blocks that ranks have let go are being copied."""
 
     def least_seconds(self, num_blocks: int) -> float:
         return num_blocks * self._block_seconds
@@ -87,7 +87,7 @@ class RankedTiers:
         self._runner.ask_tiers("stop_prefetch", list(names))
 
     def flush(self) -> None:
-        if self._runner.ranks.process_ids:  # After a failure there is nothing to be kept.
+        if self._runner.ranks.process_ids:  # After a failure there is nothing to flush.
             self._runner.ask_tiers("flush")
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
-"""Several engines behind one: a request goes where most of its beginning is cached, else where least is to be done.
+"""Several engines behind one interface: a request goes to the replica that has most of its prefix cached; among equals,
+to the one with the least work.
 
-A replica that fails takes its own requests with it and no others. It is brought back beside the ones that answer:
+When a replica fails, only its own requests fail. It recovers while the others answer:
 
     up --its step raises, or a rank of it is gone--> away --recovered, in a thread of its own--> up
 
-Each replica steps in a thread of its own, and none waits for another: a long prompt in one, or a slower device, holds
-up its own requests alone. What is to be told to one that is in a step is told before its next.
+Each replica steps in a thread of its own and waits for no other: a long prompt or a slower device delays only its own
+requests. Messages to a replica in a step are delivered before its next step.
 """
 
 import threading
@@ -18,7 +19,7 @@ from shardwise.serving.blocks import first_name, next_name
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.request import Load, Request, Token, check, describe
 
-#: Between two tries to bring a replica back.
+#: Seconds between two attempts to recover a replica.
 _PAUSE_SECONDS = 1.0
 
 
@@ -27,7 +28,7 @@ class AllAwayError(Exception):
 
 
 class Replicas:
-    """Engines of the same model, each with its own cache. `step` gives the tokens of those whose step is done."""
+    """Engines of the same model, each with its own cache. `step` returns the tokens of replicas whose step is done."""
 
     def __init__(self, engines: Sequence[LLMEngine]) -> None:
         self.engines = list(engines)
@@ -40,10 +41,10 @@ class Replicas:
         )
         self._homes: dict[str, LLMEngine] = {}
         self._told: list[Token] = []
-        #: Of those that are in a step: its tokens; and what they are to be told behind it.
+        #: The running step of each replica that is in one; and calls to deliver before the next step.
         self._steps: dict[LLMEngine, Future[list[Token]]] = {}
         self._later: dict[LLMEngine, list[Callable[[], None]]] = {each: [] for each in self.engines}
-        #: Of those that are away: why, and whether they are back.
+        #: For each replica that is away: the reason, and its recovery.
         self._away: dict[LLMEngine, tuple[str, Future[None]]] = {}
         self._is_closing = threading.Event()
         self._threads = ThreadPoolExecutor(2 * len(self.engines))
@@ -67,7 +68,7 @@ class Replicas:
         )
 
     def step(self) -> list[Token]:
-        """Let those begin a step that are in none, and wait for the first that is done."""
+        """Begin a step on every idle replica, and wait for the first step that is done."""
         for engine in self._up():
             if engine not in self._steps:
                 for tell in self._later[engine]:
@@ -105,7 +106,7 @@ class Replicas:
         self._up()
 
     def recover(self) -> None:
-        """Each that is away is being brought back already: one is enough to answer."""
+        """Reset the replicas that are up. Those that are away are recovering already; one is enough to answer."""
         wait(self._steps.values())
         for waiting in (self._homes, self._told, self._steps):
             waiting.clear()
@@ -114,12 +115,12 @@ class Replicas:
 
     def close(self) -> None:
         self._is_closing.set()
-        self._threads.shutdown()  # Waits for their steps.
+        self._threads.shutdown()  # Waits for running steps.
         for each in self.engines:
             each.close()
 
     def _up(self) -> list[LLMEngine]:
-        """Those that answer, with those that have come back."""
+        """Return the replicas that answer, including those that have just recovered."""
         for engine, (_, coming) in list(self._away.items()):
             if coming.done():
                 del self._away[engine]
@@ -162,6 +163,6 @@ class Replicas:
         return num_found if engine.tiers is None else num_found + engine.tiers.store.count_known(names[num_found:])
 
     def _num_to_do(self, engine: LLMEngine) -> int:
-        """Tokens to compute, with those who are on their way to it counted by their number."""
+        """Return the tokens to compute; a request that is not delivered yet counts as one."""
         there = (*engine.scheduler.running, *engine.scheduler.waiting)
         return sum(each.num_left + 1 for each in there) + len(self._later[engine])

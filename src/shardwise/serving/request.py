@@ -1,7 +1,7 @@
-"""What is asked of the engine, and what comes back of it, one token after the other. No tensors, no text.
+"""What clients of the engine send, and what it returns token by token. No tensors, no text.
 
-The HTTP side makes a `Request` from what a client sent (its text is tokens by then), and turns each `Token` back into
-text. The engine knows neither of them.
+The HTTP side makes a `Request` (tokens, not text) from what a client sent, and turns each `Token` back into text. The
+engine knows nothing of HTTP or text.
 """
 
 from collections.abc import Mapping
@@ -11,30 +11,30 @@ from typing import Any, Literal, Protocol
 from shardwise.errors import ShardwiseError
 from shardwise.units import counted
 
-#: Why a sequence ended: a token that ends it, as many tokens as it may have, a guide that allows nothing more (its last
-#: token is part of the text), whoever asked is gone, or who computed it.
+#: Why a sequence ended: a stop token, the token limit, a guide that allows nothing more (its last token is part of the
+#: text), a client that left, or a failure of the engine.
 Finish = Literal["stop", "length", "complete", "cancelled", "failed"]
 
 
 class Guide(Protocol):
-    """What narrows the next token of one sequence, such as a grammar."""
+    """Restricts the next token of one sequence, such as a grammar."""
 
     def allowed(self) -> Any:
-        """A row of booleans over the vocabulary: tokens that may come next."""
+        """Return a row of booleans over the vocabulary: the tokens that may come next."""
 
     def advance(self, token: int) -> None:
-        """This token came."""
+        """Advance by the token that was sampled."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing may follow what came so far."""
+        """Whether nothing may follow the tokens so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn. A temperature of 0 takes the likeliest, and a tie goes to the lower number.
+    """How the next token is sampled. A temperature of 0 takes the most likely token; a tie goes to the lower number.
 
-    `top_k=0` and `top_p=1` leave nothing out. A `seed` gives the same tokens whatever else is computed with them.
+    `top_k=0` and `top_p=1` exclude nothing. A `seed` gives the same tokens whatever else is in the batch.
     """
 
     max_tokens: int
@@ -50,7 +50,7 @@ class Sampling:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
-    #: How many of the likeliest tokens are told with their log-probabilities; none: not even the token's own.
+    #: How many of the most likely tokens to return with log-probabilities. None: not even the sampled token's own.
     logprobs: int | None = None
     #: The same for every token of the prompt but the first (`echo`, perplexity).
     prompt_logprobs: int | None = None
@@ -59,20 +59,20 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt to be continued. Lower `priority` comes first. Beginnings are shared among requests of one `salt`."""
+    """A prompt to be continued. Lower `priority` comes first. Prefixes are shared among requests with one `salt`."""
 
     id: str
     prompt: tuple[int, ...]
     sampling: Sampling
     priority: int = 0
     salt: str = ""
-    #: When it was asked for, by `time.monotonic`, where it waited before the engine.
+    #: When it was received, by `time.monotonic`, if it waited before the engine.
     asked_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """A token's log-probability before temperature and cuts, and those of the likeliest, most likely first."""
+    """A token's log-probability before temperature and cuts, and those of the most likely tokens, highest first."""
 
     token: int
     logprob: float
@@ -81,22 +81,22 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """One step's news of a request. With `finish` it is the last; a cancelled or failed request's has no token."""
+    """One step's result for a request. With `finish` it is the last; if cancelled or failed, it has no token."""
 
     request: str
     token: int | None
     logprob: Logprob | None = None
     finish: Finish | None = None
-    #: With the first token: how much of the prompt was found in the cache, and the prompt's log-probabilities.
+    #: With the first token: how many tokens of the prompt were cached, and the prompt's log-probabilities.
     num_cached: int = 0
     prompt_logprobs: tuple[Logprob, ...] | None = None
-    #: With the finish "failed": why.
+    #: With the finish "failed": the reason.
     failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What the engine has to do and holds, for metrics and the page."""
+    """The engine's load and memory, for metrics and the page."""
 
     num_running: int
     num_waiting: int
@@ -107,21 +107,21 @@ class Load:
     generation_tokens: int
     prefix_cache_queries: int
     prefix_cache_hits: int
-    #: Of the tiers beneath the cache, where there are any.
+    #: Traffic of the tiers below the cache, where there are any.
     kv_offload_load_bytes: int = 0
     kv_offload_store_bytes: int = 0
     kv_offload_load_seconds: float = 0.0
     kv_offload_store_seconds: float = 0.0
     #: How full the host's tier is, from 0 to 1.
     kv_offload_host_usage: float = 0.0
-    #: What part of the engine is away, and why, while the rest answers.
+    #: Which part of the engine is down, and why, while the rest answers.
     trouble: str | None = None
-    #: How many may run at once; 0 where that is not known.
+    #: How many requests may run at once; 0 if unknown.
     max_running: int = 0
 
 
 def describe(error: Exception) -> str:
-    """What went wrong, in a line."""
+    """Describe an error in one line."""
     if isinstance(error, ShardwiseError):
         return error.problem.splitlines()[0]
     said = str(error).strip().splitlines()
@@ -129,7 +129,7 @@ def describe(error: Exception) -> str:
 
 
 def check(request: Request, max_length: int, vocabulary_size: int) -> None:
-    """Refuse what can never be answered."""
+    """Refuse a request that can never be answered."""
     num_prompt, most = len(request.prompt), request.sampling.max_tokens
     if not num_prompt:
         raise ShardwiseError("a prompt without tokens has nothing to be continued", remedy="at least one token")
@@ -152,17 +152,17 @@ def check(request: Request, max_length: int, vocabulary_size: int) -> None:
 
 
 class Answering(Protocol):
-    """What the HTTP side needs of an engine. One thread calls all of it but nothing twice at once."""
+    """The part of an engine that the HTTP side uses. One thread calls all methods."""
 
-    #: Prompt and answer together are at most so long.
+    #: The most tokens of prompt and answer together.
     max_length: int
     vocabulary_size: int
 
     def add(self, request: Request) -> None:
-        """Take a request. Raises a `ShardwiseError` if it can never be answered (too long, tokens out of range)."""
+        """Accept a request. Raises a `ShardwiseError` if it can never be answered (too long, tokens out of range)."""
 
     def cancel(self, request: str) -> None:
-        """Let go of it: its blocks are free before the next step. Unknown names are ignored."""
+        """Drop a request: its blocks are free before the next step. Unknown names are ignored."""
 
     def has_work(self) -> bool: ...
 
@@ -172,9 +172,9 @@ class Answering(Protocol):
     def load(self) -> Load: ...
 
     def check(self) -> None:
-        """Raise if what it stands on is gone, such as a rank. Asked while there is nothing to do."""
+        """Raise if something that it depends on is gone, such as a rank. Called while there is nothing to do."""
 
     def recover(self) -> None:
-        """After a failure: forget all requests, and be ready for others. Raises where that cannot be (yet)."""
+        """After a failure: drop all requests and become ready for others. Raises if that is not possible (yet)."""
 
     def close(self) -> None: ...

@@ -1,13 +1,13 @@
-"""What became of requests, in the one format of traces: a row for each, with what it waited for.
+"""The history of requests as a trace: one row per request, with what it waited for.
 
     name of an event    lane      the request
     prompt, tokens      compute   is in a step: a piece of its prompt, or its next token
-    other prompts       wait      is in a step that is longer for prompts of others; or waits for its turn behind them
-    blocks              wait      waits until there are KV blocks for it, first or again after it had to leave
-    a place             wait      waits until one of those who run is done
-    the queue           wait      waits before the engine knows of it
-    a tier              reload    gets blocks from the host or from files
-    rank 1              wait      is in a step that is longer for one rank, which computes longer than the others
+    other prompts       wait      is in a step that others' prompts make longer; or waits for its turn behind them
+    blocks              wait      waits for KV blocks, initially or after it was preempted
+    a place             wait      waits until a running request ends
+    the queue           wait      waits before it reaches the engine
+    a tier              reload    reloads blocks from the host or from files
+    rank 1              wait      is in a step that is longer because this rank computes longer than the others
 
 `explain/doctor/requests.py` reads it by these names.
 """
@@ -25,9 +25,9 @@ from shardwise.serving.scheduler import Scheduler
 from shardwise.trace.events import Event, Lane, Trace
 from shardwise.trace.run import REQUESTS, Run, save_run
 
-#: The latest requests are kept; of each so many events, neighbours of one name being one.
+#: How many requests are kept, the latest; and events of each, adjacent ones with one name merged.
 _MOST_REQUESTS, _MOST_EVENTS = 1000, 4000
-#: A rank holds a step up if it computes so many times as long as is usual among them.
+#: A rank delays a step if it computes this many times as long as the median of the others.
 _SLOW = 1.5
 _WHY = {"blocks": "blocks", "tokens": "other prompts", "places": "a place"}
 
@@ -41,7 +41,7 @@ class _Row:
     events: list[tuple[str, Lane, float, float]] = field(default_factory=list)
 
     def add(self, name: str, lane: Lane, end: float) -> None:
-        """What it did from the end of the last event on. So its events add up to all of its time."""
+        """Record what it did since its last event. So its events add up to all of its time."""
         if end <= self.until:
             return
         if self.events and self.events[-1][:2] == (name, lane):
@@ -52,7 +52,7 @@ class _Row:
 
 
 class RecordedEngine:
-    """An engine, and what becomes of its requests. It answers as the engine does."""
+    """An engine that records the history of its requests. It answers as the engine does."""
 
     def __init__(self, engine: Any, folder: Path) -> None:
         self._engine, self._folder = engine, folder
@@ -98,7 +98,7 @@ class RecordedEngine:
         self._engine.close()
 
     def save(self) -> None:
-        """Write the trace as a run that `doctor` and `report` read."""
+        """Write the trace as a run that `doctor` and `report` can read."""
         if self._rows:
             summary = self._engine.summary
             manifest = {"model": summary.model, "device": summary.device, "num_blocks": summary.num_blocks,
@@ -118,7 +118,7 @@ class RecordedEngine:
                      windows=windows)  # fmt: skip
 
     def _note(self, scheduler: Scheduler, begun: float, end: float, ranks: Several[float]) -> None:
-        """A step. What made it longer comes before what it did for each."""
+        """Record a step: for each request, first what made the step longer, then its own work."""
         pieces = scheduler.pieces
         total = sum(piece.count for piece in pieces)
         slow_rank, slow_seconds = _slow_rank(ranks)
@@ -127,7 +127,7 @@ class RecordedEngine:
             if row is None:
                 continue
             at = begun
-            if scheduler.reload_seconds:  # All of the step wait for it, not only those who asked.
+            if scheduler.reload_seconds:  # The whole step waits for a reload, not only the requests that need it.
                 at = min(begun + scheduler.reload_seconds, end)
                 row.add("a tier", Lane.RELOAD, at)
             if slow_seconds:
@@ -141,7 +141,7 @@ class RecordedEngine:
 
 
 def _slow_rank(seconds: Several[float]) -> tuple[int, float]:
-    """Which rank a step waited for, and for how long: none where they are about alike."""
+    """Return the rank that a step waited for and the seconds; no seconds if ranks took about equally long."""
     if len(seconds) < 2:
         return 0, 0.0
     slowest = max(range(len(seconds)), key=lambda rank: seconds[rank])

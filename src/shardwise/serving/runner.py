@@ -1,4 +1,4 @@
-"""One step computed: pieces of sequences to inputs, inputs through the model, logits of those tokens that want them."""
+"""Compute one step: pieces of sequences to inputs, inputs through the model, logits of the tokens that want them."""
 
 from collections.abc import Sequence as Several
 from dataclasses import replace
@@ -16,32 +16,32 @@ from shardwise.serving.sequence import Piece
 
 
 class Runner(Protocol):
-    """What the engine needs of whoever computes: one device, or many ranks."""
+    """The part of a runner that the engine uses: one device, or many ranks."""
 
-    #: Where logits come out.
+    #: The device of the logits.
     device: torch.device
 
     def run(self, inputs: Inputs) -> Tensor:
-        """Logits, [wanted tokens, vocabulary]."""
+        """Return logits, [wanted tokens, vocabulary]."""
 
     def check(self) -> None:
         """Raise if one of the ranks is gone."""
 
     def recover(self) -> None:
-        """After a failure: be able to run again. What was in the cache may be gone."""
+        """Become able to run again after a failure. The contents of the cache may be lost."""
 
     def close(self) -> None: ...
 
 
 def for_serving(settings: Settings) -> Settings:
-    """The same model without what is of training alone: a capacity would drop tokens for what else is in the batch."""
+    """Return the model's settings without training-only parts: a capacity would drop tokens depending on the batch."""
     if settings.mixture is None:
         return settings
     return replace(settings, mixture=replace(settings.mixture, capacity=None, auxiliary=0.0))
 
 
 def prepare(pieces: Several[Piece], block_size: int, device: torch.device) -> Inputs:
-    """The inputs of a step. Logits are wanted of last tokens, and of all where those of the prompt are asked for."""
+    """Make a step's inputs. Logits are wanted for last tokens, and for a whole prompt if its logprobs are requested."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -75,11 +75,11 @@ def prepare(pieces: Several[Piece], block_size: int, device: torch.device) -> In
 
 
 def wanted_of(piece: Piece, begin: int = 0) -> list[int]:
-    """Which tokens of a piece want logits: those of the prompt if they are asked for, and the last."""
+    """Return which tokens of a piece want logits: those of the prompt if requested, and the last."""
     sequence, end = piece.sequence, piece.start + piece.count
     if sequence.request.sampling.prompt_logprobs is None:
         return [begin + piece.count - 1] if piece.is_last else []
-    # Logits at one token are about the next. Those that were told before a preemption are not told again.
+    # Logits at one token predict the next. Those that were returned before a preemption are not repeated.
     first = len(sequence.prompt_logprobs)
     about_prompt = [
         begin + at - piece.start for at in range(max(piece.start, first), min(end, sequence.num_prompt - 1))
@@ -88,7 +88,7 @@ def wanted_of(piece: Piece, begin: int = 0) -> list[int]:
 
 
 class Part(nn.Module):
-    """Some layers of a model, one behind the other, over a cache: all of them, or a stage of a pipeline."""
+    """Consecutive layers of a model over a cache: all of them, or one pipeline stage."""
 
     def __init__(self, model: Transformer, cache: KVCache, layers: range) -> None:
         super().__init__()
@@ -104,12 +104,12 @@ class Part(nn.Module):
 
     @torch.inference_mode()
     def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
-        """Hidden states, [1, tokens, width], of all tokens; logits of the wanted ones if the last layer is here."""
+        """Return hidden states of all tokens, [1, tokens, width]; with the last layer, logits of the wanted tokens."""
         self.cache.inputs = inputs
         return self.compute(inputs, hidden)
 
     def compute(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
-        """The same over a cache that has the step's inputs."""
+        """Run the layers over a cache that has the step's inputs set."""
         model, positions = self.model, inputs.positions[None]
         if hidden is None:
             hidden = model.embed(inputs.tokens)[None]
@@ -119,7 +119,7 @@ class Part(nn.Module):
         whole = AttentionMask(None, positions, None, None)
         windowed = whole._replace(window=model.settings.window)
         for number, layer in enumerate(self.layers):
-            # In every step: engines may share a model, each with its own cache.
+            # Attach in every step: engines may share a model, each with its own cache.
             self.cache.attach(number, model.layers[layer])  # type: ignore[arg-type]
             mask = windowed if model.settings.is_windowed(layer) else whole
             hidden, _ = model.layers[layer](hidden, None, rotation, mask, self.cache)
@@ -131,7 +131,7 @@ class Part(nn.Module):
 
 
 class LocalRunner:
-    """All of a model on one device."""
+    """A whole model on one device."""
 
     def __init__(self, model: Transformer, cache: KVCache) -> None:
         self.device = model.embed.weight.device

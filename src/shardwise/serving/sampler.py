@@ -1,7 +1,7 @@
-"""The next token of each sequence from its logits, and what is told of it.
+"""Sample the next token of each sequence from its logits, and compute log-probabilities.
 
-In this order: penalties, bias, tokens that may not come now (a guide's, and ends before `min_tokens`); temperature,
-top-k, top-p, min-p, and the draw (`kernels/sampling.py`). Log-probabilities are of the logits as the model gave them.
+In this order: penalties, bias, tokens that are excluded now (by a guide, and ends before `min_tokens`); temperature,
+top-k, top-p, min-p, and the draw (`kernels/sampling.py`). Log-probabilities are of the model's unmodified logits.
 """
 
 from collections.abc import Collection
@@ -17,7 +17,7 @@ from shardwise.serving.sequence import Sequence
 
 
 def draw(logits: Tensor, sequences: Several[Sequence], eos: Collection[int] = ()) -> Tensor:
-    """The next tokens, [sequences], of logits, [sequences, vocabulary]."""
+    """Sample the next tokens, [sequences], from logits, [sequences, vocabulary]."""
     numbers = logits.float()
     if any(_is_adjusted(each, eos) for each in sequences):
         numbers = numbers.clone()
@@ -39,7 +39,7 @@ def draw(logits: Tensor, sequences: Several[Sequence], eos: Collection[int] = ()
 
 
 def tell_logprobs(logits: Tensor, tokens: Several[int], num_likeliest: int) -> list[Logprob]:
-    """Of each row's token, and of the likeliest beside it."""
+    """Return the log-probability of each row's token, and of the most likely ones beside it."""
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     top = logprobs.topk(min(num_likeliest, logprobs.shape[1]), dim=-1)
@@ -51,7 +51,7 @@ def tell_logprobs(logits: Tensor, tokens: Several[int], num_likeliest: int) -> l
 
 
 def ends_of(sequence: Sequence, eos: Collection[int]) -> set[int]:
-    """Tokens that end it."""
+    """Return the tokens that end a sequence."""
     sampling = sequence.request.sampling
     return set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos))
 
@@ -64,11 +64,11 @@ def _is_adjusted(sequence: Sequence, eos: Collection[int]) -> bool:
 
 
 def _adjust(row: Tensor, sequence: Sequence, eos: Collection[int]) -> None:
-    """Change a row of logits in place."""
+    """Apply penalties, bias and exclusions to a row of logits in place."""
     sampling = sequence.request.sampling
     if sampling.repetition_penalty != 1:
         seen = torch.tensor(sorted(set(sequence.tokens)), device=row.device)
-        # As transformers has it (Keskar et al. 2019, section 4.1): towards less likely, on either side of 0.
+        # As in transformers (Keskar et al. 2019, section 4.1): make it less likely, whatever the logit's sign.
         row[seen] = torch.where(
             row[seen] > 0, row[seen] / sampling.repetition_penalty, row[seen] * sampling.repetition_penalty
         )
@@ -85,6 +85,6 @@ def _adjust(row: Tensor, sequence: Sequence, eos: Collection[int]) -> None:
     if sequence.num_generated < sampling.min_tokens:
         longer = row.clone()
         longer[list(ends_of(sequence, eos))] = -torch.inf
-        # Where a guide allows ends alone, nothing can be longer.
+        # If the guide allows nothing but an end, the text cannot be longer.
         if sampling.guide is None or (longer > -torch.inf).any():
             row.copy_(longer)

@@ -1,13 +1,13 @@
-"""What each step computes: single tokens of those who are answered, and pieces of prompts beside them.
+"""Choose what each step computes: next tokens of running requests, and pieces of prompts beside them (chunked prefill).
 
     waiting --admit--> running --finish, cancel--> gone
        ^                  |
-       +----- preempt ----+      its blocks go; what it was told stays, and is computed again
+       +----- preempt ----+      its blocks are freed; its tokens are kept, and computed again
 
-In a step, in this order, until the budget of tokens is used up: the next token of everyone whose prompt is computed;
-the next pieces of prompts; prompts that waited. So a long prompt never holds up the others' next tokens. If there is no
-block for somebody's next token, the least urgent goes back to the queue. The most urgent is never preempted, and has
-room for its longest answer, so the engine always gets on.
+A step is filled in this order, up to the token budget: the next token of every sequence whose prompt is computed; the
+next pieces of prompts; waiting prompts. So a long prompt never delays the next tokens of others. If there is no block
+for a sequence's next token, the least urgent sequence is preempted. The most urgent one is never preempted, and there
+is room for its longest answer, so the engine always makes progress.
 """
 
 from bisect import insort
@@ -20,17 +20,17 @@ from shardwise.serving.sequence import Piece, Sequence
 
 
 class Beneath(Protocol):
-    """What lies beneath the cache, found by the names of blocks."""
+    """The tiers below the cache, addressed by the names of blocks."""
 
     def prefetch(self, names: Several[bytes]) -> None:
-        """Somebody with these names waits."""
+        """Announce that a waiting sequence has these names."""
 
     def reload(self, names: list[bytes]) -> list[int]:
-        """At admission: bring the blocks of the first of these names, and give them back, filled and taken."""
+        """At admission: load blocks for the first of these names, and return them, filled and taken."""
 
 
 class Scheduler:
-    """Requests by urgency: lower priority first, then who came first. `beneath` is what lies beneath the cache."""
+    """Requests by urgency: lower priority first, then first come. `beneath` are the tiers below the cache."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_queried = self.num_hit = 0
-        #: Of the last step: its pieces, what whoever waits first waits for, and how long blocks came from beneath.
+        #: Of the last step: its pieces, what the first waiting sequence waits for, and the seconds of reloads.
         self.pieces: list[Piece] = []
         self.held_up: Literal["blocks", "tokens", "places"] | None = None
         self.reload_seconds = 0.0
@@ -62,24 +62,24 @@ class Scheduler:
         return next((each for each in (*self.running, *self.waiting) if each.id == name), None)
 
     def remove(self, sequence: Sequence) -> None:
-        """It is done, or nobody waits for it any more: its blocks are free at once."""
+        """Remove a sequence that has ended or was cancelled, and free its blocks at once."""
         sequence.is_gone = True
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._let_go(sequence)
 
     def clear(self) -> None:
-        """Nobody waits or runs, and no block holds anything."""
+        """Remove all sequences, and free all blocks."""
         self.waiting.clear()
         self.running.clear()
         self.pool.clear()
 
     def schedule(self) -> list[Piece]:
-        """The pieces of the next step, each with its blocks."""
+        """Return the pieces of the next step, with blocks reserved for each."""
         self.held_up, self.reload_seconds = None, 0.0
         self._make_room_for_urgent()
         num_before = self.num_preemptions
         pieces = self._continue_running()
-        if self.num_preemptions == num_before:  # Else who was sent away would come back for the same blocks.
+        if self.num_preemptions == num_before:  # Otherwise a preempted sequence would take the same blocks again.
             self._admit(pieces)
         elif self.waiting:
             self.held_up = "blocks"
@@ -115,7 +115,7 @@ class Scheduler:
             self.waiting.pop(0)
             self.running.append(sequence)
             self._begin(sequence)
-            # All of its blocks at once: what waits for its next pieces is not taken by others meanwhile.
+            # Reserve all of its blocks now, so that others do not take those of its later pieces meanwhile.
             has_room = self._reserve(sequence, len(sequence.tokens))
             assert has_room, "a sequence that fits has blocks for all of its tokens"
             count = min(sequence.num_left, budget)
@@ -125,7 +125,7 @@ class Scheduler:
             self.held_up = "places" if budget else "tokens"
 
     def _make_room_for_urgent(self) -> None:
-        """Someone with a better priority than the least urgent who runs does not wait for it."""
+        """Preempt the least urgent running sequences for a waiting one with a better priority."""
         while self.waiting and self.running:
             first, last = self.waiting[0], max(self.running, key=lambda each: each.urgency)
             has_place = len(self.running) < self.max_running and self._fits(first)
@@ -134,9 +134,9 @@ class Scheduler:
             self._preempt(last)
 
     def _find_shared(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
-        """Blocks that hold its beginning, and the names of all that could. One token at least is computed."""
+        """Return the cached blocks of its prefix, and all names it could use. At least one token is computed."""
         if sequence.request.sampling.prompt_logprobs is not None and not sequence.num_generated:
-            return [], []  # What is asked for is known only of what is computed.
+            return [], []  # Prompt log-probabilities exist only for tokens that are computed.
         size = self.pool.block_size
         names = sequence.names((len(sequence.tokens) - 1) // size, size)
         return self.pool.find(names), names
@@ -148,7 +148,7 @@ class Scheduler:
         return num_needed <= self.pool.num_available - self.pool.num_idle(shared)
 
     def _begin(self, sequence: Sequence) -> None:
-        """Take the blocks that hold its beginning, in the cache or beneath it."""
+        """Take the blocks that hold its prefix, from the cache or the tiers below it."""
         blocks, names = self._find_shared(sequence)
         for block in blocks:
             self.pool.take(block)

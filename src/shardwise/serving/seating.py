@@ -1,8 +1,8 @@
-"""Which device each rank of a served plan sits on: on the devices of a cluster that was named, where what ranks send
-takes least, as training places its ranks.
+"""Choose the device of each rank of a served plan: on a named cluster, the placement with the cheapest communication,
+as in training.
 
-Ranks of a stage sum what attention and MLP of each layer give, so they come to sit on the fastest links; stages hand
-hidden states on, so neighbours sit together; replicas send each other nothing.
+Ranks of a stage all-reduce the outputs of attention and MLP in each layer, so they get the fastest links. Stages pass
+hidden states on, so neighbours are placed close. Replicas send each other nothing.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from shardwise.ranks.gpus import Found, Gpu, find_gpus
 from shardwise.serving.shards import Shard
 from shardwise.units import counted
 
-#: What ranks of a stage sum in a layer: of attention and of the MLP.
+#: All-reduces per layer among the ranks of a stage: after attention, and after the MLP.
 _SUMS_OF_A_LAYER = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seating:
-    """Of each replica the environment of its ranks, and their GPUs; of a cluster that was named the seats on it."""
+    """For each replica the environment of its ranks, and their GPUs; on a named cluster also the seats."""
 
     variables: tuple[dict[str, str], ...]
     gpus: tuple[tuple[Gpu, ...], ...]
@@ -33,7 +33,7 @@ class Seating:
 
 
 def seat(settings: Settings, shard: Shard, num_replicas: int, plan: str, cluster: str | None) -> Seating:
-    """The GPUs of this machine for all ranks of a plan, or of a named cluster's."""
+    """Choose GPUs of this machine, or of a named cluster, for all ranks of a plan."""
     seats = None if cluster is None else seats_of(settings, shard, num_replicas, find_cluster(cluster))
     found = find_gpus()
     places = range(num_replicas * shard.num_ranks) if seats is None else seats.devices
@@ -44,14 +44,14 @@ def seat(settings: Settings, shard: Shard, num_replicas: int, plan: str, cluster
 
 
 def seats_of(settings: Settings, shard: Shard, num_replicas: int, cluster: Cluster) -> Seats:
-    """The devices of all ranks, replica behind replica, by what a token has them send each other."""
+    """Return the devices of all ranks, replica by replica, by what they communicate per token."""
     num_ranks, size = shard.num_ranks * num_replicas, shard.tp * shard.ep
     if cluster.num_devices != num_ranks:
         raise ShardwiseError(
             f"the cluster has {counted(cluster.num_devices, 'device')}, and the plan {counted(num_ranks, 'rank')}",
             remedy="a plan that takes all of them; or no --cluster",
         )
-    # As the engine numbers ranks: a replica behind the other, in it a stage behind the other.
+    # The engine's rank order: replicas outermost, then stages.
     plan = Plan(dp=num_replicas, pp=shard.pp, tp=size, order="dp-pp-cp-tp")
     sums = _SUMS_OF_A_LAYER * settings.num_layers / shard.pp
     num_bytes = {"tp": 2 * (size - 1) / size * sums * settings.width, "pp": float(settings.width)}
@@ -59,7 +59,7 @@ def seats_of(settings: Settings, shard: Shard, num_replicas: int, cluster: Clust
 
 
 def gpus_of(runs: Sequence[Sequence[int]], found: Found, plan: str) -> tuple[dict[str, str], ...]:
-    """For each replica, whose ranks sit so, the environment that leaves it its GPUs alone. Without GPUs nothing."""
+    """For each replica, return the environment that makes only its GPUs visible. Empty without GPUs."""
     total, here = sum(map(len, runs)), len(found.gpus)
     if not here:
         return ({},) * len(runs)
@@ -68,6 +68,6 @@ def gpus_of(runs: Sequence[Sequence[int]], found: Found, plan: str) -> tuple[dic
             f"the plan {plan} takes {counted(total, 'GPU')}, and {here} {'is' if here == 1 else 'are'} here",
             remedy="a plan of fewer ranks; or CUDA_VISIBLE_DEVICES= to serve on CPUs",
         )
-    # As CUDA numbers them: what this process sees, or their names in its own variable.
+    # In CUDA's numbering: the GPUs visible to this process, or their names in its own variable.
     seen = found.visible.split(",")[:here] if found.visible else [str(number) for number in range(here)]
     return tuple({"CUDA_VISIBLE_DEVICES": ",".join(seen[each] for each in run)} for run in runs)

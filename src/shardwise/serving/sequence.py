@@ -6,41 +6,41 @@ from dataclasses import dataclass, field
 from shardwise.serving.blocks import next_name
 from shardwise.serving.request import Logprob, Request
 
-#: In the place of a token that a step under way draws: it is known on the device alone.
+#: Placeholder for a token that the step in flight samples: it is known on the device only.
 UNKNOWN = -1
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """`tokens` are the prompt and what came so far; of the first `num_computed` keys and values are in `blocks`, or
-    will be behind the step that is under way."""
+    """`tokens` are the prompt and the answer so far. Keys and values of the first `num_computed` are in `blocks`, or
+    will be after the step in flight."""
 
     request: Request
-    #: The how-many-th request this was, which decides among those of one priority.
+    #: The number of the request in the order of arrival, which breaks ties of priority.
     arrival: int
-    #: What its draws come from: its own seed, or one that was drawn for it.
+    #: The seed of its samples: the request's own, or a random one.
     seed: int
-    #: The name that its chain of blocks begins with.
+    #: The root name of its chain of blocks.
     root: bytes
     tokens: list[int]
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    #: How much of its prompt was in the cache when it was first admitted; None before.
+    #: How many tokens of its prompt were cached when it was first admitted; None before.
     num_cached: int | None = None
-    #: Whether its guide allows no token at all: it ends with what it has.
+    #: Whether its guide allows no token at all: it ends with the tokens so far.
     is_stuck: bool = False
-    #: Of the tokens of the prompt from the second on, where they are asked for.
+    #: Log-probabilities of the prompt's tokens from the second on, if requested.
     prompt_logprobs: list[Logprob] = field(default_factory=list)
-    #: How many of its tokens are known here, and how many of its blocks have their names.
+    #: How many of its tokens are known on the host, and how many of its blocks have names.
     num_known: int = 0
     num_named: int = 0
-    #: Which row of the step under way draws its next token.
+    #: The row of the step in flight that samples its next token.
     row: int = 0
-    #: How often it was admitted: then it has other blocks.
+    #: How often it was admitted: each time it gets other blocks.
     num_begun: int = 0
-    #: How its tokens are drawn, as the device is told.
+    #: Its sampling parameters, packed for the device.
     packed_sampling: tuple[int, ...] = ()
-    #: Whether it has ended, or nobody waits for it any more.
+    #: Whether it has ended or was cancelled.
     is_gone: bool = False
     _names: list[bytes] = field(default_factory=list)
 
@@ -53,7 +53,7 @@ class Sequence:
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Lower comes first."""
+        """The sort key of urgency: lower comes first."""
         return self.request.priority, self.arrival
 
     @property
@@ -66,7 +66,7 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Tokens that are to be computed before the next can be drawn; none where its last is being drawn."""
+        """Tokens to compute before the next one can be sampled; none while its last token is being sampled."""
         if self.num_generated >= self.request.sampling.max_tokens:
             return 0
         return len(self.tokens) - self.num_computed
@@ -76,7 +76,7 @@ class Sequence:
         return self.tokens[self.num_prompt :]
 
     def names(self, num_blocks: int, block_size: int) -> list[bytes]:
-        """The names of its first blocks, all of them full of tokens that are known."""
+        """Return the names of its first blocks, which must be full of known tokens."""
         assert num_blocks * block_size <= self.num_known, "a block whose tokens are not all known has no name"
         while len(self._names) < num_blocks:
             begin = len(self._names) * block_size
@@ -95,7 +95,7 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        """Whether the next token can be drawn behind it."""
+        """Whether the next token can be sampled after it."""
         return self.start + self.count == len(self.sequence.tokens)
 
 

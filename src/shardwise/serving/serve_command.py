@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def load_to_serve(arguments: argparse.Namespace) -> Any:
-    """The engine, in its own process; with what its requests wait for, if that is to be recorded."""
+    """Load the engine in its own process; with a recorder of what its requests wait for, if asked."""
     engine = load_as_told(arguments)
     if arguments.record is None:
         return engine
@@ -96,7 +96,7 @@ def _make_server(engine: "EngineProcess", arguments: argparse.Namespace, key: st
 
 
 def _tell_ready(engine: "EngineProcess", server: "Server", url: str, *, as_json: bool) -> None:
-    """The one line that programs wait for, or a few for a person."""
+    """Print the one line that programs wait for, or a few for a person."""
     summary, served = engine.summary, server.served
     if as_json:
         data: dict[str, Any] = {
@@ -139,7 +139,7 @@ def _shown(arguments: argparse.Namespace, url: str, *, has_key: bool) -> Answer:
 
 
 def _check_installed() -> None:
-    """What no request can be answered without. `/metrics` and chats say by themselves what they lack."""
+    """Refuse without the packages that every request needs. `/metrics` and chats report missing packages themselves."""
     missing = [name for name in ("starlette", "uvicorn") if not _is_there(name)]
     if missing:
         raise ShardwiseError(

@@ -1,4 +1,4 @@
-"""What requests need to know of an engine's model: its name, its tokenizer, its chat template."""
+"""What the HTTP side needs to know of an engine's model: its name, its tokenizer, its chat template."""
 
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from shardwise.serving.text.tokenizer import load_tokenizer
 
 
 class Loaded(Protocol):
-    """What `load_engine` gives, as far as texts go."""
+    """The part of an engine that tokenizers and templates are made from."""
 
     max_length: int
     vocabulary_size: int
@@ -20,7 +20,7 @@ class Loaded(Protocol):
 
 
 def served_by(engine: Loaded, name: str | None = None, *, chats: bool = True) -> Served:
-    """The model of an engine. Without `chats` no template is made, which needs jinja2."""
+    """Return the model of an engine. Without `chats` no chat template is compiled, which needs jinja2."""
     text = load_tokenizer(engine.tokenizer_source)
     return Served(
         name=name or engine.summary.model,

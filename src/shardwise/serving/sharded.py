@@ -1,4 +1,4 @@
-"""An engine by a plan: a model cut over ranks, and replicas of it."""
+"""An engine by a plan: a model sharded over ranks, and replicas of it."""
 
 from dataclasses import replace
 
@@ -32,10 +32,10 @@ def load_sharded(
     ranks: Ranks | None = None,
     cluster: str | None = None,
 ) -> LLMEngine | Replicas:
-    """The engine of a model by a plan of tp, pp, ep and dp. `ranks` are those that are up already; on the devices of a
-    named `cluster` others sit where what they send takes least.
+    """Load the engine of a model by a plan of tp, pp, ep and dp. `ranks` are processes that are up already; otherwise
+    new ones start, on a named `cluster` placed so that their communication is cheapest.
 
-    As in training, experts are spread over ranks of dp: `dp=2,ep=2` is one model on two ranks, `dp=2` two replicas.
+    As in training, experts are sharded over dp ranks: `dp=2,ep=2` is one model on two ranks, `dp=2` is two replicas.
     """
     found = plan if isinstance(plan, Plan) else Plan.parse(plan)
     num_replicas = found.dp // found.ep
@@ -68,17 +68,17 @@ def load_sharded(
 def _engine(
     model: Model, ranks: Ranks, limits: Limits, identity: Identity, plan: Plan, *, seed: int | None, is_owner: bool
 ) -> LLMEngine:
-    """The engine of one replica, which may take all of these limits."""
+    """Make the engine of one replica, which may use all of these limits."""
     num_replicas = plan.dp // plan.ep
     settings, shard, kind = model.settings, model.shard, model.dtype
     runner = RankedRunner(model, ranks, is_owner=is_owner)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     budget, most = limits.of_device(device)
     reserve = reserve_bytes(settings, budget, most, kind)
-    # A block is on all ranks, of each its layers: the rank with room for fewest decides.
+    # A block exists on all ranks, each with its own layers: the rank with the least room decides.
     layers = [len(replace(shard, rank=each).layers(settings.num_layers)) for each in range(shard.num_ranks)]
     sizes = [block_bytes(settings, each, kind, limits.block_size, shard.tp) for each in layers]
-    shared = num_replicas if device.type == "cpu" else 1  # Replicas on GPUs have their own.
+    shared = num_replicas if device.type == "cpu" else 1  # Replicas on GPUs have memory of their own.
     fullest = min(range(len(sizes)), key=lambda rank: (runner.rooms[rank][0] // shared - reserve) / sizes[rank])
     own = limits
     if limits.kv_bytes is not None:

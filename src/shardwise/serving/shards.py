@@ -1,10 +1,10 @@
 """The part of a model that one rank has: some layers (pp), some heads and channels of each (tp), some experts (ep).
 
-    tp   rows of q, k, v, gate and up; columns of o and down; outputs of attention and MLP are summed over the ranks
-    ep   experts in equal runs; every rank has all tokens, computes those of its experts, and rows are summed
-    pp   runs of layers; embedding with the first, head with the last
+    tp   rows of q, k, v, gate and up; columns of o and down; the outputs of attention and MLP are all-reduced
+    ep   contiguous groups of experts; every rank has all tokens and computes those of its experts; then an all-reduce
+    pp   contiguous layers; the embedding with the first stage, the head with the last
 
-Only what a rank has is read and gets memory. The rest of its module stays on the meta device.
+Only what a rank has is read and allocated. The rest of its module stays on the meta device.
 """
 
 from dataclasses import dataclass
@@ -22,20 +22,20 @@ from shardwise.nets.settings import Heads, Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.nets.weights import shapes_of
 
-#: Which dim of a weight is cut over tensor parallel ranks.
+#: The dim of a weight that is sharded over tensor parallel ranks.
 _ROWS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 _COLUMNS = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Which part of the model a rank has. Ranks of one stage are neighbours."""
+    """Which part of the model a rank has. Ranks of one stage have consecutive numbers."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
     rank: int = 0
-    #: Layers of each stage; none: as even as they come out.
+    #: Layers of each stage; None: as even as possible.
     counts: tuple[int, ...] | None = None
 
     @property
@@ -48,11 +48,11 @@ class Shard:
 
     @property
     def inner(self) -> int:
-        """Which of the ranks of its stage this is."""
+        """The number of this rank within its stage."""
         return self.rank % (self.tp * self.ep)
 
     def layers(self, num_layers: int) -> range:
-        """Of this stage; the first stages have one more where they do not come out even."""
+        """Return the layers of this stage; the first stages have one more if they do not divide evenly."""
         if self.counts is not None:
             begin = sum(self.counts[: self.stage])
             return range(begin, begin + self.counts[self.stage])
@@ -61,7 +61,7 @@ class Shard:
         return range(begin, begin + each + (self.stage < over))
 
     def has(self, name: str, settings: Settings) -> bool:
-        """Whether a weight is this rank's, in whole or in part."""
+        """Whether a weight is on this rank, in whole or in part."""
         first, _, rest = name.partition(".")
         if first == "layers":
             return int(rest.partition(".")[0]) in self.layers(settings.num_layers)
@@ -71,7 +71,7 @@ class Shard:
         return is_first if first == "positions" else is_last
 
     def slices(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """What this rank has of a weight."""
+        """Return this rank's slice of a weight."""
         whole = [slice(0, size) for size in shape]
         is_expert = ".experts." in name
         kind = name.rpartition(".")[2] if is_expert else name.split(".")[-2]
@@ -86,7 +86,7 @@ class Shard:
 
 
 def check_shard(settings: Settings, shard: Shard) -> None:
-    """Refuse what cannot be cut so."""
+    """Refuse a model that cannot be sharded this way."""
     if shard.tp > 1 and shard.ep > 1:
         raise ShardwiseError("serving cuts a layer by tp or by ep, not by both", remedy="tp=2, or ep=2")
     if shard.pp > settings.num_layers:
@@ -112,7 +112,7 @@ def check_shard(settings: Settings, shard: Shard) -> None:
 
 
 def make_shard(settings: Settings, shard: Shard, dtype: torch.dtype) -> tuple[Transformer, list[str]]:
-    """The module of a rank on the meta device, its weights as large as its part, and the names of those it has."""
+    """Make the module of a rank on the meta device, with weights of its part's size, and the names of its weights."""
     with torch.device("meta"):
         model = Transformer(settings)
     names = [name for name in shapes_of(settings) if shard.has(name, settings)]
@@ -123,7 +123,7 @@ def make_shard(settings: Settings, shard: Shard, dtype: torch.dtype) -> tuple[Tr
 
 
 def connect(model: Transformer, shard: Shard, group: dist.ProcessGroup | None) -> None:
-    """Sums over the ranks of a stage where a layer's work is cut; biases of what is summed count once."""
+    """Add all-reduces over the ranks of a stage where a layer is sharded; biases of what is summed count once."""
     if shard.tp > 1:
         for layer in shard.layers(model.settings.num_layers):
             block = model.layers[layer]
@@ -142,7 +142,7 @@ def connect(model: Transformer, shard: Shard, group: dist.ProcessGroup | None) -
 
 
 class _Waits:
-    """Sums over ranks, and for how long this one was in them: mostly it waits there for the others."""
+    """All-reduces over ranks, and the seconds this one spent in them: mostly it waits there for the others."""
 
     seconds = 0.0
 
@@ -157,7 +157,7 @@ shard_waits = _Waits()
 
 
 class _Exchange:
-    """The experts of this rank for the rows that are theirs; the other rows come from the other ranks."""
+    """Computes the rows of this rank's experts; the other rows come from the other ranks by the all-reduce."""
 
     def __init__(self, shard: Shard, group: dist.ProcessGroup | None) -> None:
         self._shard, self._group = shard, group

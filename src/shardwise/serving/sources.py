@@ -1,7 +1,7 @@
-"""The model that somebody means: a Hugging Face folder, a run, a GGUF file, or a name of the catalogue.
+"""Find and read the model that the user names: a Hugging Face folder, a run, a GGUF file, or a name of the catalogue.
 
-Each is read into a transformer of ours with its weights, and an identity: where its tokenizer lies, which tokens end a
-text, and what tells its KV blocks from those of other weights.
+Each is read into a transformer of ours with its weights, and an identity: where its tokenizer is, which tokens end a
+text, and a fingerprint that keeps its KV blocks apart from those of other weights.
 """
 
 import json
@@ -31,7 +31,7 @@ _GENERATION = "generation_config.json"
 
 
 def find_newest_run(folder: Path = Path("runs")) -> Path:
-    """The run that was written to last."""
+    """Return the run that was written to last."""
     found = [each for each in folder.glob("*") if (each / MANIFEST).is_file()] if folder.is_dir() else []
     if not found:
         raise ShardwiseError(
@@ -43,7 +43,7 @@ def find_newest_run(folder: Path = Path("runs")) -> Path:
 def read_source(
     source: str, *, random_weights: bool, dtype: torch.dtype | None, device: torch.device
 ) -> tuple[Transformer, Identity]:
-    """The model with its weights on a device, and what it is."""
+    """Read the model with its weights onto a device, and its identity."""
     path = Path(source)
     if random_weights:
         model, identity = _random(source, dtype, device)
@@ -74,7 +74,7 @@ def read_source(
 def describe_source(
     source: str, *, random_weights: bool, dtype: torch.dtype | None
 ) -> tuple[Settings, torch.dtype, Identity]:
-    """The shape of a model, the type of its weights, and what it is. Weights are read only where nothing else tells."""
+    """Return a model's shape, the dtype of its weights and its identity. Reads weights only if nothing else tells."""
     path = Path(source)
     if random_weights:
         return for_serving(_random_settings(source)), dtype or torch.float32, _random_identity(source)
@@ -89,7 +89,7 @@ def describe_source(
 def find_shape(
     source: str, *, random_weights: bool, dtype: torch.dtype | None, device: torch.device
 ) -> tuple[Settings, torch.dtype] | None:
-    """The shape of a model and the type that its weights will have on a device, where no weight is read to tell."""
+    """Return a model's shape and the dtype of its weights on a device; None if that needs reading weights."""
     path = Path(source)
     if random_weights:
         dtype = dtype or _random_type(device)
@@ -103,7 +103,7 @@ def _random_settings(source: str) -> Settings:
     if path.is_file():
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     else:
-        get_model(source)  # Names the nearest of a name that is not known.
+        get_model(source)  # Raises for an unknown name, and suggests the nearest.
         config = dict(CATALOGUE[find_name(source) or source])
     if config["model_type"] not in FAMILIES:
         raise ShardwiseError(
@@ -162,7 +162,7 @@ def _identity_of(path: Path, folder: Path) -> Identity:
 
 
 def _ends_in(folder: Path) -> frozenset[int]:
-    """What `generation_config.json` says ends a text, or else `config.json`."""
+    """Return the tokens that end a text by `generation_config.json`, or else by `config.json`."""
     for name in (_GENERATION, CONFIG):
         file = folder / name
         if file.is_file():
@@ -173,6 +173,6 @@ def _ends_in(folder: Path) -> frozenset[int]:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Of the files of a folder by name, size and time: other weights have another, and nothing large is read."""
+    """Hash a folder's files by name, size and time: other weights get another hash, and nothing large is read."""
     told = sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in folder.iterdir())
     return blake2b(repr(told).encode(), digest_size=8).hexdigest()

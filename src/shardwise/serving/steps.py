@@ -1,7 +1,7 @@
-"""A step begun, and what came of it. On most devices it is over before `begin` comes back.
+"""A step that was begun, and its results. On most devices it is over before `begin` returns.
 
-On a GPU the host does not wait: tokens that are drawn stay on the device, and the next step is given them there. The
-host learns of them a step later (`device_runner.py`).
+On a GPU the host does not wait: sampled tokens stay on the device, where the next step reads them. The host gets them
+one step later (`device_runner.py`).
 """
 
 from collections.abc import Collection
@@ -20,31 +20,31 @@ from shardwise.serving.sequence import Piece, Sequence
 
 
 class Flight(Protocol):
-    """Tokens that are on their way from the device."""
+    """Tokens that are being copied from the device."""
 
     def wait(self) -> list[int]: ...
 
 
 @runtime_checkable
 class Launching(Protocol):
-    """A runner that may begin a step without waiting for it, and draws on its device."""
+    """A runner that can begin a step without waiting for it, and samples on its device."""
 
     def launch(self, pieces: Several[Piece]) -> Flight:
-        """Compute these, and draw the next token of each piece that is a sequence's last, in their order."""
+        """Compute these pieces, and sample the next token after each piece that is a sequence's last, in order."""
 
     def logits(self, pieces: Several[Piece]) -> Tensor:
-        """Compute these without drawing: logits of the tokens that want them, until the next step."""
+        """Compute these pieces without sampling. Returns logits of wanted tokens, valid until the next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Whose next tokens a step draws, and at which places of their `tokens`; all else once it is waited for."""
+    """The sequences whose next tokens a step samples, and the positions in their `tokens`; the rest after waiting."""
 
     last: tuple[Sequence, ...]
     places: tuple[int, ...]
     flight: Flight
     logprobs: tuple[Logprob | None, ...]
-    #: When it was begun, and how many tokens it computes where prompts are among them.
+    #: When it was begun; and how many tokens it computes, if there are prompts among them.
     begun: float
     num_read: int
 
@@ -58,7 +58,7 @@ class _Landed:
 
 
 def needs_host(sequence: Sequence) -> bool:
-    """Whether the host has to see each token of a sequence before the next can be drawn, or logits themselves."""
+    """Whether the host must see each token of a sequence before the next is sampled, or needs the logits themselves."""
     sampling = sequence.request.sampling
     return (
         sampling.guide is not None
@@ -73,7 +73,7 @@ def needs_host(sequence: Sequence) -> bool:
 
 
 def begin(runner: Runner, pieces: Several[Piece], block_size: int, eos: Collection[int], *, waits: bool) -> Step:
-    """Begin a step. With `waits` it is over, and everything about its tokens is known."""
+    """Begin a step. With `waits` it is over on return, and everything about its tokens is known."""
     last = tuple(piece.sequence for piece in pieces if piece.is_last)
     num_read = sum(piece.count for piece in pieces) if any(piece.count > 1 for piece in pieces) else 0
     made = partial(

@@ -1,4 +1,4 @@
-"""What an engine takes: bytes by part, and how many blocks that leaves room for; and what is predicted of it."""
+"""The memory of an engine by part, how many blocks that leaves room for, and its predicted performance."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from shardwise.units import counted, format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Predicted for `sequences` at once in each replica. Tokens a second are of all replicas together."""
+    """Predicted for `sequences` running at once in each replica. Tokens per second are of all replicas together."""
 
     prompt: int
     output: int
@@ -17,7 +17,7 @@ class Forecast:
     tokens_per_second: float
 
     def line(self) -> str:
-        """For people."""
+        """Format for people."""
         return (
             f"predicted for prompts of {self.prompt} tokens and answers of {self.output},"
             f" {counted(self.sequences, 'sequence')} at once: the first token after"
@@ -28,7 +28,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Of one rank, the fullest. `reserve_bytes` are for what a step needs beside weights and blocks."""
+    """The memory of one rank, the fullest. `reserve_bytes` are for what a step needs beside weights and blocks."""
 
     model: str
     device: str
@@ -42,9 +42,9 @@ class Summary:
     block_size: int
     block_bytes: int
     max_length: int
-    #: As it was told or chosen; none: one device.
+    #: The plan, given or chosen; empty: one device.
     plan: str = ""
-    #: Of a cluster that was named: the device of each rank, and what that gains.
+    #: On a named cluster: the device of each rank, and what that placement gains.
     seats: tuple[int, ...] | None = None
     seating: str = ""
     forecast: Forecast | None = None
@@ -55,7 +55,7 @@ class Summary:
         return self.num_blocks * self.block_size
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Format for people."""
         where = self.device
         if self.num_ranks > 1:
             where = f"{self.num_ranks} ranks ({self.plan}) on {self.device}, of the fullest"

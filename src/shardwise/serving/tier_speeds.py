@@ -1,19 +1,19 @@
-"""What a block costs, brought from a tier or computed: as measured, or as predicted until it is.
+"""The cost of a block, reloaded from a tier or recomputed: as measured, or as predicted until it is measured.
 
-A step of few tokens takes hardly less than one of many, so what a token of it costs says nothing about long prompts.
-Steps are kept by their size therefore, to the next power of two:
+A step with few tokens takes hardly less time than one with many, so its cost per token says nothing about long prompts.
+Measurements are therefore kept by the size of the step, to the next power of two:
 
-    a prompt of so many tokens      costs a token
-    a step as long was measured     what that cost
-    shorter ones alone              what the longest of them cost, were it as long, up to `_FLAT` tokens: too little
-                                    rather than too much, as whoever computes then measures it
+    a prompt of n tokens                     its cost per token
+    one of that size or more was measured    the measured cost
+    only shorter steps were measured         the time of the longest divided by n, with n at most `_FLAT`: rather too
+                                             low than too high, as then it is computed, and so measured
 
-Of a size the least of the last few counts: some waited for a compiler, a capture, or others.
+For each size the minimum of the last few counts: some steps waited for a compiler, a capture, or others.
 """
 
 from collections import deque
 
-#: Up to so many tokens a step may take as long as one of fewer.
+#: Up to so many tokens, a step may take as long as one with fewer.
 _FLAT = 1024
 _KEPT = 4
 
@@ -23,9 +23,9 @@ class Speeds:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        #: Of one block, by tier, late measurements counting most.
+        #: Seconds of reloading one block, by tier: a moving average.
         self.seconds: dict[str, float] = {}
-        #: Of one token, as it was predicted.
+        #: Predicted seconds of computing one token.
         self.predicted: float | None = None
         self._steps: dict[int, deque[tuple[float, int]]] = {}
 
@@ -35,12 +35,12 @@ class Speeds:
         self.seconds[tier] = found if before is None else 0.8 * before + 0.2 * found
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step that read prompts."""
+        """Record a step that computed prompts."""
         kept = self._steps.setdefault(num_tokens.bit_length(), deque(maxlen=_KEPT))
         kept.append((seconds / num_tokens, num_tokens))
 
     def compute(self, num_blocks: int) -> float | None:
-        """Seconds of one of so many blocks that are computed."""
+        """Return the seconds per block of computing so many blocks."""
         wanted = num_blocks * self._block_size
         if not self._steps:
             return None if self.predicted is None else self.predicted * self._block_size
@@ -49,6 +49,6 @@ class Speeds:
         return rate * num_tokens / max(num_tokens, min(wanted, _FLAT)) * self._block_size
 
     def is_faster(self, tier: str, num_blocks: int) -> bool:
-        """Whether so many blocks come sooner than they are computed, as far as both are known."""
+        """Whether reloading so many blocks is faster than computing them, as far as both are known."""
         load, compute = self.seconds.get(tier), self.compute(num_blocks)
         return load is None or compute is None or load < compute

@@ -1,13 +1,13 @@
-"""The bytes of blocks beneath one device's cache: pinned host memory, and files beneath that. It decides nothing.
+"""The bytes of blocks in the tiers below one device's cache: pinned host memory, and files below it. No policy.
 
-    cache  --put-->  host  --who has to leave-->  files
-      ^                |                             |
-      +-----bring------+-----------------------------+
+    cache  --put-->  host  --evicted-->  files
+      ^                |                    |
+      +-----bring------+--------------------+
 
-Copies between a GPU and the host run beside its steps (`block_copies.py`), and files are written and read by threads
-(`file_tier.py`). A block on its way to a file stays in its place on the host until it is written: a thread waits for
-its copy, and gives the place back. Nobody else waits. If there is no place left, whoever waits longest to be written
-is not kept. Copies are begun some at a time (`begin`), and only then are threads told of what they carry.
+Copies between a GPU and the host run concurrently with its steps (`block_copies.py`); threads write and read files
+(`file_tier.py`). A block that goes to a file keeps its place on the host until it is written: a thread waits for its
+copy, writes it, and gives the place back. Nothing else waits. If there is no place left, the block that has waited
+longest to be written is dropped. Copies are begun in batches (`begin`), and only then handed to the threads.
 """
 
 from collections.abc import Container, Sequence
@@ -23,14 +23,14 @@ from shardwise.serving.eviction import Arc
 from shardwise.serving.file_tier import FileTier
 from shardwise.serving.host_places import HostPlaces
 
-#: Places for blocks on their way to files: so many, or those of so many bytes.
+#: Places for blocks on their way to files: at most so many, and at most so many bytes.
 _MOST_LEAVING, _MOST_LEAVING_BYTES = 256, 512 * 2**20
 _FLUSHED_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierBytes:
-    """How much each tier may hold, on one rank."""
+    """How many bytes each tier may hold on one rank."""
 
     host_bytes: int = 0
     file_bytes: int = 0
@@ -38,9 +38,9 @@ class TierBytes:
 
 
 class HostTier:
-    """Blocks in host memory, pinned where a GPU copies from it; who leaves is chosen by ARC.
+    """Blocks in host memory, pinned where a GPU copies from it, evicted by ARC.
 
-    Beside its own it has places for as many as may be on their way to files.
+    It has extra places for the blocks on their way to files.
     """
 
     def __init__(self, num_bytes: int, block_bytes: int, *, pinned: bool = False, num_leaving: int = 4) -> None:
@@ -59,14 +59,14 @@ class HostTier:
         return list(self._names)
 
     def make_room(self) -> tuple[bytes, int] | None:
-        """Room for one more; whoever had to leave for it, with the place, which the caller gives back."""
+        """Make room for one more block. Returns an evicted name, if any, and its place, which the caller gives back."""
         if len(self._place_of) < self.num_blocks:
             return None
         name = self._names.evict()
         return name, self._place_of.pop(name)
 
     def put(self, name: bytes) -> int:
-        """A place for a block, whose bytes the caller copies there."""
+        """Take a place for a block, into which the caller copies the bytes."""
         place = self.places.take()
         assert place is not None, "who makes room sees to it that there is a place"
         self._place_of[name] = place
@@ -74,23 +74,23 @@ class HostTier:
         return place
 
     def find(self, name: bytes) -> int | None:
-        """Where its bytes are, or are on their way to."""
+        """Return the place of its bytes, which may still be on their way there."""
         place = self._place_of.get(name)
         if place is not None:
             self._names.touch(name)
         return place
 
     def renew(self, name: bytes) -> None:
-        """The cache has let it go, too: it stays as long as one that comes now."""
+        """Treat a block that the cache has evicted again like a new one in the eviction order."""
         self._names.renew(name)
 
     def look(self, name: bytes) -> int:
-        """The same, without counting as asked for."""
+        """Return the place of a block without counting it as requested."""
         return self._place_of[name]
 
 
 class TierStore:
-    """Host and files beneath the cache `data`, [blocks, bytes]. One thread calls all of it."""
+    """Host and file tiers below the cache `data`, [blocks, bytes]. One thread calls all methods."""
 
     def __init__(
         self, data: Tensor, host: HostTier, files: FileTier | None = None, *, copies: BlockCopies | None = None
@@ -98,12 +98,12 @@ class TierStore:
         self._data, self.host, self.files = data, host, files
         self._copies = copies or BlockCopies(data)
         self._block_seconds = self._copies.block_seconds(host.places if files is None else files.places)
-        #: What goes to files once its copies have begun, by name, and where it lies.
+        #: Places of blocks that go to files once their copies have begun, by name.
         self._to_write: dict[bytes, int] = {}
 
     @property
     def copies_beside(self) -> bool:
-        """Whether blocks can leave while steps run."""
+        """Whether blocks can be copied out while steps run."""
         return self._copies.are_beside
 
     @property
@@ -118,7 +118,7 @@ class TierStore:
         return [] if self.files is None else self.files.names()
 
     def tiers_of(self, names: Sequence[bytes]) -> list[str]:
-        """Where the first of these lie, up to the first that lies nowhere."""
+        """Return the tiers of the first of these names, up to the first that is in none."""
         found = []
         for name in names:
             tier = "host" if name in self.host else "files" if self.files is not None and name in self.files else None
@@ -133,7 +133,7 @@ class TierStore:
         return next(places, len(names))
 
     def put(self, block: int, name: bytes) -> bool:
-        """Keep the bytes of a block, unless they lie beneath already. Return whether they were moved."""
+        """Keep the bytes of a block, unless a tier has them already. Return whether they were moved."""
         if name in self.host:
             self.host.renew(name)
             return False
@@ -146,13 +146,13 @@ class TierStore:
         return True
 
     def let_go(self, block: int) -> None:
-        """A block of the cache is another's from now on."""
+        """Note that a block of the cache will be overwritten from now on."""
         self._copies.let_go(block)
 
     def bring(self, wanted: Sequence[tuple[bytes, int]], within: tuple[float, float] | None = None) -> int:
         """Copy blocks by name into these blocks of the cache, in order. Return how many, up to the first miss.
 
-        From files the first is waited for so many seconds, each other one so many more.
+        With `within`, wait for files at most `within[0]` seconds for the first block, and `within[1]` for each further.
         """
         begun = perf_counter()
         for name, _ in wanted:
@@ -164,7 +164,7 @@ class TierStore:
             if place is None:
                 if self.files is None:
                     break
-                if lot and not self.files.is_read(name):  # What is here does not wait for a disk.
+                if lot and not self.files.is_read(name):  # Blocks that are here do not wait for a disk.
                     lot = self._bring(lot)
                 until = None if within is None else begun + within[0] + num_found * within[1]
                 place, places = self.files.find(name, until), self.files.places
@@ -176,7 +176,7 @@ class TierStore:
         return num_found
 
     def _bring(self, lot: list[tuple[HostPlaces, int, int]]) -> list[tuple[HostPlaces, int, int]]:
-        """Begin to copy these. Places of what was read are free again behind it; none is left."""
+        """Begin to copy these, and give back the places of file reads. Returns an empty list for the next ones."""
         if lot:
             self._copies.bring(lot)
         for places, place, _ in lot:
@@ -185,26 +185,26 @@ class TierStore:
         return []
 
     def begin(self) -> None:
-        """Begin the copies of all blocks that were put here, and tell the threads of those that go to files."""
+        """Begin the copies of all blocks that were put, and hand those that go to files to the threads."""
         self._copies.begin()
         self._begin_to_write()
 
     def fence(self) -> None:
-        """The next step comes behind all copies that it has to do with. Whoever has begun it calls `begin`: to tell
-        threads of hundreds of files takes longer than a step may wait."""
+        """Order the next step behind the copies that affect it. Call `begin` after launching the step: handing
+        hundreds of files to threads takes longer than a step should wait."""
         self._copies.fence()
 
     def least_seconds(self, num_blocks: int) -> float:
-        """What the link takes for as many: on a GPU copies are begun, and nobody waits for them."""
+        """Return the link's time for so many blocks: on a GPU `bring` only launches the copies."""
         return num_blocks * self._block_seconds
 
     def prefetch(self, names: Sequence[bytes]) -> None:
-        """Somebody will ask for these: what is in files is read ahead."""
+        """Read ahead blocks in files that will be requested."""
         for name in names:
             self._read_ahead(name)
 
     def stop_prefetch(self, names: Sequence[bytes]) -> None:
-        """Nobody will, for now."""
+        """Stop reading ahead blocks that are not needed for now."""
         if self.files is not None:
             self.files.stop_reading(names)
 
@@ -220,7 +220,7 @@ class TierStore:
                     self.files.settle()
 
     def settle(self) -> None:
-        """Wait for all copies: blocks are about to be written that nobody has let go."""
+        """Wait for all copies: blocks that were not let go are about to be overwritten."""
         self._copies.settle()
         self._begin_to_write()
 
@@ -245,7 +245,7 @@ class TierStore:
         return True
 
     def _take_place(self) -> int | None:
-        """For a block on its way to a file: a free one, or that of whoever has waited longest."""
+        """Return a place for a block on its way to a file: a free one, or that of the block that has waited longest."""
         place = self.host.places.take()
         if place is not None or self.files is None:
             return place
@@ -254,10 +254,10 @@ class TierStore:
         if not self._to_write:
             return None
         self.files.num_skipped += 1
-        return self._to_write.pop(next(iter(self._to_write)))  # Copies to one place come in their order.
+        return self._to_write.pop(next(iter(self._to_write)))  # Copies to one place run in order.
 
     def _let_go(self, name: bytes, place: int) -> None:
-        """A block leaves the host, for a file if whoever comes has a place meanwhile."""
+        """Evict a block from the host: to a file, if there is another free place for the new block meanwhile."""
         places = self.host.places
         if self.files is not None and places.num_free and name not in self._to_write and self.files.wants(name):
             self._to_write[name] = place
@@ -265,10 +265,10 @@ class TierStore:
             places.give_back(place)
 
     def _begin_to_write(self) -> None:
-        """What goes to files, whose copies have begun: a thread waits for the event of its place."""
+        """Hand blocks whose copies have begun to the writers; a thread waits for the event of each place."""
         going, self._to_write = self._to_write, {}
         for name, place in going.items():
-            if not self._write(name, place):  # The disk has not kept up meanwhile, or was turned off.
+            if not self._write(name, place):  # The disk has fallen behind meanwhile, or is off.
                 self.host.places.give_back(place)
 
     def _write(self, name: bytes, place: int) -> bool:

@@ -1,13 +1,13 @@
-"""What lies beneath the cache, and when it is worth bringing back: blocks that had to leave it.
+"""The tiers below the cache, and the decision when to reload evicted blocks from them.
 
     KV cache  --evicted-->  host memory  --evicted-->  files
         ^                        |                       |
-        +------- reloaded -------+-----------------------+      if that is faster than to compute them again
+        +------- reloaded -------+-----------------------+      if that is faster than recomputing them
 
-A block keeps its name on its way down, so a beginning is found wherever it is; no tier holds more bytes than it may.
-What was reloaded stays beneath too: if it is evicted again, nothing has to be written. Here it is decided, block by
-block; `tier_store.py` has the bytes, of one device or on every rank. All of it belongs to the thread that steps the
-engine, so a block is never read while it is written.
+A block keeps its name on its way down, so a prefix is found in any tier. No tier exceeds its bytes. A reloaded block
+also stays in its tier: if it is evicted again, nothing has to be written. This module decides, block by block;
+`tier_store.py` has the bytes, of one device or on every rank. Only the thread that steps the engine uses it, so a block
+is never read while it is written.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from typing import Any, Protocol
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.tier_speeds import Speeds
 
-#: Of so many refusals one is tried all the same: what was slow once may be fast by now.
+#: One of so many refusals is tried anyway: a tier that was slow once may be fast by now.
 _TRY_AGAIN = 64
-#: Blocks that are brought at once: while one lot is on its way to the device, room is made for the next. From files
-#: few, and it is asked again whether it is worth it; but so many are read ahead.
+#: Blocks that are reloaded at once: while one batch is being copied to the device, room is made for the next. From
+#: files only a few, after which the decision is made again; but more of them are read ahead.
 _AT_ONCE = {"host": 32, "files": 8}
 _READ_AHEAD = 64
-#: How much later than by computing all of it a prompt may come whose blocks did not come in time from files.
+#: How much later than by recomputing everything a prompt may be ready if its blocks did not come in time from files.
 _LATER = 0.02
-#: Blocks that are copied out ahead while a step runs: so many, and as many as the step fills.
+#: Blocks that are copied out ahead while a step runs: so many, plus as many as the step fills.
 _AHEAD_IN_A_STEP = 8
 
 
@@ -42,32 +42,32 @@ class Store(Protocol):
     def tiers_of(self, names: Sequence[bytes]) -> list[str]: ...
 
     def count_known(self, names: Sequence[bytes]) -> int:
-        """How many of the first of these may lie here. It changes nothing, and any thread may ask."""
+        """Return how many of the first of these may be in a tier. Changes nothing; any thread may call it."""
 
     @property
     def copies_beside(self) -> bool:
-        """Whether blocks can leave while steps run."""
+        """Whether blocks can be copied out while steps run."""
 
     def put(self, block: int, name: bytes) -> bool:
-        """Keep the bytes of a block; whether they had to be moved."""
+        """Keep the bytes of a block. Returns whether they had to be moved."""
 
     def begin(self) -> None:
-        """Begin the copies of all blocks that were put here."""
+        """Begin the copies of all blocks that were put."""
 
     def let_go(self, block: int) -> None:
-        """A block is another's from now on."""
+        """Note that a block will be overwritten from now on."""
 
     def bring(self, wanted: Sequence[tuple[bytes, int]], within: tuple[float, float] | None = None) -> int:
-        """How many of these have come, the first within so many seconds, each other one within so many more."""
+        """Load blocks by name and return how many, the first within `within[0]` seconds, others each `within[1]`."""
 
     def fence(self) -> None:
-        """A step comes, which may read what was brought, and write to what was let go."""
+        """Order the next step, which may read reloaded blocks and overwrite released ones, behind their copies."""
 
     def settle(self) -> None:
         """Wait for all copies."""
 
     def least_seconds(self, num_blocks: int) -> float:
-        """What so many take at least to arrive, where `bring` does not wait for them."""
+        """Return the least seconds until so many blocks arrive, where `bring` does not wait for them."""
 
     def prefetch(self, names: Sequence[bytes]) -> None: ...
 
@@ -79,27 +79,27 @@ class Store(Protocol):
 
 
 class Tiers:
-    """Host and files beneath one cache. `measured=False` reloads whatever is there, for tests."""
+    """Host and file tiers below one cache. `measured=False` reloads whatever is there, for tests."""
 
     def __init__(self, store: Store, pool: BlockPool, *, measured: bool = True, num_ahead: int = 0) -> None:
         self.store, self._pool, self.speeds = store, pool, Speeds(pool.block_size)
         self._measured, self._num_refused = measured, 0
         self.loaded_bytes = self.stored_bytes = 0
         self.load_seconds = self.store_seconds = 0.0
-        #: Of the cached blocks that go next, so many should lie beneath already, and so many do.
+        #: How many of the cached blocks that are evicted next should be in a tier already, and how many are.
         self._num_ahead = num_ahead
         self._num_beneath = 0
         pool.on_evict, pool.on_drop = self.evict, store.settle
 
     def evict(self, block: int, name: bytes) -> None:
-        """A block leaves the cache: it goes to the host, and who has to make room there to the files."""
+        """Move a block that leaves the cache to the host, which may evict another one to the files."""
         was_moved = self._keep(block, name)
         self.store.let_go(block)
-        # One that did not lie beneath was passed over: others before it were taken. It begins again from the first.
+        # It was not in a tier, so `write_ahead` had not counted it: start counting from the first block again.
         self._num_beneath = 0 if was_moved else max(self._num_beneath - 1, 0)
 
     def write_ahead(self, num_tokens: int) -> None:
-        """While a step of so many tokens runs: blocks that go next are copied, so that nobody waits for it then."""
+        """Copy out the blocks to be evicted next while a step of so many tokens runs, so that evictions do not wait."""
         lacks = self._num_ahead - self._pool.num_free - self._num_beneath
         if self.store.copies_beside and lacks > 0:
             first, count = self._num_beneath, min(lacks, num_tokens // self._pool.block_size + _AHEAD_IN_A_STEP)
@@ -109,22 +109,22 @@ class Tiers:
         self.store.begin()
 
     def fence(self) -> None:
-        """Before a step is begun."""
+        """Order the next step behind the copies that affect it."""
         self.store.fence()
 
     def prefetch(self, names: Sequence[bytes]) -> None:
-        """Somebody waits whose beginning has these names: what the cache has not is read ahead where it is slow."""
+        """Read ahead from files what the cache lacks of a waiting sequence's prefix, if that is worth it."""
         missing = names[len(self._pool.find(names)) :]
         if missing and (not self._measured or self.speeds.is_faster("files", len(missing))):
             self.store.prefetch(missing[:_READ_AHEAD])
 
     def reload(self, names: list[bytes]) -> list[int]:
-        """Bring the first of these that are beneath, as long as that is worth it."""
+        """Reload the first of these that are in tiers, while that is faster than recomputing. Returns the blocks."""
         tiers = self.store.tiers_of(names)
         brought: list[int] = []
         while len(brought) < len(tiers):
-            # What lies in one tier. First the blocks, whose going may send others down; then the bytes, if they are
-            # still there.
+            # A run of blocks in one tier. Allocate first, which may evict other blocks to the tiers; then load the
+            # bytes, if they are still there.
             first, tier = len(brought), tiers[len(brought)]
             end = next((place for place in range(first, len(tiers)) if tiers[place] != tier), len(tiers))
             found = self._reload_run(tier, names[first:end])
@@ -134,7 +134,7 @@ class Tiers:
         return brought
 
     def _reload_run(self, tier: str, names: Sequence[bytes]) -> list[int]:
-        """Blocks that lie in one tier, some at once, for as long as they come in time."""
+        """Reload blocks of one tier in batches, as long as they come in time."""
         brought: list[int] = []
         begun, computed = perf_counter(), self.speeds.compute(len(names)) if self._measured else None
         while len(brought) < len(names):
@@ -147,7 +147,7 @@ class Tiers:
             if tier == "files":
                 self.store.prefetch(names[first : first + _READ_AHEAD])
                 if computed is not None:
-                    # Never later than by computing them, but for a little: the first read takes its time.
+                    # Not later than by recomputing them, plus some slack: the first read takes its time.
                     spent, slack = perf_counter() - begun, _LATER * len(names)
                     within = (first + 1 + slack) * computed - spent, computed
             asked = perf_counter()
@@ -167,11 +167,11 @@ class Tiers:
         return brought
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
-        """A step that read prompts took so long: what blocks cost if they are not reloaded."""
+        """Record the seconds of a step that computed prompts: the cost of blocks that are not reloaded."""
         self.speeds.note_step(num_tokens, seconds)
 
     def load(self) -> dict[str, Any]:
-        """What has moved, by the names of `Load`."""
+        """Return the traffic so far, by the field names of `Load`."""
         return {
             "kv_offload_load_bytes": self.loaded_bytes,
             "kv_offload_store_bytes": self.stored_bytes,
@@ -181,7 +181,7 @@ class Tiers:
         }
 
     def close(self) -> None:
-        """What only the host has goes to the files, so that the next start finds it."""
+        """Write to the files what only the host has, so that the next start finds it, and close."""
         self.store.flush()
         self.store.close()
         self._pool.on_evict = self._pool.on_drop = None
@@ -195,7 +195,7 @@ class Tiers:
         return is_moved
 
     def _num_worth_it(self, tier: str, num_blocks: int) -> int:
-        """How many of so many blocks may be brought before it is asked again."""
+        """Return how many of so many blocks to reload before deciding again."""
         if not self._measured:
             return num_blocks
         if self.speeds.is_faster(tier, num_blocks):

@@ -1,8 +1,8 @@
-"""What an engine will launch, known before its weights are there: its runner is rehearsed on the meta device.
+"""Find what an engine will launch before its weights are loaded, by rehearsing its runner on the meta device.
 
-Steps of every kind are begun there as requests would have them (`kernels/launch.py`): prompts short and long, alone,
-behind a long beginning and beside others' single tokens; and single tokens of as many sequences as there are graphs
-for. What is launched in them is compiled while weights are read.
+Steps of every kind are run there as requests would cause them (`kernels/launch.py`): prompts short and long, alone,
+behind a long prefix, and beside single tokens of others; and single tokens for every graph size. The kernels that they
+launch are compiled while weights are read.
 """
 
 from collections.abc import Iterator
@@ -26,21 +26,21 @@ from shardwise.serving.narrow_weights import narrow
 from shardwise.serving.request import Request, Sampling
 from shardwise.serving.sequence import Piece, Sequence
 
-#: Of a prompt's piece, how many of the prompt's tokens lie before it, and how many it has. The first is the likeliest
-#: to come first.
+#: Pieces of prompts: how many of the prompt's tokens come before the piece, and how many it has. The first one is the
+#: likeliest to come first.
 _PIECES = ((0, 100), (0, 12), (0, 24), (0, 300), (1000, 12), (1000, 100), (1000, 300))
 _SINGLE = (200, 1)
-#: Longer than any of them.
+#: Longer than any of the pieces.
 _LENGTH = 2048
 
 
 def begin_warm_up(settings: Settings, dtype: torch.dtype, limits: Limits, device: torch.device) -> "Future[int]":
-    """Compile what an engine of such a model will launch, beside whatever is done meanwhile."""
+    """Compile what an engine of such a model will launch, in the background."""
     return begin_to_compile(lambda: find_launches(settings, dtype, limits, gpu_of(device)), device)
 
 
 def find_launches(settings: Settings, dtype: torch.dtype, limits: Limits, gpu: Gpu) -> Iterator[Launch]:
-    """All that the engine's runner launches on a GPU, as it is found: what is needed first comes first."""
+    """Yield all launches of the engine's runner on a GPU as they are found, those needed first at the beginning."""
     meta, size, settings = torch.device("meta"), limits.block_size, _few_layers(settings)
     with meta:
         model = Transformer(settings)
@@ -55,7 +55,7 @@ def find_launches(settings: Settings, dtype: torch.dtype, limits: Limits, gpu: G
     runner = DeviceRunner(model, cache, max_running=max_running, max_length=_LENGTH, uses_graphs=False)
     for asked, top_k in _steps(max_running):
         pieces = [_piece(*each, size, top_k) for each in asked]
-        # What asks its numbers what to compute ends here: a meta device has none.
+        # Code that branches on tensor values raises here: the meta device has no values.
         with rehearsal, suppress(NotImplementedError):
             runner.launch(pieces)
         for piece in pieces:
@@ -65,14 +65,14 @@ def find_launches(settings: Settings, dtype: torch.dtype, limits: Limits, gpu: G
 
 
 def _few_layers(settings: Settings) -> Settings:
-    """As many layers as have one of each kind, and one behind the first."""
+    """Return settings with just enough layers for one of each kind, and one behind the first."""
     kinds = [(settings.is_windowed(each), settings.is_mixture(each)) for each in range(settings.num_layers)]
     count = max(kinds.index(kind) + 1 for kind in kinds)
     return replace(settings, num_layers=min(max(count, 2), settings.num_layers))
 
 
 def _steps(max_running: int) -> Iterator[tuple[Several[tuple[int, int]], int]]:
-    """The pieces of each step, and how many words are drawn from, where not from all."""
+    """Yield the pieces of each step, and its top-k (0 where all tokens are sampled from)."""
     yield _PIECES[:1], 0
     yield [_SINGLE], 0
     for piece in _PIECES:
@@ -84,7 +84,7 @@ def _steps(max_running: int) -> Iterator[tuple[Several[tuple[int, int]], int]]:
 
 
 def _piece(start: int, count: int, block_size: int, top_k: int) -> Piece:
-    """Of a sequence with so many tokens, all of whose blocks are the first."""
+    """Make a piece of a sequence with so many tokens; all of its blocks are block 0."""
     num_tokens = start + count
     request = Request(id="", prompt=(0,), sampling=Sampling(max_tokens=1, temperature=0.6, top_k=top_k))
     sequence = Sequence(

@@ -1,12 +1,12 @@
-"""A schedule interpreted over stages, and what was recorded of it.
+"""Interpret a schedule over the stages of a module, and record the step as a trace.
 
-pipeline     plan, split -> the complete, proven schedule
+pipeline     plan, split -> the complete, verified schedule
                       |
-executor              with each batch, as much of the list as it lets run
-local, process        walk it: all ranks in one process, or one rank in a process of its own
+executor              the part of each rank's list that one batch allows to run
+local, process        walk the list: all ranks in one process, or one rank per process
                       |
-interpreter           what each instruction means on one rank
-  stage_io, backward, compute_policy     values between stages; two halves of a backward; recomputation
+interpreter           the meaning of each instruction on one rank
+  stage_io, backward, compute_policy     values between stages; the two halves of a backward; recomputation
                       |
-recording             what happened, told by all ranks
+recording             the trace of a step, merged from all ranks
 """

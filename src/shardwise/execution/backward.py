@@ -1,8 +1,8 @@
-"""A backward in two halves: first the gradients that other ranks wait for, later those of the weights.
+"""A backward in two halves: I computes the input gradients that other ranks wait for, W later the weight gradients.
 
-The first half goes back through the graph to the stage's inputs and asks for nothing else, so that autograd computes no
-weight gradient on the way. Where the way passes a node that also leads to parameters (a *cut*), the gradient that
-arrives there is kept:
+The first half runs autograd from the outputs to the stage's inputs only, so no weight gradient is computed. The nodes
+between outputs and inputs are the *spine*. At each node of the spine that also leads to parameters (a *cut*), the
+incoming gradient is kept:
 
       output                              output
         |                                   |
@@ -12,12 +12,13 @@ arrives there is kept:
         |                                   |
       input                               input
 
-The second half starts at each cut with what was kept there and goes only to the parameters beside it. This knows no
-layer types: whatever autograd can differentiate is split. A parameter that several cuts of one stage lead to (a weight
-used twice, say) would be reached from above as well and counted twice; those few are computed in the first half.
+The second half starts at each cut with the kept gradient and runs only to the parameters beside it. This depends on no
+layer types: any graph that autograd can differentiate is split. A parameter that several cuts of one stage lead to (a
+weight used twice, for example) would be reached from the upper cuts as well and counted twice. The gradients of those
+few parameters are computed in the first half.
 
-Where no input wants a gradient (the first stage of most models) nobody waits for the first half, and all is left to the
-second: in a fixed order of instructions, time that moves from an I to its W can only let others start sooner.
+If no input requires a gradient (the first stage of most models), no rank waits for the first half, and the second half
+does all the work: in a fixed order of instructions, moving time from an I to its W can only let others start sooner.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,50 +36,50 @@ Gradients = Sequence[Tensor | None]
 
 @dataclass(slots=True, eq=False)
 class _Cut:
-    """A way to parameters beside the spine: from which node, to which parameters, and where gradients arrive.
+    """A node of the spine, the parameters that it leads to beside the spine, and the edges where gradients arrive.
 
-    Without a node it is the way from the outputs that no input matters to: they are outside the spine altogether.
+    A cut without a node stands for the outputs that depend on no input: they are outside the spine altogether.
     """
 
     node: Node | None
     parameters: list[Tensor]
     ways: list[GradientEdge] = field(default_factory=list)
-    #: Keeps the node alive, if that is one written in Python.
+    #: Keeps the node alive, if it is a Python node (custom function or compiled unit).
     owner: object = None
 
 
 def full_backward(outputs: Sequence[Tensor], gradients: Gradients) -> None:
-    """Both halves at once: gradients are added to the `grad` of inputs and parameters."""
+    """Run both halves at once: add gradients to the `grad` of inputs and parameters."""
     _run_engine(outputs, _given(outputs, gradients), (), accumulates=True)
 
 
-#: The node of a checkpoint that runs another backward inside of the one that it is called in.
+#: The node of a reentrant checkpoint, which runs a nested backward.
 _REENTRANT = "CheckpointFunctionBackward"
 
 
 class _ReentrantError(Exception):
-    """A graph has such a node."""
+    """The graph contains a reentrant checkpoint, so it cannot be split."""
 
 
 @dataclass(slots=True, eq=False)
 class Halves:
-    """A graph cut in two: found from its outputs and inputs alone, before any gradient is there."""
+    """A graph cut in two, determined by its outputs and inputs alone, before any gradient has arrived."""
 
     cuts: list[_Cut]
-    #: Parameters that several cuts lead to.
+    #: Parameters that several cuts lead to: their gradients are computed in the first half.
     at_once: list[Tensor]
-    #: What the first half computes: gradients of inputs, then of those parameters, then all that arrives at cuts.
+    #: Targets of the first half: inputs, then the parameters of `at_once`, then the edges of all cuts.
     targets: tuple[Tensor | GradientEdge, ...]
-    #: The outputs outside the spine, by number: what they are given arrives at the last cut.
+    #: Indices of the outputs outside the spine: their gradients go to the last cut unchanged.
     apart: list[int]
     has_spine: bool
-    #: Whether it cannot be cut: what `checkpoint(..., use_reentrant=True)` has left runs in a plain backward alone.
+    #: Whether the graph cannot be cut: a `checkpoint(..., use_reentrant=True)` supports only a plain backward.
     is_one: bool = False
-    #: What the first half has found on the ways of all cuts, one after the other. Held until the second has run.
+    #: Gradients that the first half found at the edges of all cuts, in order. Held until the second half has run.
     arrived: list[Tensor | None] = field(default_factory=list)
 
     def run(self) -> None:
-        """The second half: add the gradients to the parameters' `grad`, and let go of the graph."""
+        """Run the second half: add gradients to the parameters' `grad`, releasing the graph cut by cut."""
         cuts, arrived = self.cuts, self.arrived
         while cuts:
             cut = cuts.pop()
@@ -119,9 +120,9 @@ def find_halves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Halves:
 def input_gradients(
     outputs: Sequence[Tensor], gradients: Gradients, inputs: Sequence[Tensor], halves: Halves | None = None
 ) -> Halves:
-    """Run the first half: gradients become the `grad` of `inputs`, to be read only. What is returned runs the second.
+    """Run the first half: set the `grad` of `inputs` (read-only), and return the object that runs the second half.
 
-    `halves` is what `find_halves` gave for the same outputs and inputs, if it was asked before.
+    `halves` is the result of `find_halves` for the same outputs and inputs, if it was computed before.
     """
     found = find_halves(outputs, inputs) if halves is None else halves
     if found.is_one:
@@ -137,7 +138,7 @@ def input_gradients(
             _add_to(parameter, reached[place])
             place += 1
         found.arrived += reached[place:]
-        # Cuts have their ways themselves, and let go of them one by one.
+        # Each cut holds its own edges and releases them one by one.
         found.targets = ()
     for number in found.apart:
         found.arrived.append(given[number])
@@ -145,22 +146,22 @@ def input_gradients(
 
 
 def _given(outputs: Sequence[Tensor], gradients: Gradients) -> list[Tensor]:
-    """The gradients to start from; a loss starts from 1."""
+    """Return the gradients to start from: 1 for a loss, which has None."""
     pairs = zip(outputs, gradients, strict=True)
     return [torch.ones_like(output) if gradient is None else gradient for output, gradient in pairs]
 
 
 def _add_to(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Add a gradient, as autograd would."""
+    """Accumulate a gradient into a parameter, as autograd would."""
     if gradient is not None and parameter.grad is not None:
         parameter.grad += gradient
     elif gradient is not None:
-        # Autograd may give one tensor as the gradient of two; what is added to must be its own.
+        # Autograd may return one tensor as the gradient of two inputs; an accumulator must not be shared.
         parameter.grad = gradient.clone()
 
 
 def _find_cuts(roots: Sequence[Node], ends: set[int]) -> tuple[set[Node], list[_Cut], list[Tensor]]:
-    """The spine from roots to the leaves with these ids, its cuts, and the parameters that several cuts lead to."""
+    """Return the spine from roots to the leaves with these ids, its cuts, and parameters that several cuts lead to."""
     spine, ways = _explore(roots, ends)
     several: dict[Node, None] = {}
     seen: set[Node] = set()
@@ -176,7 +177,7 @@ def _find_cuts(roots: Sequence[Node], ends: set[int]) -> tuple[set[Node], list[_
 
 
 def _keep_alive(cuts: list[_Cut], roots: list[GradientEdge]) -> None:
-    """Hold on to what owns the nodes of custom functions and compiled units: a reference to such a node does not."""
+    """Hold the owners of Python nodes (custom functions, compiled units): a reference to the node is not enough."""
     owners: dict[Node, Node] = {}
     for node, children in _children_first([root.node for root in roots]):
         owners.update((child, node) for child in children if isinstance(child, PythonNode))
@@ -196,14 +197,14 @@ def _run_engine(
     *,
     accumulates: bool,
 ) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.backward` to targets, or `grad` of them with the graph kept, without what these check first.
+    """Run `autograd.backward` to targets, or `autograd.grad` of them with the graph kept, without argument checks.
 
-    Gradients are there and have their tensors' shapes: they were made for them. To check that again takes a good part
-    of the 130 microseconds of a W on a stage that computes nothing (torch 2.13).
+    The gradients exist and have the shapes of their tensors, by construction. Checking that again would take a good
+    part of the 130 microseconds of a W on a stage that computes nothing (torch 2.13).
     """
     if engine_run_backward is None:
         return _run_publicly(starts, gradients, targets, accumulates=accumulates)
-    # What lies around the engine hands the context of this thread to those of devices: a CPU has none of its own.
+    # Torch's wrapper passes this thread's context on to device threads; a backward on the CPU has no such thread.
     run = run_in_thread if run_in_thread is not None and gradients[0].device.type == "cpu" else engine_run_backward
     try:
         found: tuple[Tensor | None, ...] = run(
@@ -239,16 +240,16 @@ def _run_publicly(
     return torch.autograd.grad(starts, targets, gradients, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
 
 
-#: Leaves of parameters, each once and in order. One that is complete is shared and never added to.
+#: Accumulation nodes of parameters: an ordered set. A complete one is shared and never modified.
 _Leaves = dict[Node, None]
 
 
 def _explore(roots: Sequence[Node], ends: set[int]) -> "tuple[set[Node], dict[Node | None, _Leaves]]":
-    """Go through the graph below the roots once, children first.
+    """Traverse the graph below the roots once, children first.
 
-    Returns the spine, which is all between the roots and the leaves in `ends`, both included; and the ways off it: for
-    each node of the spine the leaves that it leads to beside it, from the inputs up, and at None those of roots outside
-    the spine.
+    Return the spine: all nodes between the roots and the leaves in `ends`, both included. Return also the ways off it:
+    for each node of the spine, the leaves that it leads to beside the spine, ordered from the inputs up; the key None
+    has the leaves of roots outside the spine.
     """
     spine: set[Node] = set()
     ways: dict[Node | None, _Leaves] = {}
@@ -276,7 +277,7 @@ def _explore(roots: Sequence[Node], ends: set[int]) -> "tuple[set[Node], dict[No
 
 
 def _children_first(roots: Sequence[Node]) -> Iterator[tuple[Node, list[Node]]]:
-    """Every node below the roots with what it leads to, each after what it leads to."""
+    """Yield every node below the roots with its children, in post-order (children first)."""
     below: dict[Node, list[Node]] = {}
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
@@ -290,7 +291,7 @@ def _children_first(roots: Sequence[Node]) -> Iterator[tuple[Node, list[Node]]]:
 
 
 def _union(parts: list[_Leaves]) -> _Leaves:
-    """All leaves of some nodes. Most nodes lead to one other only, and have its leaves without a copy."""
+    """Return the union of leaves. Most nodes have one child only, and share its leaves without a copy."""
     some = [part for part in parts if part]
     if len(some) < 2:
         return some[0] if some else {}
@@ -301,7 +302,7 @@ def _union(parts: list[_Leaves]) -> _Leaves:
 
 
 def _variable(leaf: Node) -> Tensor:
-    """The tensor that a leaf's gradient is added to."""
+    """Return the tensor that a leaf's gradient accumulates into."""
     found = leaf.variable  # type: ignore[attr-defined]
     assert isinstance(found, Tensor), f"{leaf.name()} is no leaf"
     return found

@@ -1,7 +1,8 @@
-"""What the GPU of a rank does in a step, seen by torch's profiler: kernels, NCCL, copies, each with its stream.
+"""Collect the GPU activities of a rank in a step with torch's profiler: kernels, NCCL, copies, each with its stream.
 
-CUPTI notes when each began and ended by the device's clock and tells it by the host's, and which call of the host
-launched it. By when that call was, an activity belongs to an instruction, and a collective to what asked for it.
+CUPTI records start and end of each activity on the device's clock, converts them to the host's clock, and records which
+host call launched the activity. The time of that call assigns an activity to an instruction, and an NCCL kernel to the
+collective that was noted.
 """
 
 import time
@@ -16,22 +17,22 @@ from shardwise.execution.recording import Launch, Ran
 from shardwise.torch_private import DeviceProfiler
 from shardwise.trace.activities import Activity, ActivityKind, kind_of
 
-#: How kernels of NCCL are called, by the kind of the collective.
+#: The part of an NCCL kernel's name for each kind of collective.
 _KERNELS = {
     "all_reduce": "AllReduce",
     "all_gather": "AllGather",
     "reduce_scatter": "ReduceScatter",
     "all_to_all": "SendRecv",
 }
-#: A collective is launched right after it is noted; what comes much later belongs to nothing that was noted.
+#: A collective is launched right after it is noted; a kernel launched much later matches no note.
 _SOON_SECONDS = 0.02
 _NUM_LOOKS = 5
 
 
 class DeviceEvent(NamedTuple):
-    """What torch's profiler has seen: something on the device, or (`stream` None) a call of the host that launched it.
+    """An event of torch's profiler: an activity on the device, or (`stream` None) the host call that launched one.
 
-    Times are nanoseconds since 1970. What was launched has the `correlation` of the call that launched it.
+    Times are nanoseconds since 1970. An activity has the same `correlation` as the call that launched it.
     """
 
     name: str
@@ -42,9 +43,9 @@ class DeviceEvent(NamedTuple):
 
 
 class StreamCollector:
-    """Sees what a GPU does from `start` to `stop`, once. `ended` is when all of it was done, by the host's clock.
+    """Records the activities of a GPU from `start` to `stop`, once. `ended`: when the device was done (host clock).
 
-    `cost_seconds` is what starting and reading have taken, which is no part of what is between.
+    `cost_seconds` is the time spent starting and reading the profiler, which is not part of the recorded interval.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,14 +57,14 @@ class StreamCollector:
         self.cost_seconds = 0.0
 
     def start(self) -> None:
-        """Begin to look, when nothing is under way."""
+        """Wait until the device is idle, and start the profiler."""
         torch.cuda.synchronize(self._device)
         begin = perf_counter()
         self.profiler.start()
         self.cost_seconds += perf_counter() - begin
 
     def stop(self) -> None:
-        """Wait for the device, and take down what it did."""
+        """Wait for the device, and read the profiler's events."""
         torch.cuda.synchronize(self._device)
         self.ended = perf_counter()
         self._zero = zero_of_clock()
@@ -71,12 +72,12 @@ class StreamCollector:
         self.cost_seconds += perf_counter() - self.ended
 
     def activities(self, rank: int, handed_over: Sequence[Ran], launches: Sequence[Launch]) -> list[Activity]:
-        """What was seen, as a rank tells it; `handed_over` are its instructions by the host's clock."""
+        """Return the recorded activities of a rank; `handed_over` are its instructions by the host's clock."""
         return activities_of(self._seen, rank=rank, zero=self._zero, handed_over=handed_over, launches=launches)
 
 
 def zero_of_clock() -> int:
-    """When the host's clock was at zero, in nanoseconds since 1970. Of several looks the quickest is the best."""
+    """Return the zero of the host's clock, in nanoseconds since 1970. Of several readings the quickest is the best."""
     looks = []
     for _ in range(_NUM_LOOKS):
         before, now, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
@@ -87,9 +88,9 @@ def zero_of_clock() -> int:
 def activities_of(
     seen: Sequence[DeviceEvent], *, rank: int, zero: int, handed_over: Sequence[Ran], launches: Sequence[Launch]
 ) -> list[Activity]:
-    """What a profiler has seen, as activities by the host's clock, whose zero is at `zero` nanoseconds since 1970.
+    """Turn profiler events into activities on the host's clock, whose zero is at `zero` nanoseconds since 1970.
 
-    `handed_over` are the rank's instructions, and `launches` its collectives, when the host came to them.
+    `handed_over` are the rank's instructions, and `launches` its collectives, with the times of their launch.
     """
     calls: dict[int, int] = {}
     for each in seen:
@@ -115,9 +116,9 @@ def activities_of(
 
 
 def _clock_error(seen: Iterable[DeviceEvent], calls: Mapping[int, int]) -> int:
-    """By how many nanoseconds the device's clock is told too early, at least: nothing runs before it was launched.
+    """Return a lower bound on how early device times are, in nanoseconds: no activity can start before its launch.
 
-    Without this a batch that is copied first of all may seem to have been copied before its step began.
+    Without this correction, the first copy of a batch may seem to have run before its step began.
     """
     early = (
         calls[each.correlation] - each.start for each in seen if each.stream is not None and each.correlation in calls
@@ -126,9 +127,9 @@ def _clock_error(seen: Iterable[DeviceEvent], calls: Mapping[int, int]) -> int:
 
 
 def _with_purposes(activities: Sequence[Activity], launches: Sequence[Launch]) -> list[Activity]:
-    """Say of each collective which of those that were noted it is: the first of its kind to be launched after the note.
+    """Match each NCCL kernel with a noted collective: the first of its kind to be launched after the note.
 
-    Where it is not known when they were launched they are taken in order, if there are as many as were noted.
+    If launch times are unknown, match them in order, provided that there are as many kernels as notes.
     """
     found = list(activities)
     for kind, kernel in _KERNELS.items():
@@ -158,9 +159,9 @@ def _pairs(
 
 
 def device_events(seen: Iterable[Any]) -> list[DeviceEvent]:
-    """Kineto's events as values. Calls of the host are told from what ran by their device."""
+    """Return Kineto's events as values. The device type tells host calls from device activities."""
     found = []
-    names: dict[str, str] = {}  # Kernels come again and again: one text of each is enough to keep and to send.
+    names: dict[str, str] = {}  # Interned: the same kernel names repeat, and each is kept and sent once.
     for each in seen:
         is_device = each.device_type() == torch.profiler.DeviceType.CUDA
         stream, start = each.device_resource_id() if is_device else None, each.start_ns()

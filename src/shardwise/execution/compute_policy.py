@@ -1,11 +1,11 @@
-"""How stages are computed: what a forward keeps for its backward, and in which precision.
+"""How stages are computed: activation recomputation and precision.
 
-What is recomputed is run again with the random numbers that it had (dropout drops the same) and without a trace in the
-buffers (batch norm counts a microbatch once):
+A recomputation uses the random numbers of the original forward (dropout drops the same elements) and leaves buffers
+unchanged (batch norm counts a microbatch once):
 
-    layer by layer    inside of the backward, each layer when its turn has come (`stages/recompute.py`)
-    a whole stage     before a backward that is run in two halves. The forward still builds its graph, with nothing
-                      saved in it: that is how it is known which values will want a gradient.
+    layer by layer    inside the backward, each layer when the backward reaches it (`stages/recompute.py`)
+    a whole stage     before a backward that runs in two halves. The original forward still builds its graph, with no
+                      saved tensors: the graph tells which values require a gradient.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,26 +21,26 @@ from shardwise.planner.plan import FP8_SCALES, Plan
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.split.python_draws import python_draws, set_python_draws
 
-#: What is not in 8 bits under fp8 is in bf16.
+#: Under fp8, operations that are not in 8 bits run in bf16.
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, **dict.fromkeys(FP8_SCALES, torch.bfloat16)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputePolicy:
-    """How stages are computed. `autocast` is the type that matmuls and the like run in, if not the parameters' own.
+    """How stages are computed. `autocast` is the type for matmuls and similar; None uses the parameters' own types.
 
-    In fp16 small gradients vanish unless the loss is multiplied, which is its owner's business: given as a sum and a
-    count, both are, and the mean stays (`training/precision.py`).
+    In fp16, small gradients underflow unless the loss is scaled. The provider of the loss does that: of a loss given as
+    sum and count it scales both, so the mean is unchanged (`training/precision.py`).
     """
 
     recompute: Literal["none", "layers", "stage"] = "none"
-    #: Whether matmuls and attention of what is recomputed are kept.
+    #: Whether results of matmuls and attention are kept, and only the rest is recomputed.
     selective: bool = False
     autocast: torch.dtype | None = None
 
     @staticmethod
     def of(plan: Plan, schedule: Schedule | None = None, *, casts: bool = True) -> "ComputePolicy":
-        """That of a plan. Without `casts` a module is computed in the types that it has."""
+        """Return the policy of a plan. Without `casts`, a module is computed in its own types."""
         how: Literal["layers", "stage"] = "stage" if schedule is not None and schedule.splits_backward else "layers"
         return ComputePolicy(
             recompute="none" if plan.recompute == "none" else how,
@@ -49,30 +49,30 @@ class ComputePolicy:
         )
 
     def precision(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Where forwards and losses are computed. Backwards are not: they follow their forward's types."""
+        """Return the autocast context for forwards and losses. Backwards need none: they use their forward's types."""
         return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
 
 
 @dataclass(frozen=True, slots=True)
 class RngState:
-    """The states of the random number generators at one moment, and of buffers and attributes that forwards write."""
+    """A snapshot of the random number generators, and of the buffers and attributes that forwards write to."""
 
     cpu: Tensor
     devices: list[int]
     on_devices: list[Tensor]
-    #: Of Python and NumPy.
+    #: The generators of Python and NumPy.
     python: Any
     left: list[tuple[dict[str, Any], str, Any]]
 
     @staticmethod
     def now(tensors: Iterable[Any], written: Iterable[tuple[dict[str, Any], str]] = ()) -> "RngState":
-        """The state on the CPU and on the devices of these tensors; `written` is where modules keep what is written."""
+        """Take a snapshot for the CPU and the devices of these tensors; `written` are the slots forwards write to."""
         left = [(slots, key, _copied(slots.get(key, _NOTHING))) for slots, key in written]
         return RngState(torch.get_rng_state(), *get_device_states(*tensors), python_draws(), left)
 
     @contextmanager
     def again(self, buffers: Iterable[Tensor]) -> Iterator[None]:
-        """The same random numbers once more. Afterwards they go on as if nothing had been, and so do the buffers."""
+        """Draw the same random numbers inside this context. On exit, restore the generators and buffers."""
         before = [(buffer, buffer.clone()) for buffer in buffers]
         newest = [(slots, key, slots.get(key, _NOTHING)) for slots, key, _ in self.left]
         drawn = python_draws()
@@ -84,7 +84,7 @@ class RngState:
             set_python_draws(self.python)
             try:
                 yield
-            finally:  # It may be broken off, when all that is wanted of it is there.
+            finally:  # A recomputation may stop early, as soon as it has made all that is needed.
                 set_python_draws(drawn)
                 for slots, key, each in newest:
                     _put(slots, key, each)
@@ -94,12 +94,12 @@ class RngState:
                     buffer.data.copy_(value)
 
 
-#: What stands where nothing was.
+#: Marks a slot that was empty.
 _NOTHING = object()
 
 
 def _copied(each: Any) -> Any:
-    # Nothing counts up in the result of an operation: it is made anew in every forward.
+    # The result of an operation is no running state: every forward makes it anew. So it needs no copy.
     return each.detach().clone() if isinstance(each, Tensor) and each.grad_fn is None else each
 
 
@@ -111,7 +111,7 @@ def _put(slots: dict[str, Any], key: str, each: Any) -> None:
 
 
 def saving_nothing() -> AbstractContextManager[Any]:
-    """Where graphs are built for their shape alone, and no backward can be run."""
+    """Return a context in which graphs save no tensors: they have their structure, but no backward can run."""
     return torch.autograd.graph.saved_tensors_hooks(lambda _: None, _unpack)
 
 

@@ -1,8 +1,8 @@
-"""What both executors have alike: a list of one or several steps, of which each batch lets a part run.
+"""The common part of both executors: split a rank's list of one or several steps into one call per batch.
 
-Where the pipe is never emptied between steps, the list of a rank goes on from one batch into the next. With each batch
-a rank runs its list as far as the first forward of the next one; what is then left of the batch is run with the next,
-or when the pipe is to be emptied. Here with 2 ranks and 2 microbatches a step:
+If the pipeline is not flushed between steps, the list of a rank continues from one batch into the next. With each batch
+a rank runs its list up to the first forward of the next batch. The remaining instructions of a batch run with the next
+batch, or when the pipeline is flushed. With 2 ranks and 2 microbatches a step:
 
                 call 0         call 1            call 2               to empty it after call 1
     rank 0      F0 F1 B0       F2 B1 F3 B2       F4 B3 F5 B4          B3
@@ -23,21 +23,21 @@ from shardwise.stages.stage import Batch
 #: Called for each instruction that takes time: rank, instruction, start and end in seconds.
 Record = Callable[[int, Instruction, float, float], None]
 
-#: A send delivers what its receive would wait for; all stages step together, when the executor has finished.
+#: The kinds that are timed. A receive is not: its send delivers. Nor is STEP: all stages step after the executor.
 TAKES_TIME = (COMPUTE | SENDS) - {Kind.STEP}
-#: What an executor runs where there are states beside it.
+#: The kinds that an executor also runs if it has `StageStates` beside it.
 RUN_BESIDE = frozenset({Kind.GATHER, Kind.RELEASE})
 
 
 class Calls(NamedTuple):
-    """Of one rank: positions in its list that run with each step's batch, and those that empty the pipe after it."""
+    """For one rank and each step: the positions in its list that run with the batch, and those of a flush after it."""
 
     feeds: tuple[tuple[int, ...], ...]
     flushes: tuple[tuple[int, ...], ...]
 
 
 def calls_of(schedule: Schedule, rank: int) -> Calls:
-    """Divide a rank's list. A schedule of one step is one call, and nothing is left to empty."""
+    """Divide a rank's list into calls. A schedule of one step is a single call with an empty flush."""
     feeds: list[list[int]] = [[] for _ in range(schedule.num_steps)]
     flushes: list[list[int]] = [[] for _ in range(schedule.num_steps)]
     begun = 0
@@ -45,7 +45,8 @@ def calls_of(schedule: Schedule, rank: int) -> Calls:
         own = _step_of(schedule, instruction)
         if instruction.kind is Kind.F:
             begun = max(begun, own)
-        # A receive that is posted before its step has begun waits for that: nothing is sent to it if there is none.
+        # A receive listed before its step's first forward is deferred to that step's call: the step may never be fed,
+        # and then nothing is sent.
         call = max(begun, own)
         feeds[call].append(position)
         for step in range(own, call):
@@ -54,7 +55,7 @@ def calls_of(schedule: Schedule, rank: int) -> Calls:
 
 
 def _step_of(schedule: Schedule, instruction: Instruction) -> int:
-    """The step that an instruction belongs to."""
+    """Return the step that an instruction belongs to."""
     if instruction.kind in (Kind.STEP, Kind.REDUCE):
         return instruction.microbatch
     if instruction.kind in (Kind.GATHER, Kind.RELEASE):
@@ -63,9 +64,9 @@ def _step_of(schedule: Schedule, instruction: Instruction) -> int:
 
 
 class Executor:
-    """Runs a complete schedule (`schedule.passes.lower`) by the interpreters of one rank or of all.
+    """Runs a complete schedule (`schedule.passes.lower`) on the interpreters of one rank or of all ranks.
 
-    What it walks with a batch, and to empty the pipe, are `_feeds` and `_flushes`, by step.
+    `_feeds` and `_flushes` hold, for each step, the instructions to walk with its batch and in a flush after it.
     """
 
     _feeds: Sequence[Any]
@@ -81,18 +82,18 @@ class Executor:
 
     @property
     def is_full(self) -> bool:
-        """Whether all steps of the schedule have been fed, so that the pipe must be emptied before the next."""
+        """Whether all steps of the schedule have been fed, so that a flush must precede the next batch."""
         return self._num_fed == self.schedule.num_steps
 
     def run(self, microbatches: list[Batch], *, signature: Hashable = None, record: Record | None = None) -> Tally:
-        """Run one step from beginning to end, and return the loss of what was seen of it here."""
+        """Run one step from beginning to end, and return the part of its loss that was measured here."""
         self._num_fed = 0
         tally = self.feed(microbatches, signature=signature, record=record)
         self.flush(record=record)
         return tally
 
     def feed(self, microbatches: list[Batch], *, signature: Hashable = None, record: Record | None = None) -> Tally:
-        """Run what the next step's batch lets run, and return its loss. All steps between two flushes are alike."""
+        """Run the call of the next step's batch and return its loss. Batches between two flushes have one signature."""
         step = self._num_fed
         if step == 0:
             for interpreter in self.interpreters:
@@ -108,7 +109,7 @@ class Executor:
         return total
 
     def flush(self, *, record: Record | None = None) -> None:
-        """Run what is left of the steps that were fed, and wait until all that was sent has arrived."""
+        """Run the remaining instructions of the steps that were fed, and wait until all messages have arrived."""
         self._walk(self._flushes[self._num_fed - 1], record)
         self._num_fed = 0
         self._end()
@@ -116,16 +117,16 @@ class Executor:
             interpreter.finish()
 
     def _begin(self, signature: Hashable) -> None:
-        """Steps begin, with an empty pipe."""
+        """Prepare for the first step after a flush: the pipeline is empty."""
 
     def _walk(self, what: Any, record: Record | None) -> None:
         raise NotImplementedError
 
     def _end(self) -> None:
-        """The pipe is empty."""
+        """Finish a flush: the pipeline is empty."""
 
     def _find_own(self, interpreter: Interpreter, instruction: Instruction) -> Callable[[], None] | None:
-        """What running an instruction is; None for a transfer, and where there is nothing to do."""
+        """Return a function that runs an instruction; None for a transfer or an instruction with nothing to do."""
         kind, beside = instruction.kind, self._beside
         if kind in COMPUTE and kind is not Kind.STEP:
             if beside is None:
@@ -139,7 +140,7 @@ class Executor:
 
 
 def _compute_beside(interpreter: Interpreter, instruction: Instruction, beside: StageStates) -> None:
-    """Compute, with what goes on beside it told before and after."""
+    """Run a computation, notifying the `StageStates` before and after it."""
     for part in instruction.parts:
         beside.begin(part)
     interpreter.compute(instruction)
@@ -148,7 +149,7 @@ def _compute_beside(interpreter: Interpreter, instruction: Instruction, beside: 
 
 
 def check_kinds(schedule: Schedule, known: Container[Kind], executor: str, beside: StageStates | None = None) -> None:
-    """Refuse a schedule with an instruction that an executor does not run: left out, its results would be missed."""
+    """Refuse a schedule with an instruction that an executor does not run: skipping it would lose its results."""
     for order in schedule.orders:
         for instruction in order:
             if instruction.kind not in known and (beside is None or instruction.kind not in RUN_BESIDE):

@@ -1,4 +1,4 @@
-"""CUDA graphs of Python functions: what a function launches is captured once, and replayed without the function."""
+"""CUDA graphs of Python functions: capture the launches of a function once, and replay them without the function."""
 
 import random
 import sys
@@ -13,47 +13,47 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 _T = TypeVar("_T")
-#: What torch says where the host waits for a GPU, if it is asked to.
+#: Part of torch's warning about a host synchronization in sync debug mode.
 _WAITS = "synchronizing CUDA operation"
-#: And what it says of that once: it does not see all of them. A capture does.
+#: Torch's one-time warning that this mode may miss some synchronizations. A capture misses none.
 _PROTOTYPE = "Synchronization debug mode is a prototype"
 
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What a function did that was watched. `problems` are in words: each is something that no graph can hold."""
+    """Observations of a watched function. `problems` are sentences: each names a thing a CUDA graph cannot capture."""
 
     problems: list[str] = field(default_factory=list)
-    #: How long the host was in it, and how long the GPU took from its beginning to its end.
+    #: Time that the host spent in the function, and that the GPU took from its first to its last operation.
     host_seconds: float = 0.0
     device_seconds: float = 0.0
 
     @property
     def is_launch_bound(self) -> bool:
-        """Whether the host may be what takes long: it was hardly done before the GPU."""
+        """Whether the host may be the bottleneck: it finished hardly before the GPU."""
         return self.host_seconds > 0.7 * self.device_seconds
 
 
 class Graphs(Protocol):
-    """What captures functions, and watches them before. `device_type` is that of the devices that it can."""
+    """Captures functions, and watches them beforehand. `device_type` is the type of device that it supports."""
 
     device_type: str
 
     def watched(self) -> AbstractContextManager[Seen]:
-        """Around a call of a function that is to be captured."""
+        """Return a context for a call of a function that is to be captured later."""
         ...
 
     def capture(self, run: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
-        """What a function returns, and what replays all that it has launched: what it returned then has new numbers."""
+        """Return a function's result, and a function that replays its launches, which updates that result in place."""
         ...
 
     def seconds(self, run: Callable[[], None]) -> float:
-        """How long the device takes for something that is run now."""
+        """Run a function, and return the seconds that the device takes for it."""
         ...
 
 
 class CudaGraphs:
-    """Those of one GPU. Functions are captured on a stream of their own, and replayed on the current one."""
+    """CUDA graphs of one GPU. Functions are captured on a separate stream, and replayed on the current one."""
 
     device_type = "cuda"
 
@@ -62,7 +62,7 @@ class CudaGraphs:
 
     @contextmanager
     def watched(self) -> Iterator[Seen]:
-        """Torch tells where the host waits. What else it warns of goes on to who listens."""
+        """Watch a call in torch's sync debug mode. Warnings about anything else are issued again."""
         seen, mode, drawn = Seen(), torch.cuda.get_sync_debug_mode(), _host_draws()
         torch.cuda.synchronize(self._device)
         begin, end = _event(), _event()
@@ -88,11 +88,11 @@ class CudaGraphs:
         seen.device_seconds = begin.elapsed_time(end) / 1e3
 
     def capture(self, run: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
-        """Nothing is computed yet: that is for the first replay."""
+        """Capture a function. Nothing is computed until the first replay."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
             side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            # Threads that read batches ahead pin memory meanwhile, which is not this capture's business.
+            # Thread-local: prefetching threads may pin memory meanwhile, which must not break this capture.
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 made = run()
         return made, graph.replay
@@ -112,7 +112,7 @@ def _event() -> Any:
 
 
 def _host_draws() -> tuple[Any, ...]:
-    """Where the generators of the host are."""
+    """Return the states of the host's random number generators."""
     numpy = sys.modules.get("numpy")
     drawn = () if numpy is None else (str(numpy.random.get_state()),)
     return (random.getstate(), torch.get_rng_state().numpy().tobytes(), *drawn)

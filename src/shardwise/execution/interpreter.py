@@ -1,7 +1,7 @@
-"""One rank: its stages, the values that it holds, and what each instruction does with them.
+"""One rank: its stages, the values that it holds, and the effect of each instruction on them.
 
-An executor decides when an instruction may run; this decides what running it means. Both executors use this one, so an
-instruction means the same in one process and in many.
+An executor decides when an instruction may run; the interpreter decides what it does. Both executors use this
+interpreter, so an instruction means the same in one process and in many.
 """
 
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
@@ -33,31 +33,32 @@ from shardwise.stages.stage import Batch, Loss, Split, Values
 
 
 class ActivationOffload(Protocol):
-    """Where forwards put what they save, if not all of it stays on the device."""
+    """Moves activations saved by forwards off the device and back."""
 
     def saving(
         self, stays: Iterable[Tensor], kept: Kept | None, name: Hashable | None = None
     ) -> AbstractContextManager[Any]:
-        """Around a forward. `stays` is on the device anyway; what is kept there is told to `kept`."""
+        """Enter this around a forward. `stays` are tensors that stay on the device anyway; `kept` counts the rest."""
         ...
 
     def offload(self, name: Hashable) -> None:
-        """OFFLOAD: what a forward has saved is to leave the device."""
+        """OFFLOAD: move the activations saved by a forward off the device."""
         ...
 
     def reload(self, name: Hashable) -> None:
-        """RELOAD: its backward is near."""
+        """RELOAD: bring the activations of a forward back, because its backward is near."""
         ...
 
     def put_away(self, name: Hashable | None = None) -> None:
-        """A half of a backward is over: what it has brought back may leave again."""
+        """Let activations that the first half of a backward brought back leave the device again."""
         ...
 
 
 class StageStates(Protocol):
-    """What goes on beside the computation of a rank, for its replicas: `states/data_parallel.py`.
+    """Work beside the computation of a rank for data parallelism; implemented in `states/data_parallel.py`.
 
-    `begin` and `end` stand around every computation on a stage; a pair of two has both around both.
+    `begin` and `end` are called around every computation on a stage. For an instruction that pairs two computations,
+    both `begin` calls come before the two and both `end` calls after them.
     """
 
     def gather(self, instruction: Instruction) -> None: ...
@@ -73,31 +74,32 @@ class StageStates(Protocol):
 
 @dataclass(slots=True)
 class _Saved:
-    """What a forward leaves for its backward. With `rng`, outputs and loss are to be made again from inputs."""
+    """State that a forward leaves for its backward. If `rng` is set, outputs and loss are recomputed from inputs."""
 
     inputs: Values
     outputs: Values = field(default_factory=dict)
     loss: Tensor | None = None
     rng: RngState | None = None
-    #: What to enter when they are: what of it is not computed but was kept.
+    #: The context of that recomputation: it returns results that were kept (selective recomputation).
     kept: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    #: Where the backward of a last stage begins if not at its loss: tensors of the output, and their gradients.
+    #: Where the backward of a last stage starts without a loss: output tensors with their gradients.
     starts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     wants_gradient: Container[str] = ()
-    #: Where an I will cut the graph, with the outputs and inputs that it was found from.
+    #: Where an I will cut the graph, found ahead of time, with the outputs and inputs it was found from.
     foreseen: "tuple[list[Tensor], list[Tensor], Halves] | None" = None
-    #: What W is left to do.
+    #: The second half of the backward, which W will run.
     halves: Halves | None = None
 
 
-#: What a stage has made for others; and the loss, of a last one.
+#: The values that a stage made for other stages; and the loss, if it is a last stage.
 _Made = tuple[Values, Measured | None]
 
 
 class Interpreter:
     """Runs the instructions of one rank. `schedule` and `split` are those of the whole pipeline.
 
-    Without a loss the module's outputs are kept in `outputs`, and somebody else says where backwards start.
+    Without a loss, the module's outputs are kept in `outputs`, and the caller sets where backwards start
+    (`start_backward`).
     """
 
     def __init__(
@@ -109,33 +111,33 @@ class Interpreter:
         self._stages = {stage: found for stage in here if (found := split.stages[stage % split.num_stages]) is not None}
         self._lasts = {stage for stage in here if stage % split.num_stages == split.num_stages - 1}
         mine = [part for each in schedule.orders[rank] for part in each.parts]
-        #: What is measured here.
+        #: The losses measured on this rank.
         self.losses = StepLosses(mine, set() if loss is None else self._lasts, schedule.num_steps)
-        # A schedule of forwards alone leaves nothing to come back for.
+        # A forward-only schedule saves nothing for a backward.
         self._trains = any(part.kind in BACKWARD for part in mine)
         self._saved: dict[tuple[int, int], _Saved] = {}
-        #: What is on its way from and to the stages of this rank.
+        #: Values and gradients in transit to and from the stages of this rank.
         self.io = StageIO(rank, schedule.placement, split)
         self._microbatches: dict[int, Batch] = {}
-        #: What the module returned for each microbatch, where there is no loss.
+        #: The module's output for each microbatch, if there is no loss.
         self.outputs: dict[int, Any] = {}
-        #: Called with a step before its weights are used, where there are several versions of them.
+        #: Called with a step before its weights are used, if there are several versions of them.
         self.select_weights: Callable[[int], None] | None = None
-        #: Called with a microbatch before a forward of it is run, where masks depend on which rows it has.
+        #: Called with a microbatch before its forward, if dropout masks depend on the rows in it.
         self.select_rows: Callable[[Batch], None] | None = None
-        #: What forwards keep: of stages that are not in it yet it is counted, where somebody asks.
+        #: Bytes that a forward of each stage keeps. If this is set, stages missing from it are counted.
         self.kept_bytes: KeptBytes | None = None
-        #: Where forwards put what they save, if not all of it stays on the device.
+        #: Takes saved activations off the device, if the plan offloads them.
         self.offload: ActivationOffload | None = None
-        #: Where the modules keep buffers that forwards write.
+        #: The slots (dictionary and key) of module buffers that forwards write to.
         self.written: Sequence[tuple[dict[str, Any], str]] = ()
-        #: What else is measured of the module's output.
+        #: Computes further metrics from the module's output.
         self.observe: Callable[[Any, Batch], Pairs] | None = None
         #: Called with each computation before it is run.
         self.before: Callable[[Instruction], None] | None = None
-        #: Called when a forward was made again: rank, the backward that it was for, and when.
+        #: Called after a forward was recomputed, with the rank, the backward that needed it, start and end.
         self.note_again: Callable[[int, Instruction, float, float], None] | None = None
-        #: What is being run.
+        #: The computation now running.
         self._now: Instruction | None = None
         self._handlers: dict[Kind, Callable[[Instruction], None]] = {
             Kind.F: self._forward,
@@ -145,25 +147,25 @@ class Interpreter:
         }
 
     def begin(self) -> None:
-        """Start anew. Of what was broken off by an error nothing is left."""
+        """Start with no state, also none of a step that an error interrupted."""
         self.io.clear()
         for held in (self._saved, self._microbatches, self.losses, self.outputs):
             held.clear()
 
     def take(self, step: int, microbatches: list[Batch]) -> None:
-        """Take the batch of a step, in microbatches."""
+        """Take the batch of a step as microbatches."""
         first = step * self.schedule.num_microbatches
         self._microbatches.update(enumerate(microbatches, first))
         self.losses.begin(step)
 
     def finish(self) -> None:
-        """End: all that was begun has been run."""
+        """End a step, asserting that every forward has had its backward and every value its reader."""
         left = [*self._saved, *self.io.left]
         assert not left, f"rank {self.rank} has ended its step and still holds {left}"
         self._microbatches.clear()
 
     def compute(self, instruction: Instruction) -> None:
-        """Run a forward or a backward, or both halves of a pair."""
+        """Run a forward or a backward, or both computations of a pair."""
         for part in (instruction,) if instruction.beside is None else instruction.parts:
             try:
                 if self.before is not None:
@@ -185,7 +187,7 @@ class Interpreter:
         (self.offload.offload if instruction.kind is Kind.OFFLOAD else self.offload.reload)(name)
 
     def prepare(self, instruction: Instruction) -> None:
-        """Do what can be done of a computation before what it waits for is there."""
+        """Do the part of a computation that needs no received value: find where an I will cut its graph."""
         for part in instruction.parts:
             saved = self._saved.get((part.stage, part.microbatch)) if part.kind is Kind.I else None
             if saved is not None and saved.rng is None:
@@ -196,12 +198,12 @@ class Interpreter:
                     saved.foreseen = wanted, leaves, find_halves(wanted, leaves)
 
     def receiver(self, receive: Instruction) -> Callable[[Sequence[Tensor]], None]:
-        """What takes in what a RECV has received: tensors outside any graph."""
+        """Return a function that stores the tensors of a RECV; they are outside any graph."""
         saved, key = self._saved, (receive.stage, receive.microbatch)
         return self.io.receiver(receive, lambda: saved[key].wants_gradient)
 
     def start_backward(self, stage: int, microbatch: int, starts: list[tuple[Tensor, Tensor]]) -> None:
-        """Let the backward of a last stage begin at these tensors of its output, with these gradients."""
+        """Start the backward of a last stage at these tensors of its output, with these gradients."""
         self._saved[stage, microbatch].starts = starts
 
     def _forward(self, instruction: Instruction) -> None:
@@ -233,19 +235,19 @@ class Interpreter:
         self.io.deliver(stage, microbatch, made)
 
     def _there_anyway(self, stage: int, microbatch: int) -> list[Tensor]:
-        """What is on the device whether a forward saves it or not."""
+        """Return tensors that are on the device whether a forward saves them or not."""
         here = self._stages[stage]
         return [*here.parameters.values(), *here.buffers.values(), *tensors_in(self._microbatches[microbatch])]
 
     def _saving(self, stage: int, microbatch: int, inputs: Values, kept: Kept | None) -> AbstractContextManager[Any]:
-        """Around a forward whose backward is to come: where what it saves goes, and who counts it."""
+        """Return the context of a forward that offloads the tensors it saves, or counts their bytes, as required."""
         if self.offload is not None and self._trains:
             stays = [*self._there_anyway(stage, microbatch), *inputs.values()]
             return self.offload.saving(stays, kept, (stage, microbatch))
         return nullcontext() if kept is None else kept.counting()
 
     def _replayed(self, stage: int, microbatch: int, kept: Kept | None) -> AbstractContextManager[Any]:
-        """Around a forward: where it is taken down how its layers are recomputed, if they are."""
+        """Return the context of a forward that records the state each layer needs for its recomputation, if any."""
         if not self._trains or self.policy.recompute != "layers":
             return nullcontext()
         return replayed(
@@ -259,14 +261,14 @@ class Interpreter:
             self.note_again(self.rank, self._now, begun, ended)
 
     def _select(self, microbatch: int, batch: Batch) -> None:
-        """Have what depends on the microbatch be its own."""
+        """Select the weights and rows of a microbatch."""
         if self.select_weights is not None:
             self.select_weights(self.schedule.step_of(microbatch))
         if self.select_rows is not None:
             self.select_rows(batch)
 
     def _run(self, stage: int, microbatch: int, inputs: Values, *, is_again: bool = False) -> _Made:
-        """What a stage makes of its inputs; and the loss, if it is the last."""
+        """Run a stage on its inputs and return its outputs; and the loss, if it is the last stage."""
         batch = self._microbatches[microbatch]
         self._select(microbatch, batch)
         weighed = self.loss if stage in self._lasts and isinstance(self.loss, WeighedLoss) else None
@@ -290,10 +292,10 @@ class Interpreter:
         return made, measured
 
     def _sources(self, instruction: Instruction) -> tuple[list[Tensor], list[Tensor | None], _Saved]:
-        """What a backward starts from: the outputs that need gradients, and those gradients."""
+        """Return the outputs that a backward starts from, their gradients, and the state that the forward saved."""
         _, stage, microbatch, _, _ = instruction
         saved = self._saved[stage, microbatch]
-        # What the module checkpoints itself is run again in the backward: with its weights and its masks.
+        # The module's own checkpoints are recomputed in the backward: they need the same weights and masks.
         self._select(microbatch, self._microbatches[microbatch])
         if saved.rng is not None:
             begun = perf_counter()
@@ -327,14 +329,14 @@ class Interpreter:
         outputs, gradients, saved = self._sources(instruction)
         if outputs:
             foreseen, leaves, halves = saved.foreseen or ([], [], None)
-            # A gradient that did not come leaves another graph than was foreseen.
+            # If a gradient did not arrive, the backward starts from fewer outputs than `prepare` assumed.
             if len(foreseen) != len(outputs) or not all(map(is_, foreseen, outputs)):
                 leaves, halves = _leaves(saved), None
             saved.halves = input_gradients(outputs, gradients, leaves, halves)
         self.io.pass_back(instruction.stage, instruction.microbatch, saved.inputs)
         if self.offload is not None:
             self.offload.put_away((instruction.stage, instruction.microbatch))
-        # The graph lives on in what W still needs of it, and nowhere else.
+        # Drop all references to the graph except those that W needs.
         saved.inputs, saved.outputs, saved.loss, saved.foreseen, saved.starts = {}, {}, None, None, []
 
     def _weight_gradient(self, instruction: Instruction) -> None:
@@ -345,5 +347,5 @@ class Interpreter:
 
 
 def _leaves(saved: _Saved) -> list[Tensor]:
-    """What was read and wants a gradient."""
+    """Return the inputs that require a gradient."""
     return [leaf for leaf in saved.inputs.values() if leaf.requires_grad]

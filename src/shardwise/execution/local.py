@@ -1,7 +1,7 @@
-"""All ranks of a pipeline in one process, one instruction at a time: the definition of what a schedule means.
+"""All ranks of a pipeline in one process, one instruction at a time: the reference semantics of a schedule.
 
-Ranks take turns. Each runs its list in order, as far as what its next computation needs is there; a send delivers at
-once. Nothing here is fast, and nothing is left to rng: the other executors are held against it.
+Ranks take turns. Each runs its list in order until its next computation lacks an input; a send delivers at once. This
+executor is slow and deterministic: the other executors are tested against it.
 """
 
 from collections.abc import Hashable
@@ -16,7 +16,7 @@ from shardwise.schedule.needs import Needs
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Loss, Split
 
-#: What it runs; and what there is nothing to do for, and why.
+#: The kinds that this executor runs; and those that need no action, with the reason.
 RUN = (COMPUTE - {Kind.STEP}) | SENDS | OFFLOADS
 LEFT = {
     Kind.RECV_F: "it is delivered with its send",
@@ -74,9 +74,9 @@ class LocalExecutor(Executor):
         assert not any(left), "a proven schedule does not get stuck"
 
     def _is_ready(self, rank: int, position: int) -> bool:
-        """Whether an instruction may run. What runs beside computation is only issued here, so it always may.
+        """Whether an instruction may run. One that runs beside computation is only issued here, so it always may.
 
-        So is a STEP: the engine takes it when all that it needs has been run.
+        The same holds for STEP: the engine steps after everything that it needs has run.
         """
         node = self._needs.first_node[rank] + position
         if self._needs.nodes[node].kind not in TAKES_TIME:
@@ -84,7 +84,7 @@ class LocalExecutor(Executor):
         return all(self._is_finished(need) for need in self._needs.before[node])
 
     def _is_finished(self, node: int) -> bool:
-        """Whether what an instruction gives is there: for what runs beside computation, once its own needs are."""
+        """Whether the result of an instruction is there. One beside computation has finished once its needs have."""
         kind = self._needs.nodes[node].kind
         if kind in COMPUTE or kind in SENDS:
             return self._done[node]

@@ -1,4 +1,4 @@
-"""From a plan and a split module to the complete schedule that runs it."""
+"""Turn a plan and a split module into the complete schedule that the executors run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from shardwise.schedule.simulate import simulate
 from shardwise.schedule.verify import verify
 from shardwise.stages.stage import Split
 
-# A list has an end. Emptying the pipe costs the time of its length, here once in so many steps.
+# A schedule is a finite list. Each flush of the pipeline costs one pipeline depth of time; do it once in so many steps.
 _STEPS_BETWEEN_FLUSHES = 32
 _WORTH_CHUNKS = 0.01
 
@@ -27,27 +27,28 @@ _WORTH_CHUNKS = 0.01
 def schedule_of(plan: Plan, costs: Callable[[int], Sequence[float]] | None = None) -> Schedule:
     """Return the plan's schedule, computation only.
 
-    For `auto`, `costs` gives what each stage costs if there are so many; without it they are alike. Memory is no limit.
+    For `auto`, `costs(n)` gives the relative cost of each of `n` stages; without it all stages cost the same. The
+    search does not limit memory.
     """
     if plan.schedule == "pipedream-2bw":
         return pipedream_2bw(plan.pp, plan.microbatches, _STEPS_BETWEEN_FLUSHES)
     if plan.schedule != "auto":
         return make_schedule(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
     if plan.layers is not None or plan.chunks is not None:
-        # Times for each stage, where their number is given, leave `auto` no other number.
+        # The plan fixes the number of stages, and per-stage times leave `auto` no other choice.
         num_stages = len(plan.layers) if plan.layers else plan.pp * (plan.chunks or 1)
         return _find(plan, num_stages, costs)[0]
-    # Two chunks send twice as much: they must be worth it.
+    # Two chunks per rank double the transfers: take them only if the step gets shorter by more than `_WORTH_CHUNKS`.
     schedule, seconds = _find(plan, plan.pp, costs)
     try:
         chunked, with_chunks = _find(plan, 2 * plan.pp, costs)
-    except ShardwiseError:  # There is too little to divide.
+    except ShardwiseError:  # The model has too few layers for twice the stages.
         return schedule
     return chunked if with_chunks < (1 - _WORTH_CHUNKS) * seconds else schedule
 
 
 def _find(plan: Plan, num_stages: int, costs: Callable[[int], Sequence[float]] | None) -> tuple[Schedule, float]:
-    """The best schedule for so many stages, and how long it takes: 3 for each microbatch, if all were even."""
+    """Return the best schedule for `num_stages` stages and its makespan; a microbatch takes 3 on an average rank."""
     each = costs(num_stages) if costs is not None else [1.0] * num_stages
     shares = [cost * plan.pp / sum(each) for cost in each]
     times = tuple(StageTimes(forward=share, input_gradient=share, weight_gradient=share) for share in shares)
@@ -64,9 +65,9 @@ def _find(plan: Plan, num_stages: int, costs: Callable[[int], Sequence[float]] |
 
 
 def step_seconds(schedule: Schedule, costs: Sequence[float]) -> float:
-    """How long a step takes if stages cost this much a microbatch: a third for each of F, I and W.
+    """Return the time of a step, given the cost of each stage for one microbatch: a third each for F, I and W.
 
-    The first stage has no gradient to give back: what it would be is little, and the rest of its backward is one.
+    The first stage has no input gradient to send: its I costs nothing, and its W takes both thirds of the backward.
     """
     parts = [StageTimes(forward=cost / 3, input_gradient=cost / 3, weight_gradient=cost / 3) for cost in costs]
     parts[0] = StageTimes(forward=costs[0] / 3, input_gradient=0.0, weight_gradient=2 * costs[0] / 3)
@@ -82,10 +83,11 @@ def complete(
     max_gathered: int | None = None,
     offloads_activations: bool = False,
 ) -> Schedule:
-    """Return the schedule with what the module needs: its skips and ties, transfers and steps; proven.
+    """Add skips, ties, transfers and optimizer steps to a schedule, verify it and return it.
 
-    With `reduce_gradients`, and with `max_gathered` stages at a time, it has what replicas need too. With
-    `offloads_activations`, what every forward saves leaves the device and comes back for its backward.
+    `reduce_gradients` adds the gradient reductions over replicas. `max_gathered` adds the gathers of sharded
+    parameters, for at most that many stages at a time. With `offloads_activations`, the activations saved by every
+    forward leave the device and are reloaded for its backward.
     """
     connected = replace(schedule, placement=_with_flow(schedule.placement, split))
     if offloads_activations:
@@ -96,7 +98,7 @@ def complete(
 
 
 def _with_flow(placement: Placement, split: Split) -> Placement:
-    """Add values that jump over stages, and parameters that several stages hold, in each copy of the model."""
+    """Add skip connections between stages, and parameters tied across stages, for each copy of the model."""
     count = split.num_stages
     skips = [
         (pipe[maker], pipe[reader]) for pipe in placement.pipes for maker, reader in split.edges if reader != maker + 1
@@ -109,7 +111,7 @@ def _with_flow(placement: Placement, split: Split) -> Placement:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return the forwards of a complete schedule and their transfers: what evaluation runs."""
+    """Return the schedule of an evaluation: the forwards of a complete schedule with their transfers and gathers."""
     kept = (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.GATHER, Kind.RELEASE)
     once = replace(schedule, num_steps=1, staleness=0)
     return once.with_orders(

@@ -1,7 +1,7 @@
-"""One rank of a pipeline in a process of its own: the same instructions as in `local.py`, with values that travel.
+"""One rank of a pipeline in a process of its own: the same instructions as in `local.py`, with real transfers.
 
-A rank walks down its list. A receive is posted where it stands and waited for only by the computation that reads it; a
-send is handed over and never waited for. So a rank stands still only for a value that is not there yet.
+A rank walks down its list. A receive is posted at its position and waited for only by the computation that reads it. A
+send is handed to the transport and never waited for. So a rank waits only for values that have not arrived yet.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -26,7 +26,7 @@ from shardwise.stages.stage import Loss, Split
 
 
 class _Entry(NamedTuple):
-    """An instruction made ready: the messages that it reads, each with who takes it in, and what running it is."""
+    """A prepared instruction: the messages that it reads, each with the function that stores it, and its action."""
 
     instruction: Instruction
     awaited: tuple[tuple[Key, Callable[[Sequence[Tensor]], None]], ...]
@@ -34,19 +34,19 @@ class _Entry(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """Instructions to run one after the other, and the messages that they want later."""
+    """Instructions to run in order, and the messages they receive from the first wait on."""
 
     entries: list[_Entry]
     ahead: list[Key]
 
 
-#: What it runs; and what there is nothing to do for, and why.
+#: The kinds that this executor runs; and those that need no action, with the reason.
 RUN = (COMPUTE - {Kind.STEP}) | SENDS | RECEIVES | OFFLOADS | {Kind.REDUCE}
 LEFT = {Kind.STEP: "the engine steps for all stages of the rank at once"}
 
 
 class ProcessExecutor(Executor):
-    """Interprets this rank's part of a complete schedule. Without states beside it, `on_reduce` runs a REDUCE."""
+    """Interprets this rank's part of a complete schedule. Without `beside`, `on_reduce` runs a REDUCE."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class ProcessExecutor(Executor):
 
     def _make_walk(self, positions: tuple[int, ...]) -> _Walk:
         entries = [self._entries[position] for position in positions]
-        # A rank that is about to wait for the first time has time to say what else it will want.
+        # A rank about to wait for the first time has time to post all later receives.
         later = dropwhile(lambda entry: not entry.awaited, entries)
         receives = (entry.instruction for entry in later if entry.instruction.kind in RECEIVES)
         return _Walk(entries, [key for each in receives if (key := self._key(each)) is not None])
 
     def _key(self, instruction: Instruction) -> Key | None:
-        """The message of a transfer; None for what is none, or carries nothing."""
+        """Return the message of a transfer; None for another instruction, or a transfer without values."""
         kind, stage, microbatch, peer, _ = instruction
         if peer is None or (kind not in SENDS and kind not in RECEIVES):
             return None
@@ -106,7 +106,7 @@ class ProcessExecutor(Executor):
     def _walk(self, what: _Walk, record: Record | None) -> None:
         interpreter, transport, watch = self.interpreter, self._transport, self._watch
         has_waited = False
-        # A look for cycles among the objects of all of torch would hold up every rank that waits for this one.
+        # A garbage collection over all of torch's objects would delay every rank that waits for this one.
         with collection_paused():
             for instruction, awaited, do in what.entries:
                 if watch is not None:
@@ -129,7 +129,7 @@ class ProcessExecutor(Executor):
             watch.at("the end of its instructions")
 
     def _make_ready(self, instruction: Instruction) -> Callable[[], None]:
-        """What running an instruction is, as far as it can be known before."""
+        """Return a function that runs an instruction, with all lookups done in advance."""
         own = self._find_own(self.interpreter, instruction)
         if own is not None:
             return own
@@ -138,7 +138,7 @@ class ProcessExecutor(Executor):
             return partial(self._on_reduce, instruction)
         if key is None:
             assert kind in SENDS or kind in RECEIVES or kind in LEFT, f"{instruction} is not run"
-            return lambda: None  # It carries nothing, or is nobody's to do here.
+            return lambda: None  # A transfer without values, or a kind of `LEFT`.
         if kind in SENDS:
             send, outgoing = self._transport.send, self.interpreter.io.sender(instruction)
             return lambda: send(key, outgoing())

@@ -1,12 +1,12 @@
-"""What an executor did, as a trace in the simulator's format.
+"""Record an executed step as a trace in the simulator's format.
 
-During a step that is an append for each instruction, and for each time that a rank stands still. The rest is done at
-its end: names, who waited for whom, and what was held. What each rank noted is told to all by one clock, in columns of
-plain values: thousands of notes one by one would take longer to pack than to note.
+During a step, recording costs one list append for each instruction and for each wait. Names, causes of waits and memory
+holdings are derived after the step. The notes of each rank are converted to one clock and exchanged as columns of plain
+values: packing thousands of notes one by one would take longer than making them.
 
-A host hands kernels to a GPU and goes on; how long that took says nothing of how long they take. So a mark is put into
-the stream behind every instruction, and the times of the marks are asked for when the step has ended. Kernels of a
-stream run one after the other: an instruction began when it was handed over, or when what was before it had ended.
+A host launches kernels on a GPU asynchronously, so the host's times say nothing about kernel times. Therefore an event
+is recorded on the stream after every instruction, and the event times are read when the step has ended. Kernels of a
+stream run in order: an instruction began when it was launched, or when its predecessor on the stream had ended.
 """
 
 from bisect import bisect_right
@@ -26,20 +26,20 @@ from shardwise.schedule.simulate import LANES
 from shardwise.trace.activities import Activity
 from shardwise.trace.events import Event, Holding, Lane, Trace, Traffic
 
-#: What has come in is the reason why the rank goes on; what it did before that is not.
+#: The lanes whose events can be the cause of a rank's next event. A receive is one: the rank resumes because of it.
 _IN_ORDER = frozenset({Lane.COMPUTE, Lane.STEP, Lane.RECEIVE})
 _LANES = tuple(Lane)
 _NUMBERS = {lane: number for number, lane in enumerate(_LANES)}
 
-#: Whose the bytes are that a rank holds during a step.
+#: The owners of the bytes that a rank holds during a step.
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "parameters", "gradients", "optimizer", "activations"
 
-#: An instruction that was run, from when to when.
+#: An executed instruction with its start and end in seconds.
 Ran = tuple[Instruction, float, float]
 
 
 class Clock(Protocol):
-    """What puts marks, and knows their times afterwards."""
+    """Makes marks, and gives their times afterwards."""
 
     def mark(self) -> Any: ...
 
@@ -47,7 +47,7 @@ class Clock(Protocol):
 
 
 class DeviceClock:
-    """The current stream of a GPU. It is made when nothing is under way there."""
+    """A clock of CUDA events on the current stream. It is made while the GPU is idle."""
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
@@ -60,22 +60,22 @@ class DeviceClock:
         return event
 
     def times(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        """Seconds by the host's clock. Waits until all of them have come."""
+        """Wait for all marks, and return their times in seconds of the host's clock."""
         torch.cuda.synchronize(self._device)
         return [self._host + self._begin.elapsed_time(mark) / 1e3 for mark in marks]
 
 
 def clock_of(tensors: Iterable[Tensor]) -> Clock | None:
-    """The clock of the GPU that tensors are on; None where the host computes itself."""
+    """Return the clock of the GPU that tensors are on; None if they are on the CPU."""
     device = next((each.device for each in tensors), None)
     return DeviceClock(device) if device is not None and device.type == "cuda" else None
 
 
 class Note(NamedTuple):
-    """Something that a rank did or stood still for. `position` is that of its instruction in the rank's list; what has
-    none has a name.
+    """An action or a wait of a rank. `position` is that of its instruction in the rank's list; without one it has a
+    name.
 
-    `peer` is the rank of the world that it stood still for; None is all who take part.
+    `peer` is the world rank that a wait was for; None means all participants.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Note(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """That a collective of a kind was about to be launched, in some ranks, for a purpose."""
+    """A collective about to be launched: when, its kind, its purpose and its group of ranks."""
 
     time: float
     kind: str
@@ -96,7 +96,7 @@ class Launch(NamedTuple):
 
 
 class RankNotes(NamedTuple):
-    """What one rank tells of a step: its place in its pipeline, when the step was, what it did, held and sent."""
+    """The notes of one rank about a step: its place in its pipeline, the step's window, actions, memory and traffic."""
 
     place: int
     window: tuple[float, float] | None
@@ -106,7 +106,7 @@ class RankNotes(NamedTuple):
     activities: list[Activity]
 
     def by_clock(self, correction: float) -> "RankNotes":
-        """The same by another clock."""
+        """Return the same notes on a clock that differs by `correction` seconds."""
         if correction == 0:
             return self
         window = None if self.window is None else (self.window[0] + correction, self.window[1] + correction)
@@ -116,7 +116,7 @@ class RankNotes(NamedTuple):
         return RankNotes(self.place, window, notes, holdings, self.traffic, activities)
 
     def packed(self) -> tuple[Any, ...]:
-        """The same in plain values."""
+        """Return the same notes as columns of plain values."""
         notes = _columns(self.notes, Note)
         notes[1] = [_NUMBERS[lane] for lane in notes[1]]
         rows = ((self.holdings, Holding), (self.traffic, Traffic), (self.activities, Activity))
@@ -124,7 +124,7 @@ class RankNotes(NamedTuple):
 
     @staticmethod
     def unpacked(given: tuple[Any, ...]) -> "RankNotes":
-        """What was packed."""
+        """Return the notes that `packed` gave."""
         place, window, notes, holdings, traffic, activities = given
         notes = [notes[0], [_LANES[number] for number in notes[1]], *notes[2:]]
         rows = (list(map(Note, *notes)), list(map(Holding, *holdings)), list(map(Traffic, *traffic)))
@@ -138,10 +138,10 @@ def _columns(rows: Sequence[tuple[Any, ...]], kind: Any) -> list[list[Any]]:
 def holdings_of(
     rank: int, ran: Iterable[Ran], *, begin: float, state: Mapping[str, int], kept: Mapping[int, int]
 ) -> Iterator[Holding]:
-    """What a rank held in a step. `state` are bytes by owner, `kept` those that a forward of each stage keeps.
+    """Yield the memory that a rank held in a step. `state`: bytes by owner; `kept`: bytes a forward keeps, by stage.
 
-    Parameters and the optimizer's state are there all the time, gradients from the first backward on, activations from
-    a forward's start to its backward's end.
+    Parameters and optimizer state are held throughout, gradients from the first backward on, activations from the start
+    of a forward to the end of its backward.
     """
     for owner in (PARAMETERS, OPTIMIZER):
         if state.get(owner):
@@ -160,9 +160,9 @@ def holdings_of(
 
 
 class Recording:
-    """Notes what the ranks of this process do in a step. `pipelines` are the ranks of each in the world.
+    """Notes the actions of this process's ranks in a step. `pipelines` has the world ranks of each pipeline.
 
-    With a `clock`, times are when the device has done what it was told to, not when it was told.
+    With a `clock`, times are those of execution on the device, not of the launch by the host.
     """
 
     def __init__(
@@ -180,27 +180,27 @@ class Recording:
         self._told: dict[int, RankNotes] = {}
 
     def note(self, place: int, instruction: Instruction, start: float, end: float) -> None:
-        """Note that a rank ran an instruction, from when to when, in seconds of any clock that all ranks share."""
+        """Note that a rank ran an instruction, with start and end in seconds of a clock that all ranks share."""
         self._note(self._run, (place, instruction, start, end))
 
     def note_again(self, place: int, instruction: Instruction, start: float, end: float) -> None:
-        """Note that a forward was made again for a backward."""
+        """Note that a forward was recomputed for a backward."""
         self._note(self._again, (place, instruction, start, end))
 
     def note_wait(self, what: object, peer: int | None, start: float, end: float) -> None:
-        """Note that the rank of this process stood still for something."""
+        """Note that the rank of this process waited for something."""
         self._note(self._waits, (what, peer, start, end))
 
     def note_collective(self, ranks: str, kind: str, start: float, end: float) -> None:
-        """Note that the rank waited inside of an instruction. On a device this is not seen: it is part of it."""
+        """Note that the rank waited inside an instruction. No mark is made: on a device the wait is part of it."""
         self._waits.append((f"{kind} of ranks {ranks}", None, start, end))
 
     def note_beside(self, what: str, start: float, end: float) -> None:
-        """Note that something moved beside the computation of the rank of this process; any thread may."""
+        """Note that data moved beside the computation of this process's rank. Any thread may call this."""
         self._beside.append((what, start, end))
 
     def note_launch(self, group: str, purpose: str | None, kind: str) -> None:
-        """Note that a collective is about to be launched: in which ranks, and what for where it is not its kind."""
+        """Note that a collective is about to be launched in a group; without a `purpose`, its kind is its name."""
         self.launches.append(Launch(perf_counter(), kind, purpose or f"{kind} of ranks {group}", group))
 
     def note_step(self, place: int, start: float, end: float) -> None:
@@ -214,9 +214,9 @@ class Recording:
             self._marks.append((notes, len(notes) - 1, self._clock.mark()))
 
     def settle(self) -> None:
-        """Put in the place of the times at which the host was done those at which the device was.
+        """Replace the host's times by the device's.
 
-        What the host handed over began then, or when all that was handed over before it had ended.
+        An instruction began when the host launched it, or when all that was launched before it had ended.
         """
         if self._clock is None:
             return
@@ -225,7 +225,7 @@ class Recording:
         ended = [0.0]
         for (notes, place, _), done in zip(self._marks, times, strict=True):
             *what, start, end = notes[place]
-            # Not what is noted inside of it: that was handed over later than its own beginning.
+            # Only predecessors launched before `start`: a note made inside this one was launched later.
             begun = max(start, ended[bisect_right(handed_over, start)])
             notes[place] = (*what, begun, max(done, begun))
             handed_over.append(end)
@@ -233,7 +233,7 @@ class Recording:
         self._marks = []
 
     def ran_by(self, place: int) -> list[Ran]:
-        """The instructions that a rank of this process has run, and when."""
+        """Return the instructions that a rank of this process has run, with their times."""
         return [(each, start, end) for who, each, start, end in self._run if who == place]
 
     def told_by(
@@ -246,9 +246,9 @@ class Recording:
         traffic: Iterable[Traffic] = (),
         activities: Iterable[Activity] = (),
     ) -> RankNotes:
-        """What a rank of this process did, in a form that can be told to others. `window` is when its step was.
+        """Return the notes of a rank of this process, ready to be sent to others. `window` is the step's start and end.
 
-        The batch was waited for just before that, and belongs to the step. So does all that its device did after that.
+        The wait for the batch, just before `window`, belongs to the step. So do all device activities after its start.
         """
         seen = list(activities)
         positions = {each: number for number, each in enumerate(self._schedule.orders[place])}
@@ -274,11 +274,11 @@ class Recording:
         return RankNotes(place, window, notes, list(holdings), list(traffic), seen if window is not None else [])
 
     def take(self, rank: int, told: RankNotes) -> None:
-        """Take in what a rank of the world has told."""
+        """Store the notes of a world rank."""
         self._told[rank] = told
 
     def trace(self) -> Trace:
-        """What was told, from 0 seconds on. What events hold is counted in microbatch-stages, as in a simulation."""
+        """Return the trace of all notes, from 0 seconds on. Events count memory in microbatch-stages, as simulated."""
         ranks = [self._told[rank] for rank in sorted(self._told)]
         windows = tuple(told.window for told in ranks if told.window is not None)
         starts = [note.start for told in ranks for note in told.notes] + [start for start, _ in windows]
@@ -298,7 +298,7 @@ class Recording:
         told = self._told[rank]
         order, pipeline = self._schedule.orders[told.place], self.pipeline_of(rank)
         held = activations(self._schedule.placement)
-        # Waits for the same thing are numbered, so that those of several ranks are found to belong together.
+        # Waits of the same name are numbered, so that those of several ranks can be matched.
         numbers: Counter[tuple[Lane, str]] = Counter()
         events = []
         for note in sorted(told.notes, key=lambda note: (note.start, -note.end)):
@@ -318,11 +318,11 @@ class Recording:
         return events
 
     def pipeline_of(self, rank: int) -> Sequence[int]:
-        """The ranks, in the world, of the pipeline that a rank is of."""
+        """Return the world ranks of the pipeline that contains a rank."""
         return next(ranks for ranks in self.pipelines if rank in ranks)
 
     def _linked(self, events: list[Event]) -> list[Event]:
-        """Say of each event what let it start: of a receive its send, of all else what the rank did before it."""
+        """Set the cause (`after`) of each event: for a receive its send, otherwise the rank's previous event."""
         sends = {(each.rank, each.name): index for index, each in enumerate(events) if each.lane is Lane.SEND}
         linked: list[Event] = []
         before: dict[int, int] = {}
@@ -339,13 +339,13 @@ class Recording:
 
 
 def _receive_of(message: Key) -> Instruction:
-    """The instruction that waits for a message."""
+    """Return the instruction that waits for a message."""
     kind = Kind.RECV_F if message.kind == "F" else Kind.RECV_B
     return Instruction(kind, message.reader, message.microbatch, message.maker)
 
 
 def _sending(receive: str) -> str:
-    """`0SEND_F2>1` for `1RECV_F2<0`."""
+    """Return the send of a receive: `0SEND_F2>1` for `1RECV_F2<0`."""
     reader, _, rest = receive.partition("RECV_")
     value, _, maker = rest.partition("<")
     return f"{maker}SEND_{value}>{reader}"

@@ -1,4 +1,4 @@
-"""How layers are run again: as they were when their forward was run, inside of whatever computes now."""
+"""Recompute layers in the state of their original forward, in the middle of another computation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,16 +14,16 @@ from shardwise.stages.split.module_stage import ModuleStage, Moment
 from shardwise.stages.stage import Batch, Stage
 from shardwise.torch_private import buffer_slots
 
-#: Where modules keep buffers, and objects their attributes, that forwards write.
+#: Slots (dictionary and key) of module buffers, or of object attributes, that forwards write to.
 Written = Sequence[tuple[dict[str, Any], str]]
 
 
 class Replay:
     """One forward of a stage whose layers are recomputed.
 
-    `written` are buffers that forwards write, each a layer's own, and `left` attributes: a layer may reach those of any
-    object. `select` has what depends on the microbatch (its weights, its rows) be as it was. `note` is told when a
-    layer has been run again, and since when. `kept` counts what is kept of what layers make.
+    `written` are buffers that forwards write to, each owned by one layer. `left` are attributes that forwards write to;
+    a layer may reach those of any object. `select` restores the weights and rows of the microbatch. `note` is called
+    with start and end after a layer was recomputed. `kept` counts the bytes of layer results that are kept.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Replay:
         self._select, self._note, self._kept = select, note, kept
 
     def take(self, layer: nn.Module) -> Moment:
-        """Take down how it is now, for a layer."""
+        """Take a snapshot of the current state for the recomputation of a layer."""
         owners = {id(buffer_slots(each)) for each in layer.modules()} if self._written else set()
         buffers = [each for each in self._written if id(each[0]) in owners]
         state = RngState.now(tensors_in(self._batch), [*buffers, *self._left])
@@ -54,7 +54,7 @@ class Replay:
         with self._stage.running(self._batch), state.again(layer.buffers()):
             try:
                 yield
-            finally:  # It is broken off when all that is wanted of it is there.
+            finally:  # A recomputation stops as soon as it has made all that is needed.
                 self._note(begun, perf_counter())
 
 
@@ -68,5 +68,5 @@ def _in_use(stage: ModuleStage, replay: Replay) -> Iterator[None]:
 
 
 def replayed(stage: Stage, batch: Batch, **how: Any) -> AbstractContextManager[Any]:
-    """Around a forward whose layers are to be recomputed."""
+    """Return a context for a forward whose layers are to be recomputed."""
     return _in_use(stage, Replay(stage, batch, **how)) if isinstance(stage, ModuleStage) else nullcontext()

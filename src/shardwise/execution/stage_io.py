@@ -1,4 +1,4 @@
-"""What is on its way between stages, as one rank holds it: values to their readers, gradients back to their makers."""
+"""Values in transit between stages, as one rank holds them: activations to readers, gradients back to makers."""
 
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
@@ -15,7 +15,7 @@ _Key = tuple[str, int, int]
 
 
 class _Delivery(NamedTuple):
-    """A value that a stage makes for a reader, which may be on this rank."""
+    """A value that a stage makes for a reading stage. `is_here`: the reader is on this rank."""
 
     name: str
     reader: int
@@ -23,11 +23,11 @@ class _Delivery(NamedTuple):
 
 
 class StageIO:
-    """Values and gradients by name, microbatch and the stage that reads the value.
+    """Values and gradients, keyed by name, microbatch and the stage that reads the value.
 
-    A value is here from when a stage of this rank has made or received it until its reader has taken it or it is sent;
-    what is for a stage of this rank is outside any graph. A gradient is here from when it came in from a reader, or was
-    made by one of this rank, until its maker has taken it or it is sent.
+    A value is held from when a stage of this rank made or received it until its reader takes it or it is sent. Values
+    for a stage of this rank are outside any graph. A gradient is held from when it was received from a reader, or made
+    by a reader of this rank, until its maker takes it or it is sent.
     """
 
     def __init__(self, rank: int, placement: Placement, split: Split) -> None:
@@ -35,7 +35,7 @@ class StageIO:
         self._names: dict[tuple[int, int], tuple[str, ...]] = {}
         self._values: dict[_Key, Tensor] = {}
         self._gradients: dict[_Key, Tensor] = {}
-        #: The values, with their readers, that gradients have come for on an accelerator.
+        #: Values, with their readers, that a real gradient has arrived for on an accelerator.
         self._has_come: set[tuple[str, int]] = set()
         self._reads = {stage: split.reads[stage % split.num_stages] for stage in placement.stages[rank]}
         self._deliveries = {
@@ -49,7 +49,7 @@ class StageIO:
 
     @property
     def left(self) -> list[_Key]:
-        """What nobody has taken."""
+        """Keys of the values and gradients that are still held."""
         return [*self._values, *self._gradients]
 
     def clear(self) -> None:
@@ -57,7 +57,7 @@ class StageIO:
         self._gradients.clear()
 
     def names(self, maker: int, reader: int) -> tuple[str, ...]:
-        """The values between two stages. Where the model is held several times, both are of one copy."""
+        """Return the names of the values between two stages, which belong to one copy of the model."""
         found = self._names.get((maker, reader))
         if found is None:
             count = self._split.num_stages
@@ -65,16 +65,16 @@ class StageIO:
         return found
 
     def take_values(self, stage: int, microbatch: int) -> Values:
-        """All that a stage reads."""
+        """Remove and return all values that a stage reads."""
         return {name: self._values.pop((name, microbatch, stage)) for name in self._reads[stage]}
 
     def deliver(self, stage: int, microbatch: int, made: Values) -> None:
-        """Hand what a stage has made to its readers."""
+        """Store the values that a stage made, for its readers."""
         for name, reader, is_here in self._deliveries[stage]:
             self._values[name, microbatch, reader] = cut_off(made[name]) if is_here else made[name]
 
     def take_gradients(self, stage: int, microbatch: int, name: str) -> list[Tensor]:
-        """The gradients of a value that a stage has made, from those of its readers that have one."""
+        """Remove and return the gradients of a value that a stage made, from those readers that have one."""
         found = []
         for reader in self._placement.targets[stage]:
             gradient = self._gradients.pop((name, microbatch, reader), None)
@@ -83,7 +83,10 @@ class StageIO:
         return found
 
     def _is_there(self, gradient: Tensor, edge: tuple[str, int]) -> bool:
-        """Whether it is one, and no word that there is none. An accelerator is asked until there was one."""
+        """Whether this is a gradient, not the marker of an absent one (`_none_like`).
+
+        On an accelerator the check synchronizes, so it is skipped for an edge once a real gradient has come.
+        """
         if edge in self._has_come:
             return True
         is_there = not _is_none(gradient)
@@ -92,19 +95,18 @@ class StageIO:
         return is_there
 
     def pass_back(self, stage: int, microbatch: int, inputs: Values) -> None:
-        """Hand the gradients of what a stage has read to its makers."""
+        """Store the gradients of the values that a stage read, for their makers."""
         for name, leaf in inputs.items():
             if leaf.requires_grad:
-                # A maker whose values have no gradient leaves its weights alone, as one device does.
+                # A maker whose values have no gradient must not touch its weights' `grad`, as on one device.
                 gradient = leaf.grad if leaf.grad is not None else _none_like(leaf)
                 self._gradients[name, microbatch, stage] = gradient
                 leaf.grad = None
 
     def sender(self, send: Instruction) -> Callable[[], list[Tensor]]:
-        """What gives the tensors of a SEND when it is run, in the order in which its RECV expects them.
+        """Return a function that gives the tensors of a SEND at run time, in the order that its RECV expects.
 
-        All is looked up that is known before, as in a receiver: on a rank that has waited, each look costs its way to
-        memory.
+        Keys are looked up in advance, as in `receiver`: on a rank that has just waited, each lookup is a cache miss.
         """
         held, keys = self._place_of(send)
         if send.kind is Kind.SEND_F:
@@ -114,9 +116,9 @@ class StageIO:
     def receiver(
         self, receive: Instruction, wanted: Callable[[], Container[str]]
     ) -> Callable[[Sequence[Tensor]], None]:
-        """What takes in what a RECV has received: tensors outside any graph.
+        """Return a function that stores the tensors of a RECV; they are outside any graph.
 
-        Of gradients they are those that `wanted` has, the names of the stage's values that want one.
+        For gradients, only values that require one are received: `wanted` returns their names.
         """
         held, keys = self._place_of(receive)
 
@@ -128,7 +130,7 @@ class StageIO:
         return take
 
     def _place_of(self, transfer: Instruction) -> tuple[dict[_Key, Tensor], list[_Key]]:
-        """Where what a transfer carries is held, and under which keys: in one order on both of its ends."""
+        """Return the dictionary that holds the tensors of a transfer, and their keys, in one order on both ends."""
         kind, stage, microbatch, peer, _ = transfer
         assert peer is not None, f"{transfer} names no peer"
         maker, reader = (stage, peer) if kind in (Kind.SEND_F, Kind.RECV_B) else (peer, stage)
@@ -137,7 +139,7 @@ class StageIO:
 
 
 def _none_like(leaf: Tensor) -> Tensor:
-    """What is sent in place of a gradient where a value has none: zeros, each below zero."""
+    """Return the marker that is sent in place of an absent gradient: negative zeros (-0.0) in its shape."""
     return torch.zeros_like(leaf).neg_()
 
 
@@ -149,5 +151,5 @@ def _is_none(gradient: Tensor) -> bool:
 
 
 def cut_off(value: Tensor) -> Tensor:
-    """The same numbers outside any graph, which want a gradient if they did inside."""
+    """Detach a value from its graph, keeping `requires_grad`."""
     return value.detach().requires_grad_(value.requires_grad)

@@ -1,4 +1,4 @@
-"""Losses of the microbatches of a step, as one rank measures them, and metrics beside them."""
+"""The losses of a step's microbatches, as one rank measures them, and the metrics beside them."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -15,7 +15,7 @@ from shardwise.stages.stage import Batch, Loss
 
 
 class Measured(NamedTuple):
-    """The loss of a microbatch, and the number that it is summed over; a mean counts as one. Metrics beside it."""
+    """The loss of a microbatch, the number of terms that it sums (1 for a mean), and the metrics beside it."""
 
     total: Tensor
     number: Tensor | float
@@ -23,9 +23,9 @@ class Measured(NamedTuple):
 
 
 class Tally:
-    """The loss of a step so far: sums and what they are summed over, or means and their number.
+    """The loss of a step so far: either sums with their numbers of terms, or means with the number of means.
 
-    Losses on a GPU are read when somebody asks for a number: until then the host does not wait for them.
+    Losses on a GPU are read only when a number is requested: until then the host does not wait for them.
     """
 
     def __init__(self, total: float = 0.0, count: float = 0.0, measured: Sequence[Measured] = ()) -> None:
@@ -39,13 +39,13 @@ class Tally:
         self._unread += other._unread
 
     def again(self) -> "Tally":
-        """The same losses, not read: those of a graph have other numbers after each replay."""
+        """Return a copy with the losses unread: those of a CUDA graph have new values after each replay."""
         copied = Tally(self._total, self._count)
         copied._unread = list(self._unread)
         return copied
 
     def read(self) -> "Tally":
-        """Read all losses, now."""
+        """Read all losses now, waiting for the device."""
         unread, self._unread = self._unread, []
         for measured in unread:
             self._total += sum(float(each.total) for each in measured)
@@ -61,7 +61,7 @@ class Tally:
         return self.read()._count
 
     def on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Total and count there, in double precision, as they will be: nothing is read."""
+        """Return total and count as double-precision tensors on a device, without reading (no synchronization)."""
         total, count = (torch.full((), each, dtype=torch.float64, device=device) for each in (self._total, self._count))
         for each in chain.from_iterable(self._unread):
             total = total + each.total.reshape(())
@@ -79,7 +79,7 @@ class Tally:
 
 
 class StepLosses:
-    """The losses that one rank measures, by step. `num_steps` are all of its instructions."""
+    """The losses that one rank measures, by step. `instructions` cover `num_steps` steps."""
 
     def __init__(self, instructions: Sequence[Instruction], lasts: set[int], num_steps: int) -> None:
         self._measured: dict[int, list[Measured]] = {}
@@ -88,7 +88,7 @@ class StepLosses:
         self._num = len([each for each in instructions if each.kind is Kind.F and each.stage in lasts]) // num_steps
         #: All metrics of each microbatch of the last step.
         self.metrics: list[Pairs] = []
-        #: Called when all losses of a step are known that are measured here; with none that is at once.
+        #: Called when all losses of a step that this rank measures are known; if it measures none, at once.
         self.on_all: Callable[[], None] | None = None
 
     def clear(self) -> None:
@@ -97,27 +97,27 @@ class StepLosses:
         self._tallies.clear()
 
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._measured[step], self.metrics = [], []
         if self.on_all is not None and not self._num:
             self.on_all()
 
     def add(self, step: int, measured: Measured) -> None:
-        """A forward has measured one."""
+        """Add the loss that a forward measured."""
         self._measured[step].append(Measured(measured.total.detach(), measured.number, {}))
         self.metrics.append(measured.metrics)
         if self.on_all is not None and len(self._measured[step]) == self._num:
             self.on_all()
 
     def take(self, step: int) -> Tally:
-        """The loss of a step, whose forwards have been run, as far as it was measured here."""
+        """Remove and return the part of a step's loss measured here. All its forwards must have run."""
         found = self.find(step)
         assert found is not None, f"not all forwards of step {step} have been run"
         del self._tallies[step], self._measured[step]
         return found
 
     def find(self, step: int) -> Tally | None:
-        """The same while a step goes on; None if there are forwards to come, or it is not under way."""
+        """Return the loss of a step in progress; None if forwards are still to come, or the step has not begun."""
         measured = self._measured.get(step)
         if step not in self._tallies and measured is not None and len(measured) == self._num:
             self._tallies[step] = Tally(measured=measured)
@@ -125,7 +125,7 @@ class StepLosses:
 
 
 def measure(loss: Loss, output: Any, batch: Batch, stage: int, microbatch: int, observed: Pairs) -> Measured:
-    """The loss of a microbatch, and its metrics with those that were observed before."""
+    """Compute the loss of a microbatch and its metrics, merged with those `observed` before."""
     try:
         result, metrics = take_metrics(loss(output, batch))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""One thread for each place, from the beginning of a pass to its end: none is left when it returns."""
+"""One thread for each place for the duration of a pass: all have ended when the pass returns."""
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -10,11 +10,11 @@ import torch
 
 
 class StoppedError(Exception):
-    """Another place has failed, so this one waits for nothing more."""
+    """Another place has failed, so this one must stop waiting."""
 
 
 class Mail:
-    """What places hand each other: by its address, each once."""
+    """A mailbox between places: each value has an address and is collected once."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -27,7 +27,7 @@ class Mail:
             self._changed.notify_all()
 
     def collect(self, address: Hashable) -> Any:
-        """Wait for what is sent to this address, and take it."""
+        """Wait for the value of an address, remove it and return it."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or address in self._arrived)
             if address not in self._arrived:
@@ -35,7 +35,7 @@ class Mail:
             return self._arrived.pop(address)
 
     def stop(self) -> None:
-        """Let nobody wait any longer."""
+        """Wake all waiting threads: they raise `StoppedError`."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -43,7 +43,7 @@ class Mail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadContext:
-    """What torch keeps for each thread of its own, as the caller has it."""
+    """Torch's thread-local settings (gradient mode, autocast and so on), to be copied from the calling thread."""
 
     computes_gradients: bool
     is_inference: bool
@@ -52,7 +52,7 @@ class ThreadContext:
 
     @staticmethod
     def here(num_threads: int) -> "ThreadContext":
-        """Those of the calling thread, but with so many threads for one operation."""
+        """Return the settings of the calling thread, with `num_threads` intra-op threads."""
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         return ThreadContext(
             computes_gradients=torch.is_grad_enabled(),
@@ -95,11 +95,11 @@ def run_together(jobs: Sequence[tuple[str, Callable[[], None]]], mail: Mail, aro
         for thread in threads:
             thread.join()
     finally:
-        mail.stop()  # Where the caller is interrupted, they end with what they are at.
+        mail.stop()  # If the caller is interrupted, threads end after their current operation.
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
-        # Threads that others start take the last number that was set anywhere.
+        # Restore it: new threads of others inherit the number that was set last, in any thread.
         torch.set_num_threads(before)
     if errors:
         raise errors[0]

@@ -1,4 +1,4 @@
-"""The weight stash of PipeDream-2BW: two versions of the weights, for a pipeline that is never emptied between steps.
+"""The weight stash of PipeDream-2BW: two versions of the weights, for a pipeline that is not flushed between steps.
 
 Batch t is computed with W(t-1) from its first forward to its last backward, while batch t+1 has already begun with
 W(t). So there are two sets of tensors, and batch t uses set t % 2:
@@ -7,9 +7,9 @@ W(t). So there are two sets of tensors, and batch t uses set t % 2:
     uses        W(0)   W(0)   W(1)   W(2)
     set         0      1      0      1
 
-When batch t has gone back, its set is free. It becomes W(t+1): it takes over W(t) from the other set and the optimizer
-steps on it with the batch's gradients, so that W(t+1) = W(t) - lr * g(W(t-1)). The module's own parameters are what the
-optimizer knows. They share the memory of the newest version and are never part of a graph.
+After the last backward of batch t, its set is free and becomes W(t+1): W(t) is copied into it from the other set, and
+the optimizer steps on it with the batch's gradients, so that W(t+1) = W(t) - lr * g(W(t-1)). The optimizer holds the
+module's own parameters. They share the memory of the newest version and are never part of a graph.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -24,13 +24,13 @@ from shardwise.torch_private import parameter_slots
 
 
 class WeightStash:
-    """The versions of the parameters of one rank that are trained; by their names in the module."""
+    """Both versions of one rank's trained parameters, by their names in the module."""
 
     def __init__(self, module: nn.Module, held: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters = {name: each for name, each in held.items() if each.requires_grad}
-        #: The memory that parameters had: there the newest must be when others look at it.
+        #: The original memory of the parameters: after a flush (`settle`) it holds the newest version.
         self._homes = {name: each.data for name, each in parameters.items()}
-        # Through `data`: what the optimizer writes to a parameter must not count as written to what shares its memory.
+        # Through `data`: the optimizer's writes to a parameter must not bump the version of tensors sharing its memory.
         self._sets = [
             {name: nn.Parameter(each.data.clone()) for name, each in parameters.items()},
             {name: nn.Parameter(each.data) for name, each in parameters.items()},
@@ -45,15 +45,15 @@ class WeightStash:
         ]
 
     def of(self, name: str, batch: int) -> nn.Parameter:
-        """What a batch uses as this parameter, and adds its gradients to."""
+        """Return the tensor that a batch uses as this parameter, and accumulates its gradients in."""
         return self._sets[batch % 2][name]
 
     def select(self, batch: int) -> None:
-        """Let the module compute with the weights of a batch."""
+        """Install the weights of a batch in the module."""
         self._show(self._sets[batch % 2])
 
     def rest(self) -> None:
-        """Let the module have its own parameters again, the newest."""
+        """Install the module's own parameters again: the newest version."""
         self._show(self._parameters)
 
     def _show(self, chosen: Mapping[str, nn.Parameter]) -> None:
@@ -62,7 +62,7 @@ class WeightStash:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """The pipe is empty: have the newest weights in the memory that parameters had. The two sets change places."""
+        """Move the newest weights into the parameters' original memory, after a flush. The two sets swap memory."""
         for name, parameter in self._parameters.items():
             home = self._homes[name]
             if parameter.data_ptr() == home.data_ptr():
@@ -77,7 +77,7 @@ class WeightStash:
 
     @torch.no_grad()
     def prepare(self, batch: int) -> None:
-        """Make the optimizer's next step that of a batch: on the newest weights, with the batch's gradients."""
+        """Prepare the optimizer step of a batch: on a copy of the newest weights, with the batch's gradients."""
         done, newest = self._sets[batch % 2], self._sets[(batch + 1) % 2]
         for name, parameter in self._parameters.items():
             done[name].copy_(newest[name])
@@ -86,12 +86,12 @@ class WeightStash:
 
 
 class Stream:
-    """Feeds batches to an executor of several steps, and takes the weights' steps one batch later.
+    """Feeds batches to an executor of several steps, and runs the optimizer one batch later.
 
-    A batch's gradients are complete on every rank when the next batch has been fed, or the pipe was emptied: then
-    `finish(step)` waits for what is still being summed, and `update(tally)` steps. What is computed is the same
-    whenever the pipe is emptied; only time is lost. Steps are counted from there, as in the schedule; batches are not.
-    `agree` makes the loss that of all.
+    A batch's gradients are complete on every rank when the next batch has been fed, or after a flush. Then
+    `finish(step)` waits for reductions still in flight, and `update(tally)` steps. A flush changes no result; it only
+    costs time. Steps are counted from the last flush, as in the schedule; batches are counted on. `agree` combines the
+    losses of all ranks.
     """
 
     def __init__(
@@ -111,22 +111,22 @@ class Stream:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Weights have been changed from outside: begin with an empty pipe, and both versions as they are."""
+        """Restart after the weights were changed from outside: the pipeline is empty, both versions are the weights."""
         self._versions = WeightStash(self._module, self._parameters)
         self._num_batches = self._first = 0
         self._under_way: Tally | None = None
         self._signature: Hashable = None
 
     def _select_weights(self, step: int) -> None:
-        """Let the module compute with the weights of a step."""
+        """Install the weights of a step in the module."""
         self._versions.select(self._first + step)
 
     def parameter_of(self, name: str, step: int) -> nn.Parameter:
-        """What a step uses as this parameter."""
+        """Return the tensor that a step uses as this parameter."""
         return self._versions.of(name, self._first + step)
 
     def train_step(self, microbatches: list[Batch], signature: Hashable, record: Record | None = None) -> Tally:
-        """Feed a batch, and step with the one before it."""
+        """Feed a batch, and take the optimizer step of the batch before it."""
         if signature != self._signature or self._executor.is_full:
             self.flush(record)
             self._signature = signature
@@ -137,7 +137,7 @@ class Stream:
         return tally
 
     def flush(self, record: Record | None = None) -> None:
-        """Empty the pipe, and step with its last batch: then the weights are the newest that there can be."""
+        """Flush the pipeline and step with its last batch, so that the weights include every batch fed."""
         if self._under_way is not None:
             self._executor.flush(record=record)
             self._versions.rest()
@@ -146,7 +146,7 @@ class Stream:
             self._first = self._num_batches
 
     def _step(self) -> None:
-        """Step with the batch that was fed last but is not stepped with yet."""
+        """Take the optimizer step of the batch that was fed but not stepped, if there is one."""
         if self._under_way is None:
             return
         batch = self._num_batches - 1

@@ -15,10 +15,10 @@ from shardwise.units import counted
 class Entry:
     """One named schedule.
 
-    It needs `least_microbatches` for each rank (0: any number will do). One that is `mirrored` holds the model twice,
-    in opposite directions, and needs an even number of ranks and of microbatches. `chunks` is how many chunks a rank
-    holds: a fixed number, or, if `any_chunks_from` is given, that many or more (and even, if `even_chunks`). It may
-    split backwards: the gradients of inputs first, those of weights later.
+    `least_microbatches` is the minimum per rank (0: any number). A `mirrored` schedule holds two copies of the model in
+    opposite directions, and needs even numbers of ranks and microbatches. `chunks` is the number of chunks on a rank:
+    fixed, or, if `any_chunks_from` is given, the default of a number from there on (even, if `even_chunks`).
+    `splits_backward`: input gradients first, weight gradients later.
     """
 
     name: str
@@ -79,7 +79,7 @@ CATALOGUE = {
 
 
 def make_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
-    """Return a named schedule, computation only. `lower` adds what a machine needs, `simulate` plays it."""
+    """Return a named schedule, computation only. `lower` adds transfers and steps, `simulate` simulates it."""
     if name not in CATALOGUE:
         raise unknown("schedule", name, [*CATALOGUE, "auto"])
     entry = CATALOGUE[name]
@@ -104,7 +104,7 @@ def check_counts(num_ranks: int, num_microbatches: int) -> None:
 
 
 def check(entry: Entry, num_ranks: int, num_microbatches: int, num_chunks: int | None) -> None:
-    """Refuse what a schedule cannot be made for, with what it can."""
+    """Refuse numbers that a schedule does not support, with a remedy that it does."""
     check_counts(num_ranks, num_microbatches)
     if entry.mirrored and num_ranks % 2:
         raise ShardwiseError(

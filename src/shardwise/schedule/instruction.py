@@ -15,7 +15,7 @@
     2OFFLOAD3       stage 2's saved activations of microbatch 3 leave the device
     2RELOAD3        and come back
 
-`B` is `I` and `W` at once. What an instruction must wait for is said in `needs.py`, and nowhere else.
+`B` is `I` and `W` at once. The dependencies of an instruction are defined in `needs.py`, and nowhere else.
 """
 
 import re
@@ -44,7 +44,7 @@ class Kind(StrEnum):
     RELOAD = "RELOAD"
 
 
-#: What occupies the device itself. Everything else runs beside it.
+#: The kinds that occupy the device. All others run beside computation.
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.STEP})
 BACKWARD = frozenset({Kind.B, Kind.I})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})

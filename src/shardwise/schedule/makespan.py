@@ -1,8 +1,8 @@
-"""How long a schedule takes, and nothing else of it: the longest way through what waits for what.
+"""Compute only the makespan of a schedule: the longest path through its dependencies.
 
-Where nothing moves but values between stages, each after the same time and none in another's way, a transfer is never
-late for its receive (`passes/communication.py`), and events need not be played one by one. `simulate` gives the same
-number (`tests/schedule/test_makespan.py`) with all that happens meanwhile, in thirty times the time.
+If the only transfers are values between stages, all with the same latency and without contention, a receive is always
+posted in time for its send (`passes/communication.py`), and events need not be simulated one by one. `simulate` gives
+the same number (`tests/schedule/test_makespan.py`) together with all events, in thirty times the time.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from shardwise.schedule.schedule import Schedule
 
 
 class _Step(NamedTuple):
-    """What instructions of a kind on a stage wait for (when it ended, and how long it is under way), what they make,
-    and how long they take."""
+    """Instructions of one kind on one stage: their dependencies (list of ends, and transfer time), the list of their
+    own ends, and their duration."""
 
     waits: list[tuple[list[float], float]]
     made: list[float] | None
@@ -23,7 +23,7 @@ class _Step(NamedTuple):
 
 
 def makespan(schedule: Schedule, seconds: Mapping[tuple[Kind, int], float], hop: float) -> float:
-    """Seconds of a schedule of computation alone. `seconds` are of each kind on each stage."""
+    """Return the seconds of a compute-only schedule. `seconds` has the duration of each kind on each stage."""
     steps = _steps(schedule, seconds, hop)
     position, now = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks
     asleep: dict[tuple[int, int], list[int]] = {}
@@ -63,7 +63,7 @@ def makespan(schedule: Schedule, seconds: Mapping[tuple[Kind, int], float], hop:
 
 
 def _steps(schedule: Schedule, seconds: Mapping[tuple[Kind, int], float], hop: float) -> dict[tuple[Kind, int], _Step]:
-    """Each kind on each stage, with lists of when each microbatch of it ended: -1 before it has."""
+    """Return each kind on each stage, with lists of the end of each microbatch: -1 until it has ended."""
     placement, count = schedule.placement, schedule.total_microbatches
     ends = {
         (kind, stage): [-1.0] * count
@@ -82,7 +82,7 @@ def _steps(schedule: Schedule, seconds: Mapping[tuple[Kind, int], float], hop: f
 
 
 def _waits(placement: Placement, hop: float) -> dict[tuple[Kind, int], list[tuple[tuple[Kind, int], float]]]:
-    """Of each kind on each stage, whose ends it waits for, and how long what they made is under way."""
+    """Return, for each kind on each stage, its dependencies and the transfer time of each."""
     ranks = placement.ranks
     waits: dict[tuple[Kind, int], list[tuple[tuple[Kind, int], float]]] = {}
     for stage, rank in enumerate(ranks):

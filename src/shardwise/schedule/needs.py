@@ -1,4 +1,4 @@
-"""What must have finished before an instruction may start: one relation, for every interpreter of the language.
+"""The dependencies of instructions: what must have finished before one may start, for every interpreter of schedules.
 
     F of stage s        the F of each stage whose value it reads; where that stage lies on another rank, the RECV_F;
                         the STEP that made its weights
@@ -12,8 +12,8 @@
     OFFLOAD, RELOAD     the F, the OFFLOAD
     anything computed   the last GATHER of its stage before it on its rank
 
-Order on a rank is the list itself: computation runs one after the other, and what runs beside it is issued when the
-computation before it has finished.
+On a rank, the list itself is the order: computations run one after the other. An instruction that runs beside
+computation is issued when the computation before it has finished.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from shardwise.schedule.instruction import BACKWARD, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 
-#: What is made, without its microbatch: kind, stage, and the peer of a transfer or the tie of a reduction.
+#: A result without its microbatch: kind, stage, and the peer of a transfer or the tie of a reduction.
 Made = tuple[Kind, int, int | None]
 
 _USES_PARAMETERS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
@@ -33,17 +33,17 @@ _OF_A_STEP = frozenset({Kind.REDUCE, Kind.STEP})
 
 
 class Alike(NamedTuple):
-    """Nodes that are alike but for their microbatch, and the microbatch of each."""
+    """Nodes that differ only in their microbatch, and the microbatch of each."""
 
     nodes: list[int]
     microbatches: list[int]
 
 
 class Needs:
-    """The relation, resolved for one schedule. Its nodes are the instructions, numbered rank by rank.
+    """The dependency graph of one schedule. Its nodes are the instructions, numbered rank by rank.
 
-    A schedule may hold millions of instructions, but they are a few hundred that come again with every microbatch.
-    So what does not depend on the microbatch is worked out once for all nodes that are alike but for it.
+    A schedule may hold millions of instructions, but they are a few hundred, repeated for every microbatch. So
+    everything that does not depend on the microbatch is computed once for all nodes that differ only in it.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -54,11 +54,12 @@ class Needs:
         for rank, order in enumerate(schedule.orders):
             self.first_node.append(len(self.rank))
             self.rank.extend([rank] * len(order))
-        #: Instructions that stand in the schedule more than once: (the later node, the earlier node).
+        #: Instructions that occur in the schedule more than once: (the later node, the earlier node).
         self.repeated: list[tuple[int, int]] = []
-        #: What is needed and made by nobody: (node, the instruction that it needs).
+        #: Dependencies that no instruction provides: (node, the instruction that it needs).
         self.missing: list[tuple[int, Instruction]] = []
-        #: The nodes, by what they are without their microbatch: a pair by its forward, and once more by its backward.
+        #: Nodes grouped by their result without its microbatch. A pair is in `alike` by its forward, in `beside` by its
+        #: backward.
         self.alike: dict[Made, Alike] = defaultdict(lambda: Alike([], []))
         self.beside: dict[Made, Alike] = defaultdict(lambda: Alike([], []))
         for node, (kind, stage, microbatch, peer, back) in enumerate(self.nodes):
@@ -69,7 +70,7 @@ class Needs:
                 nodes, microbatches = self.beside[back.kind, back.stage, back.peer]
                 nodes.append(node)
                 microbatches.append(back.microbatch)
-        #: Who makes what: for each thing that is made, the node of each microbatch.
+        #: For each result, the node that makes it for each microbatch.
         self._makers: dict[Made, dict[int, int]] = {}
         self._find_makers()
         #: For each node, the nodes that must have finished before it starts.
@@ -77,7 +78,7 @@ class Needs:
         self._resolve()
 
     def find(self, kind: Kind, stage: int, microbatch: int, peer: int | None = None) -> int | None:
-        """The node that does this; a `B` does both `I` and `W`."""
+        """Return the node that makes this result; a `B` makes those of `I` and `W`."""
         makers = self._makers.get((kind, stage, peer))
         return None if makers is None else makers.get(microbatch)
 
@@ -94,14 +95,14 @@ class Needs:
         self.repeated.sort(key=itemgetter(0))
 
     def _settle(self, made: Made, claims: Alike) -> None:
-        """Of several nodes that make the same, let the first be its maker and note the others."""
+        """If several nodes make the same result, take the first as its maker and note the others as repeated."""
         last_to_first = sorted(zip(claims.nodes, claims.microbatches, strict=True), reverse=True)
         makers = self._makers[made] = {microbatch: node for node, microbatch in last_to_first}
         earliest = [(node, makers[microbatch]) for node, microbatch in last_to_first]
         self.repeated += [(node, earlier) for node, earlier in earliest if earlier != node]
 
     def _resolve(self) -> None:
-        """Look up who makes what each node needs."""
+        """Look up the makers of all that each node needs."""
         for (kind, stage, peer), alike in chain(self.alike.items(), self.beside.items()):
             if kind in _OF_A_STEP:
                 for node in alike.nodes:
@@ -114,7 +115,7 @@ class Needs:
         self.missing.sort(key=itemgetter(0))
 
     def _resolve_alike(self, alike: Alike, wanted: Sequence[Made]) -> None:
-        """Look up the same for many nodes: at once, and one by one only where something is missing."""
+        """Look up the same needs for many nodes at once; one by one only if something is missing."""
         nodes, microbatches = alike
         try:
             columns = [map(self._makers[made].__getitem__, microbatches) for made in wanted]
@@ -127,7 +128,7 @@ class Needs:
                 self.before[node] += makers if node not in makers else tuple(each for each in makers if each != node)
 
     def _add(self, node: int, wanted: Iterable[tuple[Made, int]]) -> None:
-        """Let a node wait for what it wants: things made, each of a microbatch. A pair has its other half already."""
+        """Let a node wait for results, each of a microbatch. A pair does not wait for itself."""
         found = []
         for (kind, stage, peer), microbatch in wanted:
             maker = self.find(kind, stage, microbatch, peer)
@@ -138,7 +139,7 @@ class Needs:
         self.before[node] += tuple(found)
 
     def _made_for(self, kind: Kind, stage: int, peer: int | None) -> list[Made]:
-        """What an instruction needs of its own microbatch."""
+        """Return the results of its own microbatch that an instruction needs."""
         placement = self.schedule.placement
         if kind is Kind.F:
             return [
@@ -166,7 +167,7 @@ class Needs:
         return self.schedule.communicates and ranks[maker] != ranks[reader]
 
     def _made_for_step(self, instruction: Instruction) -> list[tuple[Made, int]]:
-        """The gradients of a whole step, and the reductions that there are."""
+        """Return the results that a REDUCE or STEP needs: all gradients of its step; for a STEP also the reductions."""
         kind, stage, step, tie, _ = instruction
         placement, count = self.schedule.placement, self.schedule.num_microbatches
         wanted: list[tuple[Made, int]] = [
@@ -181,7 +182,7 @@ class Needs:
         return wanted
 
     def _resolve_weights(self) -> None:
-        """Add what a computation needs besides its microbatch's values: its weights, and what was offloaded."""
+        """Add the other needs of a computation: its weights (gathered, or stepped), and reloads of offloaded values."""
         gathered: dict[int, int] = {}
         for node, instruction in enumerate(self.nodes):
             if instruction.kind is Kind.GATHER:
@@ -197,5 +198,5 @@ class Needs:
 
 
 def _made_by(kind: Kind, stage: int, peer: int | None) -> tuple[Made, ...]:
-    """What comes of an instruction: a full backward makes both gradients."""
+    """Return the results of an instruction: a full backward makes both gradients."""
     return ((Kind.I, stage, None), (Kind.W, stage, None)) if kind is Kind.B else ((kind, stage, peer),)

@@ -1,4 +1,4 @@
-"""A schedule made, proven, played and measured for one question, and written to files."""
+"""Make, verify, simulate and measure a schedule for one question, and write it to files."""
 
 import json
 from contextlib import suppress
@@ -26,9 +26,9 @@ _SUFFIXES = (".svg", ".json", ".schedule", ".txt", "")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A schedule and what happened. `makespan` and `span` are those of one step.
+    """A schedule and its simulated trace. `makespan` and `span` are those of one step.
 
-    For a schedule that never flushes, a step is the time from one step's end to the next once the pipe is full.
+    For a schedule that never flushes, they are the time between the ends of two steps once the pipeline is full.
     """
 
     question: Question
@@ -67,7 +67,7 @@ def make(name: str, question: Question) -> Schedule:
 
 
 def _check_size(question: Question) -> None:
-    """Refuse what would not be answered while a person waits."""
+    """Refuse a question that would take too long for an interactive command."""
     num_stages = question.num_ranks * (question.num_chunks or 1)
     num_forwards = num_stages * question.num_microbatches
     if num_forwards > _MOST_FORWARDS:
@@ -80,7 +80,7 @@ def _check_size(question: Question) -> None:
 
 
 def play_out(schedule: Schedule, question: Question) -> Outcome:
-    """Prove a schedule, play it against the question's prices, and measure it."""
+    """Verify a schedule, simulate it with the question's prices, and measure it."""
     complete = schedule if schedule.communicates else lower(schedule)
     verify(complete, memory=question.memory, kept_for_weights=question.kept_for_weights)
     trace = simulate(complete, question.prices(complete.placement))

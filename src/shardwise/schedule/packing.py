@@ -1,11 +1,11 @@
-"""Packs forwards, input gradients and weight gradients onto ranks, in the order of time.
+"""Greedy list scheduling: pack forwards, input gradients and weight gradients onto ranks in order of time.
 
-Whenever a rank is free it takes, of what has arrived and fits into its memory, what its policy prefers; weight
-gradients fill what would otherwise be a gap, or make room. Nothing is known ahead but what is already on its way.
+A free rank takes the instruction that its policy prefers, among those whose input has arrived and that fit into its
+memory. Weight gradients fill gaps, or free memory. Nothing is known ahead except values already in transit.
 
-Memory cannot lock up. The oldest microbatch of a rank may take the last free place; any other must leave enough for
-the chunks that the oldest has still to do. So the oldest always gets through, and then the next is the oldest. Only an
-order that is fixed to the letter can be impossible, and then there is no packing.
+Memory cannot deadlock. The oldest microbatch of a rank may take the last free memory; any other must leave enough for
+the chunks that the oldest has still to run. So the oldest always completes, and then the next is the oldest. Only a
+strictly fixed order can be impossible, and then there is no packing.
 """
 
 from collections.abc import Iterable
@@ -26,12 +26,12 @@ Sequences = tuple[tuple[Instruction, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What a free rank prefers.
+    """The preferences of a free rank.
 
-    With `sequences` it keeps to an order, or may look so many instructions ahead in it when the next has not arrived:
-    then it takes one that needs no longer than the gap, or than the gap over `patience`. Without, it takes an input
-    gradient whenever one is there (`backward_first`) or in turns with forwards, of its deepest chunk first. A weight
-    gradient that has no place in the order goes into a gap of at least `gap_share` of its length.
+    With `sequences`, it follows an order. If the next instruction's input has not arrived, it considers the next
+    `look_ahead` instructions, and takes one that is no longer than the gap divided by `patience`. Without `sequences`,
+    it takes an input gradient whenever one has arrived (`backward_first`) or alternates with forwards; deeper chunks
+    come first. A weight gradient without a place in the order fills a gap of at least `gap_share` of its length.
     """
 
     gap_share: float = 0.0
@@ -44,7 +44,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Orders, how long they took, and the seconds that one more microbatch takes in the middle of the run."""
+    """Orders, their span and makespan, and the seconds per microbatch in the steady state (`pace`)."""
 
     orders: list[list[Instruction]]
     span: float
@@ -55,7 +55,7 @@ class Packed:
 def pack(
     placement: Placement, num_microbatches: int, prices: Prices, memory: tuple[float, ...], policy: Policy
 ) -> Packed | None:
-    """Return packed orders, or nothing where the policy's order cannot keep to the memory."""
+    """Return packed orders, or None if the policy's order does not fit into memory."""
     return _Packer(placement, num_microbatches, prices, memory, policy).run()
 
 
@@ -66,7 +66,7 @@ class _Packer:
         self.placement, self.count, self.policy, self.memory = placement, num_microbatches, policy, memory
         self.ranks = placement.ranks
         stages, num_ranks = range(placement.num_stages), placement.num_ranks
-        # The stage before and the stage behind each, on its pipe; and the pipe, whose microbatches come round in turns.
+        # The previous and the next stage of each on its pipe; and the first microbatch of its pipe.
         self.above: list[int | None] = [None] * len(stages)
         self.below: list[int | None] = [None] * len(stages)
         first_microbatch = [0] * len(stages)
@@ -85,13 +85,13 @@ class _Packer:
         self.taken = prices.held(Instruction(Kind.F, 0, 0))[0]
         self.freed_by_input = -prices.held(Instruction(Kind.I, 0, 0))[1]
         self.freed_by_weights = -prices.held(Instruction(Kind.W, 0, 0))[1]
-        # When the input of each stage's microbatch is there; inf while that is not known.
+        # Arrival time of the input of each microbatch on each stage; inf while unknown.
         self.forward_at = [[inf] * num_microbatches for _ in stages]
         self.backward_at = [[inf] * num_microbatches for _ in stages]
         for pipe in placement.pipes:
             self.forward_at[pipe[0]] = [0.0] * num_microbatches
         self.next_forward, self.next_backward = first_microbatch.copy(), first_microbatch.copy()
-        # What is started is moved to the front of what remains of its rank's order, and the front moves on.
+        # A started instruction is moved to the front of the remaining order of its rank, and the front advances.
         self.sequences = [list(sequence) for sequence in policy.sequences or ()]
         self.front = [0] * num_ranks
         self.weights_have_places = any(instruction.kind is Kind.W for order in self.sequences for instruction in order)
@@ -138,7 +138,7 @@ class _Packer:
         return (self.out_at[late] - self.out_at[early]) / (late - early) if late > early else 0.0
 
     def _choose_in_order(self, rank: int, now: float) -> tuple[Instruction | None, float]:
-        """The next instruction of the order, if it has arrived; else one a little further on that fits the gap."""
+        """Return the next instruction of the order, if its input has arrived; else a later one that fits the gap."""
         arrival = inf
         met: set[tuple[Kind, int]] = set()
         sequence, front = self.sequences[rank], self.front[rank]
@@ -160,7 +160,7 @@ class _Packer:
         return None, arrival
 
     def _choose_freely(self, rank: int, now: float) -> tuple[Instruction | None, float]:
-        """What the policy prefers of all that has arrived; else when the next thing will arrive."""
+        """Return the preferred instruction among those that may start; else the time of the next arrival."""
         stages = self.placement.stages[rank]
         deepest_first = stages[::-1]
         back, back_arrival = self._find_backward(deepest_first if self.policy.deepest_backward_first else stages, now)
@@ -192,7 +192,7 @@ class _Packer:
         return None, arrival
 
     def _has_room(self, rank: int, microbatch: int, *, strictly: bool) -> bool:
-        """Whether a forward fits, and, `strictly`, leaves room for what the oldest microbatch has still to do here."""
+        """Whether a forward fits and, if `strictly`, leaves room for the remaining chunks of the oldest microbatch."""
         room = self.memory[rank] - self.held[rank] - self.taken + _CLOSE
         if room < 0 or not strictly:
             return room >= 0

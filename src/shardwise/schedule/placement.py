@@ -23,9 +23,9 @@ from shardwise.errors import ShardwiseError
 class Placement:
     """Stages on ranks.
 
-    `ranks[stage]` is the rank that holds it. `pipes` are the ways through the stages: one, unless the model is held
-    several times; microbatch i takes pipe i modulo their number. `skips` are values that jump: (0, 2) is read by stage
-    2 though stage 0 made it. `ties` are groups of stages that hold the same weights, whose gradients must be summed.
+    `ranks[stage]` is the rank that holds a stage. `pipes` are paths through the stages: one for each copy of the model;
+    microbatch i takes pipe i modulo their number. `skips` are skip connections: (0, 2) is a value that stage 0 makes
+    and stage 2 reads. `ties` are groups of stages that hold the same weights, whose gradients must be summed.
     """
 
     ranks: tuple[int, ...]
@@ -43,7 +43,7 @@ class Placement:
 
     @property
     def share(self) -> float:
-        """How much of a rank's part of the model one stage is: 1 / chunks, and 1 where the model is held twice."""
+        """The fraction of a rank's part of the model that one stage is: 1 / chunks; 1 for two copies of the model."""
         return self.num_ranks / len(self.pipes[0])
 
     @cached_property

@@ -1,7 +1,7 @@
-"""What an instruction costs: seconds on its rank, seconds of a hop, and what the rank holds meanwhile.
+"""The cost of an instruction: seconds on its rank, seconds of a hop, and the memory that the rank holds meanwhile.
 
-The simulator takes prices as functions, so that unit prices, the planner's predictions and measured times all go
-through one code. The prices made here know nothing of a model: they share out the times of a rank's whole stage.
+The simulator takes prices as functions, so unit prices, the planner's predictions and measured times share one code
+path. The prices made here know nothing about a model: they divide the times of a rank's whole stage.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,10 @@ from shardwise.schedule.placement import Placement
 class Prices:
     """Prices of a schedule's instructions.
 
-    `seconds(instruction, rank)` is asked of everything but sends and receives; `hop_seconds(send, source, target)` of
-    each send between two ranks, and answers how long it takes to arrive and for how much of that it keeps the link to
-    itself (nothing, if it is all latency). Compute takes `1 + slowdown` times as long while bytes move to or from its
-    rank.
-    `held(instruction)` is what the rank holds more from the instruction's start and from its end on.
+    `seconds(instruction, rank)` is the time of any instruction except sends and receives. `hop_seconds(send, source,
+    target)` is for a send between two ranks: the time until arrival, and the part of it during which the link is
+    occupied (0 if all is latency). Compute takes `1 + slowdown` times as long while bytes move to or from its rank.
+    `held(instruction)` is the change of held memory at the instruction's start and at its end.
     """
 
     seconds: Callable[[Instruction, int], float]
@@ -65,7 +64,7 @@ class StageTimes:
 
     @property
     def by_kind(self) -> dict[Kind, float]:
-        """Seconds of each kind of instruction on a whole stage: what does not compute takes none."""
+        """Seconds of each kind of instruction on a whole stage: 0 for kinds that do not compute."""
         computed = {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.input_gradient}
         return {**dict.fromkeys(Kind, 0.0), **computed, Kind.W: self.weight_gradient}
 
@@ -78,11 +77,11 @@ def stage_prices(
     kept_for_weights: float = 1.0,
     slowdown: float = 0.0,
 ) -> Prices:
-    """Return prices where each rank (or each stage) has its times and each boundary between ranks its hop.
+    """Return prices with given times for each rank (or each stage), and a hop for each boundary between ranks.
 
-    `times` has an entry for each rank, shared out evenly over its chunks, or for each stage. `hops[r]` is the seconds
-    between ranks r and r + 1 (one entry serves all); a transfer over several boundaries takes as long as the slowest.
-    `kept_for_weights` is the part of an activation that is still held between I and W.
+    `times` has an entry for each rank, divided evenly over its chunks, or one for each stage. `hops[r]` is the seconds
+    between ranks r and r + 1 (a single entry serves all boundaries). A transfer over several boundaries takes as long
+    as the slowest. `kept_for_weights` is the fraction of an activation that is still held between I and W.
     """
     of_stage = times if len(times) == placement.num_stages else [times[rank] for rank in placement.ranks]
     scale = 1.0 if len(times) == placement.num_stages != placement.num_ranks else placement.share
@@ -108,7 +107,7 @@ def stage_prices(
 
 
 def activations(placement: Placement, kept_for_weights: float = 1.0) -> Callable[[Instruction], tuple[float, float]]:
-    """Return what each instruction holds, in microbatch-stages: a microbatch's activations of a rank's whole stage."""
+    """Return the memory changes of each instruction, in microbatch-stages: one microbatch on a rank's whole stage."""
     share = placement.share
     freed_by_input = -share * (1 - kept_for_weights)
     freed_by_weights = -share * kept_for_weights
@@ -134,5 +133,5 @@ def activations(placement: Placement, kept_for_weights: float = 1.0) -> Callable
 
 
 def free() -> Prices:
-    """Return prices of nothing: what remains is the order alone."""
+    """Return prices of zero, so that only the order matters."""
     return Prices(seconds=lambda *_: 0.0, hop_seconds=lambda *_: (0.0, 0.0), held=lambda _: (0.0, 0.0))

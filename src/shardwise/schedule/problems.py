@@ -1,4 +1,4 @@
-"""What can be wrong with a schedule: one check for each, which names the places, the reason and the remedy."""
+"""One check for each way in which a schedule can be invalid, giving the places, the reason and the remedy."""
 
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -20,7 +20,7 @@ _COMPUTED = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 
 
 def problems(schedule: Schedule) -> Iterator[Problem]:
-    """Everything that is wrong, the simplest first. Each check may rely on those before it."""
+    """Yield all problems, the simplest first. Each check may rely on those before it."""
     yield from _misplaced(schedule)
     yield from _unnamed(schedule)
     needs = Needs(schedule)
@@ -51,7 +51,7 @@ def _misplaced(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _wrong_number(part: Instruction, schedule: Schedule) -> str | None:
-    """Why an instruction's stage, microbatch, step or peer cannot be."""
+    """Return why an instruction's stage, microbatch, step or peer is invalid; None if all are valid."""
     placement, kind = schedule.placement, part.kind
     if part.stage >= placement.num_stages:
         return f"is of stage {part.stage}, but the last is {placement.num_stages - 1}"
@@ -75,7 +75,7 @@ def _wrong_number(part: Instruction, schedule: Schedule) -> str | None:
 
 
 def _unnamed(schedule: Schedule) -> Iterator[Problem]:
-    """Asked before the needs are worked out: a count in a file may be far beyond what its ranks do."""
+    """Find microbatches without a forward. Runs before `Needs` is built: a file may declare far too many."""
     named = {each.microbatch for order in schedule.orders for each in order if each.kind is Kind.F}
     for microbatch in range(schedule.total_microbatches):
         if microbatch not in named:
@@ -142,7 +142,7 @@ def _too_late(needs: Needs) -> Iterator[Problem]:
 
 
 def _crossed_links(needs: Needs) -> Iterator[Problem]:
-    """Sends and receives of one link must match in order: what is sent first is received first."""
+    """Check that sends and receives of one link match in order: a link is a FIFO."""
     sends: dict[tuple[int, int], list[int]] = {}
     receives: dict[tuple[int, int], list[int]] = {}
     for node, each in enumerate(needs.nodes):
@@ -166,7 +166,7 @@ def _deadlock(needs: Needs) -> Iterator[Problem]:
     except StuckError as stuck:
         standing = {needs.rank[node]: node for node in stuck.waiting}
         waits = {rank: _undone_need(needs, stuck.waiting[node], standing) for rank, node in standing.items()}
-        # Who waits for whom: from any of them the way leads into a circle, and that is what is wrong.
+        # Follow the wait-for graph from any stuck rank: it leads into a cycle, which is the problem to report.
         way = [next(iter(waits))]
         while (following := needs.rank[waits[way[-1]]]) in waits and following not in way:
             way.append(following)
@@ -181,7 +181,7 @@ def _deadlock(needs: Needs) -> Iterator[Problem]:
 
 
 def _undone_need(needs: Needs, need: int, standing: dict[int, int]) -> int:
-    """The computation that is really waited for, behind a transfer or a reduction that waits for it too."""
+    """Return the computation behind a transfer or reduction that is waited for."""
     while needs.nodes[need].kind not in COMPUTE:
         undone = [node for node in needs.before[need] if node >= standing.get(needs.rank[node], len(needs.nodes))]
         if not undone:
@@ -210,7 +210,7 @@ def _untied(needs: Needs) -> Iterator[Problem]:
 
 
 def _not_by_all(needs: Needs) -> Iterator[Problem]:
-    """A step that only some stages take; a reduction that only some of its stages come to."""
+    """Find a step that only some stages take, or a reduction that only some of its stages join."""
     schedule = needs.schedule
     everyone = tuple(range(schedule.placement.num_stages))
     groups: list[tuple[Kind, int | None, tuple[int, ...]]] = [
@@ -230,7 +230,7 @@ def _not_by_all(needs: Needs) -> Iterator[Problem]:
 
 
 def _crossed_ties(needs: Needs) -> Iterator[Problem]:
-    """A reduction waits for all its stages: ranks that come to two of them in different orders wait for each other."""
+    """Find deadlocks of tied reductions: each waits for all its stages, so ranks must join them in the same order."""
     pairs: dict[tuple[tuple[int, int], tuple[int, int]], tuple[int, int]] = {}
     for rank, order in enumerate(needs.schedule.orders):
         last: dict[tuple[int, int], int] = {}

@@ -27,7 +27,7 @@ class Question:
     """One setting, for which schedules are made, priced and compared.
 
     `times` has an entry for each rank or for each stage; `memory[rank]` is in microbatch-stages, inf for no limit.
-    `num_chunks` is for schedules that leave it open; `auto` makes no more, and no more than two.
+    `num_chunks` is for schedules that support several numbers; `auto` uses at most that many, and at most two.
     """
 
     num_ranks: int
@@ -40,7 +40,7 @@ class Question:
     num_chunks: int | None = None
 
     def prices(self, placement: Placement) -> Prices:
-        """What instructions cost on this placement."""
+        """Return the prices of instructions on a placement."""
         if len(self.times) not in (placement.num_ranks, placement.num_stages):
             raise ShardwiseError(
                 f"times are given for {counted(len(self.times), 'stage')}, but the schedule has "

@@ -1,7 +1,7 @@
-"""A step played again from its trace: first as it was, then with something changed.
+"""Simulate a step again from its trace: first as it was, then with a change.
 
-What each instruction took is read off the trace, and so is the order in which each rank ran them; the simulator does
-the rest. A prediction is the difference of two such plays: what neither of them knows of cancels out.
+The duration of each instruction, and the order on each rank, are read from the trace; the simulator does the rest. A
+prediction is the difference of two such simulations, so effects that neither models cancel out.
 """
 
 from collections import defaultdict
@@ -24,9 +24,9 @@ from shardwise.schedule.simulate import simulate
 from shardwise.trace.events import Event, Lane, Trace
 from shardwise.trace.memory import peaks
 
-#: A larger step is not played: a dozen schedules are tried while somebody waits.
+#: A larger step is not simulated: a dozen schedules are tried while the user waits.
 _MOST_COMPUTATIONS = 8_000
-#: Schedules that change what is computed, or hold the model twice, are no remedy for a slow step.
+#: Schedules that change the results, or hold two copies of the model, are not suggested for a slow step.
 _NO_REMEDY = frozenset(name for name, entry in CATALOGUE.items() if entry.num_weight_copies > 1) | {"pipedream-2bw"}
 
 Seconds = Callable[[Instruction, int], float]
@@ -42,12 +42,12 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """The step of a trace, ready to be played. Ranks are those of one pipeline, the slowest if there are several.
+    """The step of a trace, ready to be simulated. Ranks are those of one pipeline, the slowest if there are several.
 
-    Some seconds are of each instruction, however small its microbatch is: `host_seconds` pass before it, and
-    `fixed_seconds` are inside of what was measured of it. With `keeps_hop` a transfer takes as long for a smaller one.
-    `units` are, where they are known, the shares of its stage's time that each unit of each stage takes: a model is cut
-    into other stages between units alone.
+    Each instruction has overheads that do not shrink with its microbatch: `host_seconds` pass before it, and
+    `fixed_seconds` are part of its measured time. With `keeps_hop`, a transfer of a smaller microbatch takes just as
+    long. `units`, if known, has for each stage the fraction of the stage's time that each of its units takes: a model
+    can be cut into other stages only between units.
     """
 
     schedule: Schedule
@@ -62,7 +62,7 @@ class Replay:
 
     @staticmethod
     def of(trace: Trace) -> "Replay | None":
-        """None where a trace does not say what a schedule is made of, or is too large to be played while one waits."""
+        """Return the replay of a trace; None if its events are no instructions, or too many to simulate at once."""
         ranks = _slowest_pipeline(trace)
         try:
             orders = [[parse(event.name) for event in trace.compute[rank]] for rank in ranks]
@@ -78,29 +78,29 @@ class Replay:
 
     @cached_property
     def seconds(self) -> float:
-        """The step as it was, played."""
+        """The simulated seconds of the step as it was."""
         return self._play(self._as_measured)
 
     @cached_property
     def usual_seconds(self) -> float:
-        """The step with every instruction as long as it usually is: what all changes but one are compared with."""
+        """The step with every instruction at its usual duration: the baseline of all changes except one."""
         return self._play(self._as_usual)
 
     @cached_property
     def held(self) -> float:
-        """The most microbatches of a stage that a rank holds."""
+        """The peak memory of any rank, in microbatch-stages."""
         return max(peaks(simulate(lower(self.schedule), self._prices(self.schedule, self._as_usual))))
 
     @cached_property
     def stage_seconds(self) -> list[float]:
-        """What a microbatch takes on each stage, forward and backward together."""
+        """Seconds of a microbatch on each stage, forward and backward together."""
         return [
             sum(self.usual[kind, stage] for kind in (Kind.F, Kind.I, Kind.W))
             for stage in range(self.schedule.placement.num_stages)
         ]
 
     def predicted(self, trace: Trace) -> Trace:
-        """The step of the whole trace as it would be if every instruction took its usual time: all pipelines alike."""
+        """Return the trace as it would be if every instruction took its usual time, the same in all pipelines."""
         played = simulate(lower(self.schedule), self._prices(self.schedule, self._as_usual, self.hop))
         events: list[Event] = []
         for ranks in pipelines_of(trace):
@@ -113,12 +113,12 @@ class Replay:
 
     @cached_property
     def unit_seconds(self) -> list[float]:
-        """What a microbatch takes on each unit, where they are known."""
+        """Seconds of a microbatch on each unit; empty if the units are unknown."""
         stages = zip(self.stage_seconds, self.units, strict=True) if self.units else ()
         return [seconds * share for seconds, shares in stages for share in shares]
 
     def with_stages(self, factors: Mapping[int, float]) -> float:
-        """The step with some stages taking so many times as long."""
+        """Return the step's seconds with the durations of some stages multiplied by factors."""
 
         def seconds(instruction: Instruction, place: int) -> float:
             return sum(self._as_usual(part, place) * factors.get(part.stage, 1.0) for part in instruction.parts)
@@ -126,7 +126,7 @@ class Replay:
         return self._play(seconds)
 
     def with_even_instructions(self, ranks: Sequence[int]) -> float:
-        """With every instruction of some ranks as quick as it usually is; to be compared with `seconds`."""
+        """Return the step's seconds with no instruction of some ranks slower than usual. Its baseline is `seconds`."""
         chosen = {place for place, rank in enumerate(self.ranks) if rank in ranks}
 
         def seconds(instruction: Instruction, place: int) -> float:
@@ -136,7 +136,7 @@ class Replay:
         return self._play(seconds)
 
     def with_backward(self, factors: Mapping[int, float]) -> float:
-        """With the backwards of some ranks taking so many times as long."""
+        """Return the step's seconds with the backwards of some ranks multiplied by factors."""
 
         def seconds(instruction: Instruction, place: int) -> float:
             factor = factors.get(self.ranks[place], 1.0) if instruction.kind in (Kind.B, Kind.I) else 1.0
@@ -145,7 +145,7 @@ class Replay:
         return self._play(seconds)
 
     def with_microbatches(self, count: int) -> float | None:
-        """With so many microbatches of the same batch. None if the schedule is not made for that."""
+        """Return the step's seconds with the same batch cut into `count` microbatches; None if that is impossible."""
         found = self._remade(self.schedule.name, count)
         if found is None:
             return None
@@ -162,8 +162,8 @@ class Replay:
     def alternatives(self) -> list[Alternative]:
         """Other schedules for the same ranks and microbatches, the quickest first.
 
-        In each the model is cut as evenly over its stages as its units allow, or, where they are not known, as it is
-        over the present ones.
+        In each, the model is cut over the stages as evenly as its units allow. If the units are unknown, the cost
+        within each present stage is taken as uniform.
         """
         found = []
         for name in CATALOGUE:
@@ -187,11 +187,11 @@ class Replay:
         return None
 
     def _spread(self, other: Schedule) -> Seconds:
-        """Prices for another number of stages: what the model costs from its beginning to its end, cut anew."""
+        """Return the durations for another number of stages: the cost along the model, cut anew."""
         many, few = other.placement.num_stages, self.schedule.placement.num_stages
 
         def shared(stage: int, old: int) -> float:
-            """How much of an old stage is in a new one."""
+            """Return the fraction of an old stage that is in a new one."""
             return few * max(0.0, min((stage + 1) / many, (old + 1) / few) - max(stage / many, old / few))
 
         def by_units(stage: int, old: int) -> float:
@@ -229,13 +229,13 @@ class Replay:
 
 
 def predict(trace: Trace) -> Trace | None:
-    """The step of a trace as it would be if every instruction took its usual time; None as in `Replay.of`."""
+    """Return a trace as it would be if every instruction took its usual time; None as in `Replay.of`."""
     replay = Replay.of(trace)
     return None if replay is None else replay.predicted(trace)
 
 
 def ranks_by_stages(trace: Trace) -> dict[tuple[int, ...], list[int]]:
-    """Ranks that compute the same stages, together, by these stages."""
+    """Return the ranks grouped by the stages that they compute."""
     found: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank, events in enumerate(trace.compute):
         found[tuple(sorted({event.stage for event in events}))].append(rank)
@@ -243,7 +243,7 @@ def ranks_by_stages(trace: Trace) -> dict[tuple[int, ...], list[int]]:
 
 
 def pipelines_of(trace: Trace) -> list[tuple[int, ...]]:
-    """Ranks that hold the same stages are replicas: the first of each are a pipeline, and so on."""
+    """Return the pipelines. Ranks with the same stages are replicas: the first of each form a pipeline, and so on."""
     alike = ranks_by_stages(trace)
     alike.pop((), None)
     return list(zip(*(alike[stages] for stages in sorted(alike)), strict=False))
@@ -254,7 +254,7 @@ def _slowest_pipeline(trace: Trace) -> tuple[int, ...]:
 
 
 def _schedule_of(name: str, orders: list[list[Instruction]]) -> Schedule:
-    """The schedule that the ranks have run: computations only."""
+    """Return the schedule that the ranks have run, computation only."""
     ranks: dict[int, int] = {}
     ways: dict[int, set[int]] = defaultdict(set)
     for place, order in enumerate(orders):
@@ -268,9 +268,9 @@ def _schedule_of(name: str, orders: list[list[Instruction]]) -> Schedule:
 
 
 def _usual(orders: list[list[Instruction]], measured: Mapping[tuple[int, str], float]) -> dict[tuple[Kind, int], float]:
-    """The median of each kind on each stage. A full backward is taken for two equal halves, and halves for a full.
+    """Return the median of each kind on each stage. A full backward counts as two equal halves, two halves as a full.
 
-    Of what runs overlapped, a part that was seen alone takes what it takes alone, and the other the rest.
+    In an overlapped pair, a part that was also seen alone takes its time alone, and the other part the rest.
     """
     found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     ran = [(measured[place, str(each)], each) for place, order in enumerate(orders) for each in order]
@@ -294,7 +294,7 @@ def _usual(orders: list[list[Instruction]], measured: Mapping[tuple[int, str], f
 
 
 def _with_halves(usual: Mapping[tuple[Kind, int], float]) -> dict[tuple[Kind, int], float]:
-    """A full backward from its halves, and halves from a full."""
+    """Add the full backward from its halves, and halves from a full backward."""
     completed = dict(usual)
     for kind, stage in usual:
         if kind is Kind.B:
@@ -306,7 +306,7 @@ def _with_halves(usual: Mapping[tuple[Kind, int], float]) -> dict[tuple[Kind, in
 
 
 def _hop(trace: Trace, ranks: set[int]) -> float:
-    """What a transfer takes: of those that somebody stood still for from before they were sent, the median."""
+    """Return the seconds of a transfer: if measured, the median over transfers that were awaited before being sent."""
     if not trace.is_measured:
         sends = [event.seconds for event in trace.events if event.lane is Lane.SEND and event.rank in ranks]
         return median(sends) if sends else 0.0
@@ -320,9 +320,9 @@ def _hop(trace: Trace, ranks: set[int]) -> float:
 
 
 def even_cut(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Units of each stage, in order, so that the dearest stage is as cheap as can be."""
+    """Return the number of units of each stage, in order, minimizing the cost of the most expensive stage."""
     sums = [0.0, *accumulate(costs)]
-    # For each number of units, what the dearest stage costs that they make, and how they are cut.
+    # For each number of leading units: the cost of their most expensive stage, and how they are cut.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for _ in range(num_stages):
         after: dict[int, tuple[float, list[int]]] = {}

@@ -14,9 +14,9 @@ Orders = tuple[tuple[Instruction, ...], ...]
 class Schedule:
     """What each rank does, in order.
 
-    `num_microbatches` belong to one step. With `num_steps` over 1 the microbatches are numbered on through the steps.
-    `staleness` is how many steps old the weights of a forward may be beyond the newest: 0 waits for the step before,
-    1 keeps two weight versions and never waits (PipeDream-2BW).
+    `num_microbatches` is per step. If `num_steps` is over 1, microbatches are numbered consecutively through all steps.
+    `staleness` is how many optimizer steps the weights of a forward may lag behind: 0 waits for the previous step, 1
+    keeps two weight versions and never waits (PipeDream-2BW).
     """
 
     name: str

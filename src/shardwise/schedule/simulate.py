@@ -1,8 +1,9 @@
-"""Plays a schedule against prices and gives back a trace.
+"""Simulate a schedule with given prices, and return a trace.
 
-Ranks run in order. What computes occupies the device; what moves bytes is issued when the computation before it has
-finished and then runs beside it, in order on each link and on each of a rank's other lanes. A transfer moves when it
-has been sent *and* its receive has been posted, as with real network buffers.
+Each rank runs its list in order. A computation occupies the device. An instruction that moves bytes is issued when the
+computation before it has finished, and then runs beside later computation, in order on each link and on each of a
+rank's other lanes. A transfer starts when it has been sent *and* its receive has been posted, as with real network
+buffers.
 """
 
 from collections import defaultdict, deque
@@ -24,18 +25,18 @@ from shardwise.trace.events import Event, Lane, Trace
 
 @collection_paused()
 def simulate(schedule: Schedule, prices: Prices) -> Trace:
-    """Return what happens, event by event. Sends and receives are inserted where the schedule has none yet."""
+    """Return the trace of a schedule. Sends and receives are inserted if the schedule has none yet."""
     return play(insert_communication(schedule), prices)
 
 
 @collection_paused()
 def play(schedule: Schedule, prices: Prices) -> Trace:
-    """Return what happens when the instructions are run exactly as they stand."""
+    """Return the trace of the instructions run exactly as listed."""
     return _Player(schedule, prices).run()
 
 
 class StuckError(ShardwiseError):
-    """The ranks wait for each other. `waiting` names for each stuck node the node that it waits for."""
+    """The ranks are deadlocked. `waiting` maps each stuck node to the node that it waits for."""
 
     def __init__(self, waiting: dict[int, int]) -> None:
         super().__init__(f"{len(waiting)} ranks wait for each other", remedy="verify(schedule) says where")
@@ -57,13 +58,13 @@ LANES = {
     Kind.RELOAD: Lane.RELOAD,
 }
 
-#: What takes no time and waits for nothing.
+#: Kinds that take no time and wait for nothing.
 _INSTANT = frozenset({Kind.RELEASE})
 
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """Instructions that share a link or a copy engine: first come, first served, and they arrive in that order."""
+    """Instructions that share a link or a copy engine: a FIFO, whose items also finish in order."""
 
     waiting: deque[int] = field(default_factory=deque)
     busy: bool = False
@@ -82,15 +83,15 @@ class _Running:
 
 
 class _Paces:
-    """What each rank computes, and at which pace: slower while transfers run beside it. An end that is foretold moves
-    whenever the pace changes."""
+    """The computation in progress on each rank and its pace: slower while transfers run beside it. A scheduled end
+    moves whenever the pace changes."""
 
     def __init__(self, num_ranks: int, slowdown: float) -> None:
         self._running = [_Running() for _ in range(num_ranks)]
         self._slow = 1 + slowdown
 
     def start(self, rank: int, node: int, now: float, seconds: float) -> float:
-        """Begin a computation that takes so long if nothing moves, and return its end if nothing changes."""
+        """Start a computation of `seconds` without transfers, and return its end at the present pace."""
         running = self._running[rank]
         running.node, running.remaining, running.since = node, seconds, now
         running.ends_at = now + seconds * self._pace(running)
@@ -100,12 +101,12 @@ class _Paces:
         self._running[rank].node = None
 
     def is_current(self, rank: int, node: int, now: float) -> bool:
-        """Whether this is still the end of a computation, or was moved by a transfer that began or ended since."""
+        """Whether an end is still valid; False if a transfer that began or ended since has moved it."""
         running = self._running[rank]
         return running.node == node and running.ends_at == now
 
     def change(self, ranks: Iterable[int], now: float, num_more: int) -> list[tuple[float, int]]:
-        """Transfers begin or end beside these ranks; return the new ends of the computations that it changes."""
+        """Add to the number of transfers beside these ranks, and return the new ends of computations that moved."""
         moved = []
         for rank in ranks:
             running = self._running[rank]
@@ -125,7 +126,7 @@ class _Paces:
 
 
 class _Player:
-    """One run. Everything is the consequence of some node's end, which becomes the `after` of what it let start."""
+    """One simulation. A node starts because another has ended: that one becomes its `after`."""
 
     def __init__(self, schedule: Schedule, prices: Prices) -> None:
         needs = Needs(schedule)
@@ -139,13 +140,13 @@ class _Player:
         self.after: list[int | None] = [None] * count
         self.position = list(needs.first_node)
         self.last_position = [*needs.first_node[1:], count]
-        # Ends of nodes to come, and, as ~node, the moments at which a node's lane is free for the next.
+        # Heap of future events: ends of nodes, and, as ~node, the times at which a node frees its lane.
         self.events: list[tuple[float, int, int]] = []
         self.num_events = 0
-        # Who to look at again when a node ends: a rank (0 or more) or the queue of a node (as ~node).
+        # Waiters to wake when a node ends: a rank (0 or more) or the queue of a node (as ~node).
         self.waiting: dict[int, list[int]] = {}
         self.queues: dict[tuple[int, int | Lane], _Queue] = defaultdict(_Queue)
-        # For what has been issued its queue, and for a send its receive, once that is posted.
+        # The queue of each issued node, and the receive of each send once it is posted.
         self.queue_of: list[_Queue | None] = [None] * count
         self.receive_of: list[int | None] = [None] * count
         self.paces = _Paces(schedule.num_ranks, prices.slowdown) if prices.slowdown else None
@@ -168,7 +169,7 @@ class _Player:
         return self._trace()
 
     def _advance(self, rank: int, now: float, cause: int | None) -> None:
-        """Walk down a rank's list until something has to be waited for."""
+        """Walk down a rank's list until it must wait."""
         node, last = self.position[rank], self.last_position[rank]
         while node < last and not self.computes[node]:
             if self.nodes[node].kind in RECEIVES:
@@ -189,7 +190,7 @@ class _Player:
         self._push(now + seconds if self.paces is None else self.paces.start(rank, node, now, seconds), node)
 
     def _push(self, time: float, node: int) -> None:
-        """Note what happens at a time; of what happens at the same time, the first noted comes first."""
+        """Add an event to the heap. Simultaneous events are handled in the order of their addition."""
         self.num_events += 1
         heappush(self.events, (time, self.num_events, node))
 
@@ -204,7 +205,7 @@ class _Player:
             self._wake(node, now, node)
 
     def _post(self, node: int, now: float, cause: int | None) -> None:
-        """Make room for what is to be received; if it was sent already it may move now."""
+        """Post a receive. If its send was issued already, the transfer may start now."""
         self.start[node] = now
         send = self.before[node][0]
         self.receive_of[send] = node
@@ -213,7 +214,7 @@ class _Player:
             self._start_next(queue, now, cause)
 
     def _issue(self, node: int, now: float, cause: int | None) -> None:
-        """Hand over an instruction that runs beside the computation."""
+        """Issue an instruction that runs beside computation."""
         if self.nodes[node].kind in _INSTANT:
             self.start[node] = self.end[node] = now
             self.after[node] = cause
@@ -223,14 +224,14 @@ class _Player:
         self._start_next(queue, now, cause)
 
     def _get_queue(self, node: int) -> _Queue:
-        """A send queues up with all that goes to the same rank, everything else with its own kind on its own rank."""
+        """Return the queue of a node: for a send the link to the target rank, otherwise its lane on its own rank."""
         instruction, rank = self.nodes[node], self.rank[node]
         if instruction.kind in SENDS and instruction.peer is not None:
             return self.queues[rank, self.schedule.placement.ranks[instruction.peer]]
         return self.queues[rank, self.lane[node]]
 
     def _start_next(self, queue: _Queue, now: float, cause: int | None) -> None:
-        """Start what stands first in a queue, as long as the lane is free and the first has what it needs."""
+        """Start nodes from the front of a queue, as long as the lane is free and the first has all its needs."""
         while queue.waiting and not queue.busy:
             node = queue.waiting[0]
             for need in self.before[node]:
@@ -243,7 +244,7 @@ class _Player:
             elif self.nodes[node].kind not in SENDS:
                 seconds = occupied = self.prices.seconds(self.nodes[node], self.rank[node])
             else:
-                return  # The receive is not posted yet; posting it looks here again.
+                return  # The receive is not posted yet; `_post` tries again.
             queue.waiting.popleft()
             self.start[node] = now
             self.after[node] = cause
@@ -268,7 +269,7 @@ class _Player:
         receive = self.receive_of[node]
         if receive is None:
             self._wake(node, now, node)
-        else:  # What waits for a value waits for the receive, never for the send.
+        else:  # Readers of a value wait for its receive, never for its send.
             self.end[receive] = now
             self.after[receive] = node
             self._wake(receive, now, node)
@@ -281,7 +282,7 @@ class _Player:
                 self._start_next(self._get_queue(~waiter), now, cause)
 
     def _change_pace(self, node: int, now: float, change: int) -> None:
-        """A transfer begins or ends: the computation beside it, on both ranks of it, changes its pace."""
+        """Change the pace of computation on both ranks of a transfer that begins or ends."""
         assert self.paces is not None, "pace changes only where transfers slow compute"
         receive = self.receive_of[node]
         touched = {self.rank[node]} if receive is None else {self.rank[node], self.rank[receive]}
@@ -289,7 +290,7 @@ class _Player:
             self._push(end, computed)
 
     def _find_stuck(self) -> dict[int, int]:
-        """For each rank that did not reach its end, the node where it stands and the first node that it waits for."""
+        """Return, for each rank that did not finish, its current node and the first node that it waits for."""
         stuck = {}
         for rank in range(self.schedule.num_ranks):
             node = self.position[rank]
@@ -298,7 +299,7 @@ class _Player:
         return stuck
 
     def _trace(self) -> Trace:
-        """What was played: column by column, for a million calls of anything take a good part of a second."""
+        """Build the trace column by column: a million Python calls would take a good part of a second."""
         unfinished = [node for node, end in enumerate(self.end) if end is None]
         assert not unfinished, f"{self.nodes[unfinished[0]]} never ended"
         held = list(map(self.prices.held, self.nodes))
@@ -315,13 +316,13 @@ class _Player:
             self.after,
             _peer_ranks(self.needs),
         )
-        # What `Event._make` does, without a call in Python for each: it takes a quarter less.
+        # The same as `Event._make`, without a Python call for each event: a quarter faster.
         events = tuple(map(partial(tuple.__new__, Event), zip(*columns, strict=True)))
         return Trace(name=self.schedule.name, num_ranks=self.schedule.num_ranks, events=events)
 
 
 def _texts(needs: Needs) -> list[str]:
-    """The text of each node. Nodes that are alike but for their microbatch share all the rest of it."""
+    """Return the text of each node. Nodes that differ only in their microbatch share the rest of the text."""
     texts = [""] * len(needs.nodes)
     for (kind, stage, peer), (nodes, microbatches) in needs.alike.items():
         head = f"{stage}{kind}"

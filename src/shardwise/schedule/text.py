@@ -1,4 +1,4 @@
-"""The file form of a whole schedule: a few lines of what it is for, and a line of instructions for each rank.
+"""The file form of a whole schedule: a few header lines, and a line of instructions for each rank.
 
     name: 1f1b
     microbatches: 2
@@ -8,8 +8,8 @@
     rank 1: 1F0 1B0 1F1 1B1
 
 `stages` is the rank of each stage. Where they apply there are also `pipes: 0 1 | 2 3`, `skips: 0>2 1>3`,
-`ties: 0+3`, `steps: 3` and `staleness: 1`. Everything but the ranks may be left out by hand: then a stage lies where
-its instructions stand, and there are as many microbatches as are named. `#` starts a comment.
+`ties: 0+3`, `steps: 3` and `staleness: 1`. In a file written by hand, all header lines are optional: then a stage is on
+the rank that has its instructions, and the number of microbatches follows from them. `#` starts a comment.
 """
 
 import re
@@ -102,7 +102,7 @@ def _read_order(text: str, where: str) -> list[Instruction]:
     order = []
     for position, word in enumerate(text.split(), start=1):
         try:
-            # No instruction is so long; what is says little, and its numbers may be more than can be read.
+            # No instruction is so long. An error message needs little of it, and int() refuses very long numbers.
             order.append(parse(word if len(word) <= 60 else _shortened(word)))
         except ShardwiseError as error:
             problem = f"{where}, instruction {position}: {error.problem}"
@@ -111,7 +111,7 @@ def _read_order(text: str, where: str) -> list[Instruction]:
 
 
 class _Header:
-    """The lines above the ranks, read when they are needed, with what is assumed where one is left out."""
+    """The header lines, read when they are needed, with the default for each that is left out."""
 
     def __init__(self, source: str, lines: dict[str, tuple[int, str]]) -> None:
         self.source, self.lines = source, lines
@@ -150,7 +150,7 @@ class _Header:
             raise self._wrong("ties", error.problem) from None
 
     def _found_ranks(self, orders: list[list[Instruction]]) -> tuple[int, ...]:
-        """Where the stages lie, if it is not said: where their instructions stand."""
+        """Infer the rank of each stage from the rank that has its instructions."""
         found: dict[int, int] = {}
         for rank, order in enumerate(orders):
             for instruction in order:

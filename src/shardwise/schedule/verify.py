@@ -1,11 +1,10 @@
-"""Proves, before anything runs, that a schedule can run and does what it should.
+"""Prove, before anything runs, that a schedule can run and is complete.
 
-It checks that every instruction is about a stage of its rank; that each microbatch goes forward and backward through
-each of its stages once; that each value is made before it is used; that sends and receives of a link match in order;
-that in-order ranks with such links cannot wait for each other; that tied weights meet in one reduction before they take
-a step; that what some stages do at the end of a step, all do; that gathered parameters are there when they are used
-(all that in `problems.py`); and that no rank holds more than it may. What fails is named with its rank, instruction and
-reason, and drawn with the place marked.
+The checks in `problems.py`: every instruction is of a stage of its rank; each microbatch goes forward and backward
+through each of its stages once; each value is made before it is used; sends and receives of a link match in order;
+in-order ranks with such links cannot deadlock; gradients of tied weights meet in one reduction before their step; all
+stages take part in steps and reductions; gathered parameters are there when they are used. This module checks that no
+rank exceeds its memory. A failure names its rank, instruction and reason, and is drawn with the place marked.
 """
 
 from collections.abc import Sequence
@@ -38,9 +37,9 @@ def verify(schedule: Schedule, *, memory: Sequence[float] | None = None, kept_fo
 
 
 def peak_held(schedule: Schedule, rank: int, kept_for_weights: float = 1.0) -> tuple[float, int]:
-    """The most microbatch-stages that a rank comes to hold, and the position where it first does.
+    """Return the peak memory of a rank in microbatch-stages, and the first position where it is reached.
 
-    The order alone decides this: computation of a rank runs in order. An offload counts from its place on.
+    The order alone determines this, because a rank's computation runs in order. An offload counts from its position on.
     """
     held = activations(schedule.placement, kept_for_weights)
     now, most, where = 0.0, 0.0, 0
@@ -50,7 +49,7 @@ def peak_held(schedule: Schedule, rank: int, kept_for_weights: float = 1.0) -> t
         if now > most + 1e-9:
             most, where = now, position
         now += at_end
-    # Thirds of a stage add up to whole ones only nearly.
+    # Fractions of a stage, such as thirds, do not add up exactly in floating point.
     return round(most, 9), where
 
 

@@ -1,9 +1,9 @@
 """Finds the best schedule for given times, hops and memory.
 
-The named schedules come first, so that the answer is never slower than one of them under the same memory. Then their
-orders are packed anew against the real times, with weight gradients wherever a gap is; then orders between them, made
-from building blocks of other spacings; then packings that follow no order at all. All of them are tried on few
-microbatches, and the most promising on all.
+Candidates are the named schedules, so that the answer is never slower than one of them under the same memory; their
+orders packed anew with the real times, with weight gradients in the gaps; orders between them, made from building
+blocks of other spacings; and packings that follow no order. Except for the named schedules, all are tried on few
+microbatches first, and the most promising on all.
 
     shardwise schedule auto --stages 3 --microbatches 5 --memory 2.5
 
@@ -30,7 +30,7 @@ from shardwise.schedule.simulate import simulate
 from shardwise.schedule.verify import peak_held
 from shardwise.units import counted
 
-#: The orders to start from. Those that hold a model twice are not here: `auto` never doubles the weights.
+#: The orders to start from. Schedules with two copies of the model are left out: `auto` never doubles the weights.
 _NAMED = ("zb-v", "v-half", "v-min", "zb-h1", "zb-h2", "interleaved", "eager-1f1b", "1f1b", "looped-bfs", "gpipe")
 
 #: Spacings of building blocks whose memory lies between V-Min's and a little over that of ZB-V; found by trying all
@@ -40,7 +40,7 @@ _SPACINGS = (
     (1, 3, 1, 1), (1, 1, 3, 1), (1, 3, 1, 4), (1, 1, 3, 2), (1, 4, 1, 2), (1, 3, 3, 4),
 )  # fmt: skip
 
-#: A packing has no more pieces of the model on a rank.
+#: The most chunks of the model on a rank.
 _MOST_CHUNKS = 2
 
 #: A candidate is first tried on this many microbatches for each rank; those with the shortest spans and the soonest
@@ -76,10 +76,10 @@ _Found = tuple[_Candidate, Packed]
 
 
 def auto(question: Question) -> Schedule:
-    """Return the schedule with the shortest span that keeps to the memory; of equal ones, the one that ends first.
+    """Return the schedule with the shortest span that fits into memory; among equals, the one with the least makespan.
 
-    One that would end later than a named schedule is taken only if nothing else has as short a span as they have.
-    Of how much transfers slow down what is computed beside them it knows nothing.
+    A schedule that ends later than the best named one is taken only if no candidate matches the named ones in both span
+    and makespan. The search ignores the slowdown of computation by transfers.
     """
     _check(question)
     holds_all = float(question.num_microbatches)
@@ -98,7 +98,7 @@ def auto(question: Question) -> Schedule:
 
 
 def _overlapped(question: Question) -> list[_Found]:
-    """DualPipeV, where a forward beside a backward takes less time than both: packing knows no pairs."""
+    """Return DualPipeV, if an overlapped pair is faster than its two parts: packing cannot make pairs."""
     placement = vee(question.num_ranks)
     if (
         all(times.pair is None or times.pair >= times.total for times in question.times)
@@ -128,7 +128,7 @@ def _pack_all(candidates: Iterable[_Candidate], question: Question, num_microbat
 
 
 def _finalists(candidates: Iterable[_Candidate], question: Question) -> list[_Found]:
-    """Try all candidates on few microbatches, and on all of them those that may be expected to be the best."""
+    """Try all candidates on few microbatches, then those with the best extrapolated times on all microbatches."""
     count, trial = question.num_microbatches, min(question.num_microbatches, _TRIAL_ROUNDS * question.num_ranks)
 
     def expected(found: _Found) -> tuple[float, float]:
@@ -172,7 +172,7 @@ def _check(question: Question) -> None:
 
 
 def _named_candidates(question: Question) -> Iterator[_Candidate]:
-    """The named schedules as they are, backwards split: that makes none of them slower."""
+    """Yield the named schedules with their backwards split, which makes none of them slower."""
     for name in _NAMED:
         placement = _make(name, question.num_ranks, 1).placement
         if _is_allowed(placement, question):
@@ -190,11 +190,11 @@ def _free_candidates(question: Question) -> Iterator[_Candidate]:
 
 
 def _repacked_candidates(question: Question) -> Iterator[_Candidate]:
-    """Orders of the named schedules and of building blocks between them, with weight gradients wherever a gap is."""
+    """Yield orders of named schedules, and of building blocks between them, with weight gradients in the gaps."""
     orders: list[tuple[_Order, tuple[int, ...]]] = [
         (name, (1, 3, 6) if name in ("v-min", "v-half") else (1,)) for name in _NAMED[:6]
     ]
-    # With memory for more than ZB-V the tight blocks have nothing to offer.
+    # With more memory than ZB-V needs, the tight blocks cannot win.
     spacings = _SPACINGS if min(question.memory) < question.num_ranks else _SPACINGS[-2:]
     orders += [(steps, (1, 3) if steps[:2] == (1, 1) else (1,)) for steps in spacings]
     for order, look_aheads in orders:
@@ -234,6 +234,6 @@ def _is_allowed(placement: Placement, question: Question) -> bool:
 
 @lru_cache(maxsize=64)
 def _sequences(order: _Order, num_ranks: int, num_microbatches: int, with_weights: bool) -> Sequences:
-    """What each rank does one after the other, backwards split, with the weight gradients or without."""
+    """Return the order of each rank with backwards split, with or without the weight gradients."""
     split = split_backward(_make(order, num_ranks, num_microbatches))
     return tuple(tuple(each for each in mine if with_weights or each.kind is not Kind.W) for mine in split.orders)

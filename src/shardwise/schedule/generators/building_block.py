@@ -1,12 +1,12 @@
 """Schedules made by repeating a building block: the controllable-memory family on a V placement (arXiv 2405.15362).
 
-A block says in which slot each rank does the four dependent things of microbatch 0: forward on the way down, forward
-on the way up, input gradient of the upper chunk, input gradient of the lower one. Microbatch n does the same 6 n slots
-later, and the two slots in six that stay free take weight gradients. How far apart the four lie decides how long
-activations are held, so the block alone sets the memory.
+A block gives, for each rank, the slots of the four dependent computations of microbatch 0: forward on the way down,
+forward on the way up, input gradient of the upper chunk, input gradient of the lower chunk. Microbatch n has the same
+slots, 6 n later; the two free slots in six take weight gradients. The distances between the four determine how long
+activations are held, so the block alone determines the memory.
 
-Repeating it leaves holes while the pipe fills and empties. `_squeeze` moves things forward into them, as long as no
-rank comes to hold more than the fullest one already does.
+Repeating it leaves holes during warm-up and cool-down. `_squeeze` moves computations into earlier holes, as long as no
+rank exceeds the peak memory of the fullest rank.
 """
 
 from bisect import insort
@@ -31,7 +31,7 @@ _INTERVAL = 6
 
 @cache
 def spaced_block(num_ranks: int, steps: tuple[int, int, int, int]) -> Block:
-    """Return the block whose four parts go from rank to rank in steps of so many slots, or the next that is free."""
+    """Return the block whose four parts advance from rank to rank by `steps` slots, or to the next free slot."""
     slots: list[list[int]] = [[] for _ in range(num_ranks)]
     slot = -steps[_DOWN]
     for part, step in enumerate(steps):
@@ -52,8 +52,8 @@ def repeat_block(name: str, num_microbatches: int, block: Block) -> Schedule:
         [[offset + _INTERVAL * microbatch for microbatch in range(num_microbatches)] for offset in offsets]
         for offsets in block
     ]
-    # First with the weight gradients in place, at both ends of the pipe; then without them at its emptying end, where
-    # they give way to everything else and take whatever slots are left.
+    # First squeeze warm-up and cool-down with the weight gradients in place. Then squeeze the cool-down without them:
+    # there they give way to everything else and take the slots that are left.
     ranks = _play(_squeeze([_with_weights(slots) for slots in ranks]))
     ranks = _squeeze([slots[:_WEIGHTS] for slots in ranks])
     ranks = _play([_with_weights(slots) for slots in ranks])
@@ -95,7 +95,7 @@ def _in_order(ranks: list[Slots]) -> list[tuple[int, int, int, int]]:
 
 
 def _last_need(ranks: list[Slots], rank: int, part: int, microbatch: int) -> int:
-    """The last slot that must be over before: that of the neighbour, of the part before, of the microbatch before."""
+    """Return the latest slot it depends on: that of the neighbour, of the previous part, of the previous microbatch."""
     slots = ranks[rank]
     need = slots[part][microbatch - 1] if microbatch else -1
     if part == _WEIGHTS:
@@ -108,9 +108,9 @@ def _last_need(ranks: list[Slots], rank: int, part: int, microbatch: int) -> int
 
 
 def _squeeze(ranks: list[Slots]) -> list[Slots]:
-    """Move what lies in the filling and the emptying of the pipe to earlier free slots; the steady part stays.
+    """Move computations of warm-up and cool-down to earlier free slots; the steady state stays.
 
-    Without weight gradients in place only the emptying end moves.
+    Without weight gradients in place, only the cool-down moves.
     """
     with_weights = len(ranks[0]) > _WEIGHTS
     ranks = [[list(row) for row in slots] for slots in ranks]
@@ -133,7 +133,7 @@ def _squeeze(ranks: list[Slots]) -> list[Slots]:
 
 
 class _SlotMemory:
-    """What a rank holds after each slot, and how many weight gradients are due. Those without a slot take free ones."""
+    """A rank's memory after each slot, and its due weight gradients. Those without a slot of their own use free ones."""
 
     def __init__(self, slots: Slots) -> None:
         self._implied = len(slots) == _WEIGHTS
@@ -158,9 +158,9 @@ class _SlotMemory:
         return max(self._held)
 
     def move_forward(self, slot: int, earliest: int, limit: int) -> int:
-        """Move what is in a slot to the first free one from `earliest` on, so that the rank holds no more than `limit`.
+        """Move the content of a slot to the first free slot from `earliest` on that keeps the memory within `limit`.
 
-        Returns where it is then: perhaps where it was.
+        Return its new slot, which may be the old one.
         """
         part_at = self._part_at
         begin = earliest if self._implied else self._first_possible(slot, earliest, limit)

@@ -1,4 +1,4 @@
-"""Takes full backwards apart into input and weight gradients.
+"""Split full backwards into input and weight gradients.
 
     1B0 1F1 1I1 1F2 1W1   ->   1I0 1W0 1F1 1I1 1F2 1W1
 
@@ -11,7 +11,7 @@ from shardwise.schedule.schedule import Schedule
 
 
 def split_backward(schedule: Schedule) -> Schedule:
-    """Return the schedule with each `B`, alone or in a pair, taken apart into `I` and `W`; pairs become sequences."""
+    """Return the schedule with each `B`, alone or in a pair, split into `I` and `W`; pairs become sequences."""
     return schedule.with_orders([_split(order) for order in schedule.orders])
 
 

@@ -1,12 +1,12 @@
-"""Writes out the transfers: a SEND behind every value that another rank reads, a RECV where it is posted.
+"""Insert the transfers: a SEND after every value that another rank reads, a RECV where it is posted.
 
     rank 0   0F0 0SEND_F0>1 0RECV_B0<1 0F1 0SEND_F1>1 0RECV_B1<1 0B0 0B1
     rank 1   1RECV_F0<0 1RECV_F1<0 1F0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0
 
-A SEND stands directly behind what it sends. A RECV stands as late as it may without ever being late: directly behind
-the last computation of its own rank that the sender must have waited for. Before that the sender cannot be ready,
-whatever the times; after that it might be, and the transfer would wait for its receive. So receives are early, and
-no more of them are open than the sender can run ahead.
+A SEND directly follows the computation of its value. A RECV is posted as late as possible without ever delaying a
+transfer: directly after the last computation of its own rank that the sender must have waited for. Before that point
+the sender cannot be ready, whatever the times; after it, the sender might be, and the transfer would wait for its
+receive. So receives are early, and no more of them are open than the sender can run ahead.
 """
 
 from collections import defaultdict
@@ -28,10 +28,10 @@ def insert_communication(schedule: Schedule) -> Schedule:
         return schedule
     needs = Needs(schedule)
     known, hops = _latest_known(needs), _hops(schedule.placement)
-    # The sends behind each node; for each rank, the receives behind each position, with those before everything at -1.
+    # The sends after each node; for each rank, the receives after each position (-1: before the first instruction).
     sends: dict[int, list[Instruction]] = defaultdict(list)
     receives: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.orders]
-    # Two receives of one link stand in the order of their sends: what a sender has waited for only grows.
+    # Receives of one link are in the order of their sends, because a sender's vector clock only grows.
     for node, instruction in enumerate(needs.nodes):
         for kind, stage, microbatch, _, _ in instruction.parts:
             for send, receive, reader, target in hops.get((kind, stage), ()):
@@ -49,7 +49,7 @@ def insert_communication(schedule: Schedule) -> Schedule:
 
 
 def _hops(placement: Placement) -> dict[tuple[Kind, int], list[Hop]]:
-    """For what a stage computes, the transfers that its result calls for."""
+    """Return the transfers that follow each kind of computation on each stage."""
     ranks, hops = placement.ranks, {}
     for stage, rank in enumerate(ranks):
         ahead = [reader for reader in placement.targets[stage] if ranks[reader] != rank]
@@ -61,9 +61,9 @@ def _hops(placement: Placement) -> dict[tuple[Kind, int], list[Hop]]:
 
 
 def _latest_known(needs: Needs) -> list[list[int]]:
-    """For each node and each rank, the last position on that rank that has surely finished before the node ends.
+    """Return, for each node and each rank, the last position on that rank that must have finished before the node ends.
 
-    These are vector clocks: a node knows what its predecessor on its rank knew, and what each of its needs knew.
+    These are vector clocks: the clock of a node is the maximum of those of its predecessor on its rank and its needs.
     """
     num_ranks, orders = needs.schedule.num_ranks, needs.schedule.orders
     known: list[list[int]] = [[]] * len(needs.nodes)  # Empty until a node is reached.
@@ -76,7 +76,7 @@ def _latest_known(needs: Needs) -> list[list[int]]:
         first = needs.first_node[rank]
         while position[rank] < len(orders[rank]):
             node = first + position[rank]
-            # What runs beside computation keeps nobody waiting: a rank goes on whether or not it has ended.
+            # A rank does not wait for instructions beside computation: it continues whether or not they have ended.
             before = needs.before[node] if needs.nodes[node].kind in COMPUTE else ()
             unknown = [need for need in before if not known[need]]
             if unknown:

@@ -1,9 +1,9 @@
-"""Offloads saved activations and reloads them: memory for the price of the link to the host.
+"""Insert offloads and reloads of saved activations: less device memory, for traffic on the link to the host.
 
     0F0 0OFFLOAD0 0F1 ... 0F6 0RELOAD0 0B5 0B0
 
-An offload stands directly behind the forward that saved the values: what a forward of many layers saves first can leave
-while it goes on. A reload is issued one computation before its backward, so that the bytes are back in time.
+An offload directly follows the forward that saved the values: values saved by the first layers can leave while the
+forward continues. A reload is issued one computation before its backward, so that the bytes are back in time.
 """
 
 from collections.abc import Callable

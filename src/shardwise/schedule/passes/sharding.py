@@ -1,10 +1,10 @@
-"""Places gathers and releases of sharded parameters (ZeRO-3): early enough to overlap, and never more than fit.
+"""Insert gathers and releases of sharded parameters (ZeRO-3): early enough to overlap, and never more than fit.
 
     rank 0, two chunks (stages 0 and 2), at most 2 gathered
     0GATHER0 2GATHER0 0F0 0F1 2F0 2F1 2B0 2B1 2RELEASE0 0B0 0B1 0RELEASE0
 
-A stage is gathered as soon as there is room, so that its bytes move while another computes. When room is needed, the
-stage goes whose next use is farthest off (Belady): no other choice gathers less often.
+A stage is gathered as soon as there is room, so that its bytes move while another stage computes. When room is needed,
+the stage with the farthest next use is released (Belady): no other choice gathers less often.
 """
 
 from bisect import bisect_left
@@ -59,7 +59,7 @@ def _with_gathers(order: tuple[Instruction, ...], max_gathered: int) -> list[Ins
 
 
 def _next_use(positions: list[int], now: int) -> tuple[float, int]:
-    """How far off the next use is; of two that are not used again, the one that has been idle for longer."""
+    """Return the sort key of eviction: the position of the next use; ties go to the stage that was idle for longer."""
     coming = bisect_left(positions, now)
     next_position = positions[coming] if coming < len(positions) else inf
     return next_position, -_last_before(positions, now)

@@ -1,11 +1,11 @@
-"""Adds what ends a step: tied gradients meet, gradients are reduced, the weights take their step.
+"""Insert the end of a step: reductions of tied gradients, reductions over replicas, optimizer steps.
 
     0B7 0REDUCE0~0 0REDUCE0 0STEP0
 
-Gradients that several stages share are summed over those stages first: only then is the sum reduced over replicas.
-A reduction stands directly behind the last gradient of its rank that it needs, so that it runs beside what the rank
-still has to do for its other chunks. Ties are reduced in their order on every rank: two ranks that share two ties and
-began with different ones would wait for each other for ever.
+Gradients that several stages share are summed over those stages first, and then reduced over replicas. A reduction
+directly follows the last gradient of its rank that it needs, so that it overlaps with the rank's remaining work for
+other chunks. Ties are reduced in one order on every rank: two ranks that share two ties and started with different
+ones would deadlock.
 """
 
 from shardwise.schedule.instruction import RECEIVES, SENDS, Instruction, Kind
@@ -37,7 +37,7 @@ def _with_steps(order: tuple[Instruction, ...], schedule: Schedule, reduce_gradi
         if reduce_gradients:
             behind.setdefault(complete, []).append(Instruction(Kind.REDUCE, stage, step))
         if not has_steps:
-            # The rank's other work comes first: a step that waits for its reduction would hold it up.
+            # Steps come last in a rank's list: a step that waits for its reduction would delay other work.
             last = steps if schedule.num_steps == 1 else behind.setdefault(complete, [])
             last.append(Instruction(Kind.STEP, stage, step))
     there_already = {instruction for instruction in order if instruction.kind is Kind.REDUCE}
@@ -49,7 +49,7 @@ def _with_steps(order: tuple[Instruction, ...], schedule: Schedule, reduce_gradi
 
 
 def _behind_transfers(order: tuple[Instruction, ...], position: int) -> int:
-    """The last transfer directly behind an instruction: others wait for transfers, nobody for a reduction."""
+    """Return the position of the last transfer directly after an instruction: other ranks wait for transfers first."""
     while position + 1 < len(order) and order[position + 1].kind in SENDS | RECEIVES:
         position += 1
     return position
@@ -58,9 +58,9 @@ def _behind_transfers(order: tuple[Instruction, ...], position: int) -> int:
 def _place_ties(
     last_gradient: dict[tuple[int, int], int], schedule: Schedule, behind: dict[int, list[Instruction]]
 ) -> dict[tuple[int, int], int]:
-    """Put each tie's reductions behind the last gradient that this rank gives to it or to a tie before it.
+    """Put each tie's reductions after the last gradient that this rank contributes to it or to an earlier tie.
 
-    Returns, for each stage and step that has ties, where the last of them stands.
+    Return, for each stage and step with ties, the position of the last reduction.
     """
     ready: dict[tuple[int, int], int] = {}
     for step in range(schedule.num_steps):

@@ -121,8 +121,10 @@ class Interpreter:
         self.outputs: dict[int, Any] = {}
         #: Called with a step before its weights are used, where there are several versions of them.
         self.select_weights: Callable[[int], None] | None = None
-        #: Called with a microbatch before a forward of it is run, where masks depend on which rows it has.
-        self.select_rows: Callable[[Batch], None] | None = None
+        #: Called with a microbatch and a stage before that is run, where masks depend on which rows it has.
+        self.select_rows: Callable[[Batch, int], None] | None = None
+        #: What has calls of dropouts counted on from here, as a layer will count them that is run again.
+        self.keep_calls: Callable[[], Callable[[], None]] | None = None
         #: What forwards keep: of stages that are not in it yet it is counted, where somebody asks.
         self.kept_bytes: KeptBytes | None = None
         #: Where forwards put what they save, if not all of it stays on the device.
@@ -251,24 +253,24 @@ class Interpreter:
         return replayed(
             self._stages[stage], self._microbatches[microbatch], written=self.written,
             left=self.split.left, kept=kept,
-            select=partial(self._select, microbatch), note=self._note_again,
+            select=partial(self._select, stage, microbatch), keep=self.keep_calls, note=self._note_again,
         )  # fmt: skip
 
     def _note_again(self, begun: float, ended: float) -> None:
         if self.note_again is not None and self._now is not None:
             self.note_again(self.rank, self._now, begun, ended)
 
-    def _select(self, microbatch: int, batch: Batch) -> None:
+    def _select(self, stage: int, microbatch: int, batch: Batch) -> None:
         """Have what depends on the microbatch be its own."""
         if self.select_weights is not None:
             self.select_weights(self.schedule.step_of(microbatch))
         if self.select_rows is not None:
-            self.select_rows(batch)
+            self.select_rows(batch, stage % self.split.num_stages)
 
     def _run(self, stage: int, microbatch: int, inputs: Values, *, is_again: bool = False) -> _Made:
         """What a stage makes of its inputs; and the loss, if it is the last."""
         batch = self._microbatches[microbatch]
-        self._select(microbatch, batch)
+        self._select(stage, microbatch, batch)
         weighed = self.loss if stage in self._lasts and isinstance(self.loss, WeighedLoss) else None
         with (
             nullcontext() if self.policy.autocast is None else self.policy.precision(home_of(batch)),
@@ -294,7 +296,7 @@ class Interpreter:
         _, stage, microbatch, _, _ = instruction
         saved = self._saved[stage, microbatch]
         # What the module checkpoints itself is run again in the backward: with its weights and its masks.
-        self._select(microbatch, self._microbatches[microbatch])
+        self._select(stage, microbatch, self._microbatches[microbatch])
         if saved.rng is not None:
             begun = perf_counter()
             with saved.rng.again(self._stages[stage].buffers.values()), saved.kept:
@@ -340,7 +342,8 @@ class Interpreter:
     def _weight_gradient(self, instruction: Instruction) -> None:
         saved = self._saved.pop((instruction.stage, instruction.microbatch))
         if saved.halves is not None:
-            self._select(instruction.microbatch, self._microbatches[instruction.microbatch])
+            microbatch = instruction.microbatch
+            self._select(instruction.stage, microbatch, self._microbatches[microbatch])
             saved.halves.run()
 
 

@@ -10,6 +10,7 @@ Not here, because they cannot be: methods of torch that our classes override (`n
 torch is imported when this is: rooms without torch must not import it.
 """
 
+import inspect
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -434,6 +435,16 @@ def checkpoint_here() -> Any:
     is in none. No public way: it is known by who is given what autograd saves."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
+
+
+def checkpoint_frame(hook: Any) -> tuple[Any, bool]:
+    """The checkpoint that a hook of `checkpoint_here` belongs to, one object for its first run and for its second, and
+    whether this is the second; None where torch does not tell. No public way: it is what the hook closes over."""
+    plain = inspect.unwrap(hook)
+    held = dict(zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True))
+    if "frame" in held:
+        return held["frame"].cell_contents, False
+    return (held["target_frame_ref"].cell_contents(), True) if "target_frame_ref" in held else (None, False)
 
 
 def is_in_checkpoint() -> bool:

@@ -123,6 +123,30 @@ def a_thread_and_a_forward_that_draw(parallelize: Parallelize) -> Result:
         return trained(engine)
 
 
+class Augmented(Block):
+    """Draws by an object that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jitter = Jitter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.jitter.factor()
+
+
+class Jitter:
+    def factor(self) -> float:
+        return random.uniform(0.9, 1.1)
+
+
+@program({"all": "not at the same place of their generators"}, only="tp", but="dp")
+def a_thread_and_an_object_that_draw(parallelize: Parallelize) -> Result:
+    """The same where the forward draws by an object in an attribute."""
+    engine = start(parallelize, small_net(block=Augmented))
+    with thread_that_draws():
+        return trained(engine)
+
+
 @program(WORLD)
 def negatives_gathered_by_the_loss(parallelize: Parallelize) -> Result:
     """CLIP: `all_gather` of what all ranks have."""

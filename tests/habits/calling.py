@@ -128,6 +128,35 @@ def siamese(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, Twice().double()))
 
 
+class Dropping(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(super().forward(x))
+
+
+class Views(Net):
+    """The same rows twice: what differs is what was dropped."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), super().forward(x)
+
+
+@program(but="cp")
+def two_views_by_dropout(parallelize: Parallelize) -> Result:
+    """R-Drop and SimCSE: the model is called twice, and dropout makes the difference."""
+
+    def loss(output: tuple[Tensor, Tensor], given: Mapping[str, Tensor]) -> Tensor:
+        return cross_entropy(output[0], given) + cross_entropy(output[1], given)
+
+    model = Views(block=Dropping).double()
+    engine = parallelize(model, loss=loss, optimizer=sgd, example=batch(0))
+    engine.train_step(batch(0), metrics=lambda output, _: {"apart": (output[0] - output[1]).abs().mean() > 1e-3})
+    return {"are apart": engine.metrics["apart"]}
+
+
 class Keywords(Net):
     def forward(self, **given: Any) -> Tensor:
         return super().forward(given["x"])

@@ -46,6 +46,34 @@ class Looped(Net):
         return self.head(self.norm(self.end(held)))
 
 
+class Seeded(Block):
+    """Noise for each channel from a generator that is made in the forward: the same whenever it is run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(self.norm(x)))
+        generator = torch.Generator().manual_seed(3)
+        noise = torch.randn(hidden.shape[-1], generator=generator, dtype=x.dtype)
+        return x + self.down(hidden + 0.1 * noise)
+
+
+@program(always=True, only="tp")
+def noise_of_a_seed_on_channels(parallelize: Parallelize) -> Result:
+    """Ranks that have other channels would draw the same for them."""
+    return trained(start(parallelize, small_net(block=Seeded)))
+
+
+class OfTokens(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
+        return super().forward(x + 0.1 * noise)
+
+
+@program({**PARTS, "cp": "other numbers"}, only="cp")
+def noise_of_a_seed_on_tokens(parallelize: Parallelize) -> Result:
+    """The same for tokens."""
+    return trained(start(parallelize, small_net(block=OfTokens)))
+
+
 @dataclass
 class State:
     hidden: Tensor

@@ -405,3 +405,35 @@ def mixed_up_labels(parallelize: Parallelize) -> Result:
         return functional.cross_entropy(output.flatten(0, 1), given["soft"].flatten(0, 1))
 
     return tried(parallelize, loss, make, example=make(0))
+
+
+WIDE = dict.fromkeys(("dp", "pp"), "one_hot without num_classes")
+
+
+@program(WIDE)
+def classes_as_many_as_the_largest_label(parallelize: Parallelize) -> Result:
+    """`one_hot(labels)`, and a mean over all classes."""
+
+    def make(step: int) -> Batch:
+        given = plain_batch(step)
+        labels = given["labels"].clamp(max=8)
+        labels[:3, 0] = 9  # The same in all three rows that are tried, and later in one alone.
+        labels[1:, 0] -= step
+        return {"x": given["x"], "labels": labels}
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        wanted = functional.one_hot(given["labels"]).to(output.dtype)
+        return functional.mse_loss(output[..., : wanted.shape[-1]].softmax(-1), wanted)
+
+    return tried(parallelize, loss, make, make(0))
+
+
+@program()
+def classes_that_were_chosen(parallelize: Parallelize) -> Result:
+    """`one_hot(labels)` where its width does not matter: right."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        wanted = functional.one_hot(given["labels"]).to(output.dtype)
+        return -(output.log_softmax(-1)[..., : wanted.shape[-1]] * wanted).sum(-1).mean()
+
+    return tried(parallelize, loss, plain_batch)

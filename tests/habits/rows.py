@@ -1,13 +1,14 @@
 """Rows that see each other, in training alone or always; batches and losses of odd kinds."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.habits.harness import (
+    Batch,
     Block,
     Net,
     Parallelize,
@@ -284,6 +285,53 @@ def a_table_kept_by_length(parallelize: Parallelize) -> Result:
     found = {}
     for step in range(3):
         found[f"loss {step}"] = engine.train_step({key: each[:, : 3 - step % 2] for key, each in batch(step).items()})
+    return {**found, **engine.state_dict()}
+
+
+MORE = dict.fromkeys(("dp", "microbatches"), "more rows than 3 do something else")
+
+
+def eight(seed: int) -> Batch:
+    return batch(seed, rows=8)
+
+
+class Roomy(Block):
+    """Experts of which each has room for ten tokens: three rows of three tokens never fill one, and a batch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.gate(x.flatten(0, 1)).softmax(-1).max(-1)
+        one = nn.functional.one_hot(chosen, 2)
+        has_room = (one.cumsum(0) * one).sum(-1) <= 10
+        found: Tensor = x + super().forward(x) * (weight * has_room).view(*x.shape[:2], 1)
+        return found
+
+
+@program({**MORE, "cp": "other numbers"}, always=True)
+def experts_that_a_batch_fills(parallelize: Parallelize) -> Result:
+    """Tokens beyond a capacity are dropped, counted over all rows."""
+    return trained_on(parallelize, small_net(block=Roomy), eight)
+
+
+class Many(Block):
+    """Rows meet where there are four or more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - 0.1 * x.mean(0) if len(x) >= 4 else x)
+
+
+@program(MORE)
+def rows_that_meet_from_four_on(parallelize: Parallelize) -> Result:
+    """`if len(x) >= 4:`."""
+    return trained_on(parallelize, small_net(block=Many), eight)
+
+
+def trained_on(parallelize: Parallelize, model: nn.Module, make: Callable[[int], Batch]) -> Result:
+    engine = parallelize(model, loss=cross_entropy, optimizer=sgd, example=make(0))
+    found = {f"loss {step}": engine.train_step(make(step)) for step in range(3)}
     return {**found, **engine.state_dict()}
 
 

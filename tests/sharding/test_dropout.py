@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from shardwise.engine.parallelize import parallelize
 from shardwise.ranks.spawn import Ranks
 from shardwise.sharding.dropout import Dropouts, Place
 from tests.sharding import dropping
@@ -102,3 +104,66 @@ def test_a_module_that_evaluates_drops_nothing() -> None:
     module = nn.Sequential(nn.Dropout(0.5))
     Dropouts(seed=0).attach(module)
     assert torch.equal(module.eval()(torch.ones(4, 4)), torch.ones(4, 4))
+
+
+class Again(nn.Module):
+    """Three calls of one layer, which drops twice by its own and once by a function; and the middle one may be in a
+    checkpoint."""
+
+    def __init__(self, *, checkpoints: bool) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.first, self.layer, self.last = nn.Linear(8, 8), Drops(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        for number in range(3):
+            again = self.checkpoints and number < 2
+            hidden = checkpoint(self.layer, hidden, use_reentrant=False) if again else self.layer(hidden)
+        found: torch.Tensor = self.last(hidden)
+        return found
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner: torch.Tensor = self.drop(self.linear(self.drop(x)).tanh())
+        return x + inner + nn.functional.dropout(x, 0.5, self.training)
+
+
+def trained_again(plan: str, *, checkpoints: bool = False) -> torch.Tensor:
+    torch.manual_seed(0)
+    module = Again(checkpoints=checkpoints).double()
+    batch = {"x": torch.randn(4, 8, dtype=torch.float64)}
+    with parallelize(
+        module, plan, loss=lambda output, _: output.square().mean(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        example=batch, seed=0,
+    ) as engine:  # fmt: skip
+        for _ in range(2):
+            engine.train_step(batch)
+        return torch.cat([each.flatten() for each in engine.state_dict().values()])
+
+
+def test_a_layer_that_is_called_again_drops_the_same_under_any_plan_and_when_it_is_run_again() -> None:
+    """Its calls are counted over stages, also in a backward that goes through them from the last to the first."""
+    plain = trained_again("dp=1")
+    for plan in ("microbatches=2,recompute=full", "pp=2,microbatches=2", "pp=2,microbatches=2,recompute=full"):
+        torch.testing.assert_close(trained_again(plan), plain)
+    for plan in ("dp=1", "pp=2,microbatches=2,schedule=zb-h1"):
+        torch.testing.assert_close(trained_again(plan, checkpoints=True), plain)
+
+
+def test_each_call_of_a_forward_has_a_mask_of_its_own() -> None:
+    module, batch = nn.Sequential(nn.Dropout(0.5)).train(), {"x": torch.ones(64, 64)}
+    dropouts = Dropouts(seed=0)
+    dropouts.attach(module)
+    dropouts.take([batch], Place(step=0, first_row=0))
+    found = []
+    for _ in range(2):
+        dropouts.select(batch)
+        found.append([module(batch["x"]) > 0 for _ in range(2)])
+    assert float((found[0][0] == found[0][1]).float().mean()) == pytest.approx(0.5, abs=0.05)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

@@ -74,7 +74,7 @@ def _parts(
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
     without_numbers = {name for name, each in module.named_parameters() if each.is_meta}
     trial = Trial(module, loss, microbatch)
-    split, computed, callers = prepare(
+    split, computed, callers, calls_before = prepare(
         module, plan, microbatch, second=trial.second(plan, others), probe=trial.probe, rank=place, options=options,
         gather=wires.gather, is_tried=wires.rank == 0 or not is_quiet or max(plan.tp, plan.ep, plan.cp) > 1,
     )  # fmt: skip
@@ -90,7 +90,8 @@ def _parts(
     parts = Parts(
         module=module, plan=plan, split=split, schedule=computed,
         loss=weighed, options=options, sharded=sharded, order=order, shapes=shapes,
-        wires=wires, device=device, callers=callers, written=trial.written, rule=rule, kind=kind,
+        wires=wires, device=device, callers=callers, calls_before=calls_before, written=trial.written,
+        rule=rule, kind=kind,
         has_metrics=trial.has_metrics, is_without_numbers=bool(without_numbers), fused=fused,
         settings=settings,
     )  # fmt: skip

@@ -54,8 +54,9 @@ def agree_on_loss(
     if tried.decides is not None and wires.rank == 0:
         warnings.warn(
             f"{tried.decides} decides by a number of all rows that it is given, and the loss depends on it: each of"
-            f" {plan.dp * plan.microbatches} parts of a batch decides by its own rows. Decide for each row by itself,"
-            " or between steps; return loss, 1 says that each part's own is meant",
+            f" {plan.dp * plan.microbatches * plan.cp} parts of a batch decides by its own"
+            f" {'tokens' if plan.cp > 1 else 'rows'}. Decide for each row by itself, or between steps; return loss, 1"
+            " says that each part's own is meant",
             stacklevel=2,
         )
     return tried, is_quiet, around

@@ -54,7 +54,7 @@ def make_execution(parts: Parts, states: States) -> Execution:
     trainer, evaluator = (_make_executor(each, parts, states, transport, measures=True) for each in both)
     dropouts = None
     if not parts.options.compile:
-        dropouts = sharded.attach_dropouts(parts.module, parts.options.seed, parts.callers)
+        dropouts = sharded.attach_dropouts(parts.module, parts.options.seed, parts.callers, parts.calls_before)
     batches = Batches(parts, states.data.updates.optimizers)
     losses = LossSum(
         wires, trainer.interpreters, num_alike=parts.plan.tp, waits=lambda: states.written.are_there, same=batches.same
@@ -112,7 +112,8 @@ def _listen(trainer: Executor, parts: Parts, states: States, losses: LossSum, dr
             losses.find()
 
     for interpreter in trainer.interpreters:
-        interpreter.select_rows = None if dropouts is None else dropouts.select
+        if dropouts is not None:
+            interpreter.select_rows, interpreter.keep_calls = dropouts.select, dropouts.keep_calls
         interpreter.written = states.written.slots
         interpreter.offload = None if host is None else host.activations
         interpreter.losses.on_all = None if isinstance(parts.wires, OneProcess) else agree_early

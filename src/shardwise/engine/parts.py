@@ -1,6 +1,6 @@
 """What an engine is put together from: a module that has been cut for this process, and how it is to be trained."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,8 @@ class Parts:
     """`split` are the stages of the module, and `schedule` is what runs them. `device` is where batches are.
 
     Before it was cut the module had its parameters in this `order`, and its state in these `shapes`. `callers` are
-    modules that drop at random by calling a function; `written` are the buffers that a forward writes
+    modules that drop at random by calling a function, and `calls_before` for each stage how often what drops in it was
+    called in others before, if so; `written` are the buffers that a forward writes
     (`states/shared_buffers.py`). `has_metrics` says whether the loss returns metrics beside itself, `rule` what of a
     batch is cut, and `kind` what the loss is.
     """
@@ -40,6 +41,7 @@ class Parts:
     wires: OneProcess | ManyProcesses
     device: torch.device
     callers: Collection[str] = ()
+    calls_before: Sequence[Mapping[str, int]] = ()
     written: Mapping[str, bytes | None] = field(default_factory=dict)
     has_metrics: bool = False
     rule: RowRule = field(default_factory=RowRule)

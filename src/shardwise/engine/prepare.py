@@ -1,7 +1,7 @@
 """A module made ready for a plan: cut into stages, its loss tried, given the weights that this process needs."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,6 +35,8 @@ class Prepared(NamedTuple):
     schedule: Schedule
     #: The modules, by name, that drop at random by calling a function.
     callers: tuple[str, ...]
+    #: For each stage, how often what drops in its units was called by stages before it; empty where it was not.
+    calls_before: tuple[Mapping[str, int], ...]
 
 
 def prepare(
@@ -106,7 +108,8 @@ def prepare(
         compile_units(stages, backend)
     if by_layer and not (policy.selective and backend is not None):
         recompute_units(stages, is_compiled=backend is not None, **how_again)
-    return Prepared(kept_in_order(stages, plan, rank, gather), schedule, tuple(finding.names(module)))
+    callers, before = tuple(finding.names(module)), finding.calls_before(module, stages.units)
+    return Prepared(kept_in_order(stages, plan, rank, gather), schedule, callers, before)
 
 
 def _in_keys(error: ShardwiseError) -> ShardwiseError:

@@ -1,6 +1,6 @@
 """What this rank has of every layer: its part of the matrices (tp), of the experts (ep), of the sequences (cp)."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
@@ -99,7 +99,9 @@ class Sharded:
         """Linear layers are the module's own, whatever an engine has made of them."""
         restore_layers(module)
 
-    def attach_dropouts(self, module: nn.Module, seed: int, callers: Collection[str]) -> Dropouts | None:
+    def attach_dropouts(
+        self, module: nn.Module, seed: int, callers: Collection[str], before: Sequence[Mapping[str, int]]
+    ) -> Dropouts | None:
         """Let dropouts, and `callers` of functions that drop, drop what they would under any plan."""
         trackers = find_trackers(module)
         dropouts = Dropouts(
@@ -107,6 +109,7 @@ class Sharded:
             # Which channels this rank is at, inside of layers that are cut.
             channels=lambda: next((each.channels for each in trackers if each.is_inside), None),
             attends=self._plan.cp == 1,
+            before=before,
         )
         if not dropouts.attach(module, callers):
             return None

@@ -123,8 +123,11 @@ class Interpreter:
         self.outputs: dict[int, Any] = {}
         #: Called with a step before its weights are used, if there are several versions of them.
         self.select_weights: Callable[[int], None] | None = None
-        #: Called with a microbatch before its forward, if dropout masks depend on the rows in it.
-        self.select_rows: Callable[[Batch], None] | None = None
+        #: Called with a microbatch and a stage before the stage runs, if dropout masks depend on the rows in it.
+        self.select_rows: Callable[[Batch, int], None] | None = None
+        #: Saves how often each dropout has been called, and returns a function that restores these counts: a layer
+        #: that is recomputed must draw the masks of its first run.
+        self.keep_calls: Callable[[], Callable[[], None]] | None = None
         #: Bytes that a forward of each stage keeps. If this is set, stages missing from it are counted.
         self.kept_bytes: KeptBytes | None = None
         #: Takes saved activations off the device, if the plan offloads them.
@@ -253,24 +256,24 @@ class Interpreter:
         return replayed(
             self._stages[stage], self._microbatches[microbatch], written=self.written,
             left=self.split.left, kept=kept,
-            select=partial(self._select, microbatch), note=self._note_again,
+            select=partial(self._select, stage, microbatch), keep=self.keep_calls, note=self._note_again,
         )  # fmt: skip
 
     def _note_again(self, begun: float, ended: float) -> None:
         if self.note_again is not None and self._now is not None:
             self.note_again(self.rank, self._now, begun, ended)
 
-    def _select(self, microbatch: int, batch: Batch) -> None:
-        """Select the weights and rows of a microbatch."""
+    def _select(self, stage: int, microbatch: int, batch: Batch) -> None:
+        """Select the weights and rows of a microbatch before a stage runs."""
         if self.select_weights is not None:
             self.select_weights(self.schedule.step_of(microbatch))
         if self.select_rows is not None:
-            self.select_rows(batch)
+            self.select_rows(batch, stage % self.split.num_stages)
 
     def _run(self, stage: int, microbatch: int, inputs: Values, *, is_again: bool = False) -> _Made:
         """Run a stage on its inputs and return its outputs; and the loss, if it is the last stage."""
         batch = self._microbatches[microbatch]
-        self._select(microbatch, batch)
+        self._select(stage, microbatch, batch)
         weighed = self.loss if stage in self._lasts and isinstance(self.loss, WeighedLoss) else None
         with (
             nullcontext() if self.policy.autocast is None else self.policy.precision(home_of(batch)),
@@ -296,7 +299,7 @@ class Interpreter:
         _, stage, microbatch, _, _ = instruction
         saved = self._saved[stage, microbatch]
         # The module's own checkpoints are recomputed in the backward: they need the same weights and masks.
-        self._select(microbatch, self._microbatches[microbatch])
+        self._select(stage, microbatch, self._microbatches[microbatch])
         if saved.rng is not None:
             begun = perf_counter()
             with saved.rng.again(self._stages[stage].buffers.values()), saved.kept:
@@ -342,7 +345,8 @@ class Interpreter:
     def _weight_gradient(self, instruction: Instruction) -> None:
         saved = self._saved.pop((instruction.stage, instruction.microbatch))
         if saved.halves is not None:
-            self._select(instruction.microbatch, self._microbatches[instruction.microbatch])
+            microbatch = instruction.microbatch
+            self._select(instruction.stage, microbatch, self._microbatches[microbatch])
             saved.halves.run()
 
 

@@ -22,8 +22,9 @@ class Replay:
     """One forward of a stage whose layers are recomputed.
 
     `written` are buffers that forwards write to, each owned by one layer. `left` are attributes that forwards write to;
-    a layer may reach those of any object. `select` restores the weights and rows of the microbatch. `note` is called
-    with start and end after a layer was recomputed. `kept` counts the bytes of layer results that are kept.
+    a layer may reach those of any object. `select` restores the weights and rows of the microbatch, and `keep` the
+    number of calls of its dropouts. `note` is called with start and end after a layer was recomputed. `kept` counts the
+    bytes of layer results that are kept.
     """
 
     def __init__(
@@ -34,23 +35,27 @@ class Replay:
         written: Written,
         left: Written,
         select: Callable[[Batch], None],
+        keep: Callable[[], Callable[[], None]] | None,
         note: Callable[[float, float], None],
         kept: Kept | None,
     ) -> None:
         self._stage, self._batch, self._written, self._left = stage, batch, written, left
-        self._select, self._note, self._kept = select, note, kept
+        self._select, self._keep, self._note, self._kept = select, keep, note, kept
 
     def take(self, layer: nn.Module) -> Moment:
         """Take a snapshot of the current state for the recomputation of a layer."""
         owners = {id(buffer_slots(each)) for each in layer.modules()} if self._written else set()
         buffers = [each for each in self._written if id(each[0]) in owners]
         state = RngState.now(tensors_in(self._batch), [*buffers, *self._left])
-        return lambda: self._again(layer, state), self._kept
+        count_on = None if self._keep is None else self._keep()
+        return lambda: self._again(layer, state, count_on), self._kept
 
     @contextmanager
-    def _again(self, layer: nn.Module, state: RngState) -> Iterator[None]:
+    def _again(self, layer: nn.Module, state: RngState, count_on: Callable[[], None] | None) -> Iterator[None]:
         begun = perf_counter()
         self._select(self._batch)
+        if count_on is not None:
+            count_on()
         with self._stage.running(self._batch), state.again(layer.buffers()):
             try:
                 yield

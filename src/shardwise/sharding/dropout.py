@@ -11,13 +11,18 @@ that is recomputed for its backward drops the same. It is for `nn.Dropout`, and 
     nn.functional.dropout(hidden, 0.1, self.training)
     nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
 
+One that is called several times in a forward (a layer that is used again, a net that is run twice on the same rows)
+drops something else each time: its calls are counted, from those of stages before on, and a second run for a backward
+counts as the first did (`dropout_calls.py`).
+
 An `nn.Dropout` is seen in the module. Who calls such a function is seen in one run of it (`Finding`); of those a module
 may call several, and weights of attention have a place by their head, their query and their key. Attention that drops
 computes all of its weights: kernels that do not, draw their own.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +35,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from shardwise.ranks.collectives import longest_piece
+from shardwise.sharding.dropout_calls import DropoutCalls
 from shardwise.sharding.rng_tracker import Channels
 from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.stages.batch import length_of
@@ -62,13 +68,15 @@ class Finding(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._inside: list[nn.Module] = []
+        self._inside: list[tuple[nn.Module, Counter[nn.Module]]] = []
         self.found: list[nn.Module] = []
+        #: How often a module is called in one call of another that is around it.
+        self._within: dict[tuple[nn.Module, nn.Module], int] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Where the run is."""
-        before = register_module_forward_pre_hook(lambda module, _: self._inside.append(module))
+        before = register_module_forward_pre_hook(lambda module, _: self._enter(module))
         after = register_module_forward_hook(lambda *_: self._leave(), always_call=True)
         try:
             with self:
@@ -83,17 +91,37 @@ class Finding(TorchFunctionMode):
         found = {id(each) for each in self.found}
         return [name for name, each in module.named_modules() if id(each) in found]
 
+    def calls_before(self, module: nn.Module, units: Sequence[Sequence[str]]) -> tuple[dict[str, int], ...]:
+        """For each stage, by the calls of its units in order, how often what drops was called before it."""
+        found: list[dict[str, int]] = []
+        counts: Counter[str] = Counter()
+        for calls in units:
+            found.append(dict(counts))
+            for unit in (each.partition("#")[0] for each in calls):
+                around = module.get_submodule(unit)
+                for name, each in around.named_modules(prefix=unit):
+                    if isinstance(each, nn.Dropout) or any(each is one for one in self.found):
+                        counts[name] += 1 if each is around else self._within.get((around, each), 0)
+        return tuple(found)
+
+    def _enter(self, module: nn.Module) -> None:
+        for _, counts in self._inside:
+            counts[module] += 1
+        self._inside.append((module, Counter()))
+
     def _leave(self) -> None:
         if self._inside:
-            self._inside.pop()
+            module, counts = self._inside.pop()
+            for each, count in counts.items():
+                self._within[module, each] = max(count, self._within.get((module, each), 0))
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if self._inside and _drops(func, args, kwargs) and not isinstance(self._inside[-1], DropoutModule):
-            self.found.append(self._inside[-1])
+        if self._inside and _drops(func, args, kwargs) and not isinstance(self._inside[-1][0], DropoutModule):
+            self.found.append(self._inside[-1][0])
         return func(*args, **kwargs)
 
 
@@ -167,9 +195,12 @@ class Dropouts:
     seed: int
     channels: Callable[[], Channels | None] = lambda: None
     attends: bool = True
+    #: For each stage, how often what drops was called by stages before.
+    before: Sequence[Mapping[str, int]] = ()
     _places: dict[int, Place] = field(default_factory=dict)
     _now: Place | None = None
     _callers: "list[_Caller]" = field(default_factory=list)
+    _calls: DropoutCalls = field(default_factory=DropoutCalls)
     #: Where each that drops was when it was last run: a checkpoint of the module's own may begin behind a layer that is
     #: cut, and then nobody is seen to enter what is between it and the next.
     _were: dict[str, Channels | None] = field(default_factory=dict)
@@ -198,20 +229,25 @@ class Dropouts:
             self._places[id(microbatch)] = replace(first, first_row=row, num_rows=rows)
             row += rows
 
-    def select(self, microbatch: Batch) -> None:
-        """A forward of a microbatch is about to be run, for the first time or again."""
-        self.stand(self._places.get(id(microbatch)))
+    def select(self, microbatch: Batch, stage: int = 0) -> None:
+        """A forward of a microbatch on a stage is about to be run, for the first time or again."""
+        self.stand(self._places.get(id(microbatch)), stage)
 
-    def stand(self, place: Place | None) -> None:
+    def stand(self, place: Place | None, stage: int = 0) -> None:
         """What is run from now on is here; None: it draws as torch does."""
         self._now = place
+        self._calls.begin(self.before[stage] if self.before else {})
+
+    def keep_calls(self) -> Callable[[], None]:
+        """What has calls counted on from here, when a layer is run again."""
+        return self._calls.keep()
 
     def weight_drop(self, query: Tensor, probability: float) -> WeightDrop | None:
         """What drops the weights of an attention by these queries, in the module that is running; None if unknown."""
         return self._callers[-1].weight_drop(query, probability) if self._callers else None
 
     def _answer(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._callers.append(_Caller(self, name))
+        self._callers.append(_Caller(self, self._calls.name_next(name)))
         try:
             with self._callers[-1]:
                 return call(*args, **kwargs)
@@ -221,7 +257,7 @@ class Dropouts:
     def _drop(self, name: str, call: Callable[..., Tensor], *args: Tensor) -> Tensor:
         (given,) = args
         module: nn.Dropout = call.args[0]  # type: ignore[attr-defined]
-        factors = self.factors(name, module.p, given) if module.training else None
+        factors = self.factors(self._calls.name_next(name), module.p, given) if module.training else None
         return call(given) if factors is None else given * factors
 
     def place_of(self, given: Tensor) -> Place | None:

@@ -13,7 +13,7 @@ And once more with masks that hide some of two rows, and labels that are ignored
 while nothing is hidden would go wrong unseen with a later batch. The same with targets that are NaN, or another number
 that stands for one that is not known. With gradients (`slope_trial.py`). And in training mode, where nothing is drawn
 (`steady_draws.py`): a forward may do something else there, and its backward may not be in proportion
-(`backward_trial.py`).
+(`backward_trial.py`). And on more rows, if they are not long (`longer_trial.py`).
 """
 
 import math
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from shardwise.stages.across_rows import first_across, with_numbers_of
 from shardwise.stages.backward_trial import NOT_IN_PROPORTION
+from shardwise.stages.longer_trial import find_longer
 from shardwise.stages.loss_kind import (
     LEARNED_NUMBER,
     OWN_BACKWARD,
@@ -36,6 +37,7 @@ from shardwise.stages.loss_kind import (
     Through,
     Tried,
 )
+from shardwise.stages.loss_parts import fits_by, mismatch
 from shardwise.stages.no_collectives import NoCollectives
 from shardwise.stages.rows import RowRule, Seen, nodes, take_rows, tensors_in, unmarked
 from shardwise.stages.slope_trial import slopes_of
@@ -73,6 +75,8 @@ def try_loss(
     first = _outcome(trial, three, seen)
     if first.problem is None and seen.length // num_parts % 2:
         first = _in_pairs(trial, three, seen, first)
+    if first.problem is None and num_parts > 1:
+        first = find_longer(trial, example, three, seen, first)
     if first.problem is None and first.kind is not LossKind.UNTRIED:
         return first if first.apart else first._replace(decides=trial.decides(three, two_and_one(three, seen)[1]))
     # Perhaps something is as long as the batch by chance, and no part of the rows.
@@ -100,10 +104,10 @@ def _in_pairs(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:
         runs = trial.run(parts[0]), trial.run(parts[1]), trial.run(parts[2])
     except Exception:
         return tried
-    fits = _fits_by(1, 1, *runs) if tried.kind is LossKind.ROWS else _fits(tried.kind, *runs)
+    fits = fits_by(1, 1, *runs) if tried.kind is LossKind.ROWS else _fits(tried.kind, *runs)
     if fits or not all(map(is_finite, runs)) or trial.run(parts[0], seed=1).total != runs[0].total:
         return tried
-    return tried._replace(problem=_mismatch(*runs, 2, 1))
+    return tried._replace(problem=mismatch(*runs, 2, 1))
 
 
 def at_first(for_all: bool) -> Context:
@@ -148,11 +152,11 @@ def _by_halves(trial: Trial, example: Batch, seen: Seen) -> Tried | None:
         weights: dict[LossKind, tuple[float, float]] = {LossKind.ROWS: (half, number - half)}
         if len(whole.counts) == len(large.counts) == len(small.counts) == 1:
             weights = {LossKind.LABELS: (large.counts[0], small.counts[0]), **weights}
-        kinds = [kind for kind, each in weights.items() if _fits_by(*each, *runs)]
+        kinds = [kind for kind, each in weights.items() if fits_by(*each, *runs)]
         kinds += [LossKind.SUM] if _fits(LossKind.SUM, *runs) else []
         if kinds and all(map(is_finite, runs)):
             return Tried(kinds[0], labels=max(1, whole.labels * NUM_ROWS // number))
-        return Tried(LossKind.ROWS, _mismatch(*runs, number, half))
+        return Tried(LossKind.ROWS, mismatch(*runs, number, half))
     return None
 
 
@@ -164,7 +168,7 @@ def _outcome(trial: Trial, three: Batch, seen: Seen) -> Tried:
         return Tried(LossKind.UNTRIED, failed=True)
     if not all(map(is_finite, runs)):
         # What is finite for all rows and not for some of them is divided by something that these lack.
-        return Tried(LossKind.UNTRIED, _mismatch(*runs) if is_finite(whole) else None)
+        return Tried(LossKind.UNTRIED, mismatch(*runs) if is_finite(whole) else None)
     remembered = trial.remembers((two, large), (one, small))
     if remembered is not None:
         return Tried(
@@ -223,7 +227,7 @@ def _spread_out(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
         except Exception:  # Outputs that are probabilities, say, are none any more.
             continue
         if is_finite(whole) and not _fits_as(tried, three, seen, now):
-            return tried._replace(problem=f"what counts is decided by outputs: with others {_mismatch(*now)}")
+            return tried._replace(problem=f"what counts is decided by outputs: with others {mismatch(*now)}")
     return tried
 
 
@@ -276,7 +280,7 @@ def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Trie
     if not all(map(is_finite, now)) or (whole.number is not None and not _fits(LossKind.SUM, *runs)):
         return tried
     fits = _fits_as(tried, three, seen, now)
-    return tried if fits else tried._replace(problem=f"in training mode {_mismatch(*now)}")
+    return tried if fits else tried._replace(problem=f"in training mode {mismatch(*now)}")
 
 
 def _are_left_alike(one: Run, other: Run) -> bool:
@@ -288,7 +292,7 @@ def _are_left_alike(one: Run, other: Run) -> bool:
 def _fits_as(tried: Tried, three: Batch, seen: Seen, now: Runs) -> bool:
     """Whether other runs are what the loss was found to be."""
     if tried.through is not None:
-        return _fits_by(*_weights(tried.through, three, seen), *now)
+        return fits_by(*_weights(tried.through, three, seen), *now)
     kinds = {LossKind.PAIR: LossKind.SUM, LossKind.EVEN: LossKind.ROWS}
     return _fits(kinds.get(tried.kind, tried.kind), *now)
 
@@ -312,7 +316,7 @@ def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
         if is_random:
             return tried
         where = _place(trial, three, two_and_one(three, seen)[1], runs[0].tolerance)
-        return tried._replace(kind=LossKind.ROWS, problem=f"{_mismatch(*runs)} (rows see each other in {where})")
+        return tried._replace(kind=LossKind.ROWS, problem=f"{mismatch(*runs)} (rows see each other in {where})")
     if all_at_once is None:
         return tried
     if runs[0].counts and _fits(LossKind.ROWS, *runs):
@@ -331,9 +335,9 @@ def _kind(whole: Run, large: Run, small: Run) -> LossKind:
 
 def _fits(kind: LossKind, whole: Run, large: Run, small: Run) -> bool:
     if kind is LossKind.SUM:
-        return _fits_by(1, 1, whole._replace(total=whole.total / 2), large, small)
+        return fits_by(1, 1, whole._replace(total=whole.total / 2), large, small)
     weight, other = (large.counts[0], small.counts[0]) if kind is LossKind.LABELS else (FIRST, 1)
-    return _fits_by(weight, other, whole, large, small)
+    return fits_by(weight, other, whole, large, small)
 
 
 def _pair(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Tried:
@@ -347,7 +351,7 @@ def _pair(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Tried:
         f"the loss is a pair of {whole.total:.6g} and {number:g} for {NUM_ROWS} rows, but the first is %s: for"
         f" {FIRST} and 1 of them it is {large.total:.6g} and {small.total:.6g}"
     )
-    if whole.counts or _fits_by(first, other, *runs):
+    if whole.counts or fits_by(first, other, *runs):
         return Tried(LossKind.PAIR, told % "a mean and no sum")
     if trial.meets or trial.run(three, seed=1).total != whole.total:
         return Tried(LossKind.PAIR)
@@ -362,13 +366,6 @@ def _pair(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Tried:
 def _place(trial: Trial, three: Batch, one: Batch, tolerance: float) -> str:
     """Where rows see each other."""
     return first_across(trial.module, trial.run, three, one, tolerance) or "the loss"
-
-
-def _mismatch(whole: Run, large: Run, small: Run, number: int = NUM_ROWS, first: int = FIRST) -> str:
-    return (
-        f"the loss of {number} rows is {whole.total:.6g}, of {first} of them {large.total:.6g} and of the other"
-        f" {small.total:.6g}: it is neither their mean by rows nor their sum, so parts of a batch do not tell its loss"
-    )
 
 
 def _find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried | None:
@@ -391,7 +388,7 @@ def _find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
             words = [with_hidden(three, seen, each, path) for each in _words_of(three, path)] if _is_zero(value) else []
             tried_on += [(each, trial.less(each, seen, runs, again=False)) for each in words]
             cases = ((three, runs), (hidden, less), *tried_on)
-            if all(each is None or _fits_by(*_weights(through, batch, seen), *each) for batch, each in cases):
+            if all(each is None or fits_by(*_weights(through, batch, seen), *each) for batch, each in cases):
                 return tried._replace(kind=LossKind.ENTRY, through=through)
         if tried.kind is not LossKind.UNTRIED:
             whole, large, small = (each.total for each in less)
@@ -430,13 +427,6 @@ def _has_fractions(three: Batch, seen: Seen) -> bool:
 def _weights(through: Through, three: Batch, seen: Seen) -> tuple[float, float]:
     two, one = two_and_one(three, seen)
     return float(through.of(two)), float(through.of(one))
-
-
-def _fits_by(weight: float, other: float, whole: Run, large: Run, small: Run) -> bool:
-    if not weight + other:
-        return False
-    wanted = (weight * large.total + other * small.total) / (weight + other)
-    return abs(whole.total - wanted) <= whole.tolerance * max(abs(each.total) for each in (whole, large, small))
 
 
 def _is_small(output: Any) -> bool:

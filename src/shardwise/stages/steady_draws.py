@@ -18,11 +18,14 @@ class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Gives one number wherever numbers are drawn at random, so that every rank and the whole draw the same.
 
     What is shuffled stays in its order; with `turns` it comes in the other one, and rows that are mixed are seen to be.
+    What a generator of the module's own draws is no chance, and all of it is none if the forward sets the seed
+    (`has_seed`): one device would draw the same again. So each number differs there from that before it, and whoever
+    draws for a part of the channels, or of the tokens, is seen to have others.
     """
 
-    def __init__(self, *, turns: bool = False) -> None:
+    def __init__(self, *, turns: bool = False, has_seed: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._turns = turns
+        self._turns, self._has_seed = turns, has_seed
         #: Whether anything but dropout was drawn.
         self.has_drawn = False
 
@@ -42,6 +45,8 @@ class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
             order = torch.arange(len(made), device=made.device)
             return made.copy_(order.flip(0) if self._turns else order)
         if name.startswith(("bernoulli", "rand", "normal", "uniform", "exponential", "multinomial")):
+            if made.is_floating_point() and (self._has_seed or kwargs.get("generator") is not None):
+                return made.copy_(torch.arange(made.numel(), device=made.device).mul(0.7).sin().view(made.shape))
             return made.fill_(1 if name.startswith("bernoulli") else 0.5 if made.is_floating_point() else 0)
         return made
 
@@ -81,6 +86,11 @@ def steady() -> Iterator[None]:
         yield
 
 
+def sets_seed(module: nn.Module) -> bool:
+    """Whether a forward sets the seed itself, of torch or of a generator that it makes."""
+    return names_in_classes(module, "manual_seed")
+
+
 def steady_for(module: nn.Module) -> AbstractContextManager[None]:
     """The same, unless a module sets the seed itself: what it draws then is no chance, and the same in every call."""
-    return nothing_recomputed() if names_in_classes(module, "manual_seed") else steady()
+    return nothing_recomputed() if sets_seed(module) else steady()

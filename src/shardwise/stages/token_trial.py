@@ -8,7 +8,7 @@ from shardwise.stages.loss_trial import at_first, try_backward, try_loss
 from shardwise.stages.rows import RowRule
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.trial_rows import three_rows
+from shardwise.stages.trial_rows import three_rows, two_and_one
 from shardwise.stages.trial_run import Context, Trial
 
 
@@ -26,7 +26,7 @@ def try_tokens(
     try:
         whole = trial.run(three)
         if whole.number is not None:
-            return tried
+            return tried._replace(decides=trial.decides(three, two_and_one(three, rule.look(example))[1]))
         found = try_loss(module, loss, example, rule, precision, for_all=for_all)
         is_told = found.kind is LossKind.LABELS or (
             found.kind is LossKind.SUM and trial.run(_unlabelled(module, three), output=whole.output).total == 0

@@ -62,7 +62,7 @@ class Trial:
     def __init__(
         self, module: nn.Module, loss: Loss, precision: Context, *, meets: bool = False, at_first: Context = nullcontext
     ) -> None:
-        self.module, self._loss, self._precision, self.meets = module, loss, precision, meets
+        self.module, self.loss, self._precision, self.meets = module, loss, precision, meets
         self._at_first = at_first
         #: The modes, training or not, in which nothing was run yet.
         self._unknown = {False, True}
@@ -107,7 +107,7 @@ class Trial:
         gradients = GradientsKept(self.module) if training else None
         try:
             with (
-                undisturbed(self.module, {}, self._loss, noted=self._noted) as switch,
+                undisturbed(self.module, {}, self.loss, noted=self._noted) as switch,
                 full_precision(),
                 self._precision(),
                 torch.set_grad_enabled(training or asks),
@@ -123,7 +123,7 @@ class Trial:
                         args, kwargs = self._signature.arguments(batch)
                         output = self.module(*args, **kwargs)
                     inside = len(counts.found)
-                    result, _ = take_metrics(self._loss(output, copy(batch)))
+                    result, _ = take_metrics(self.loss(output, copy(batch)))
                 self._unknown.discard(training)
                 has_left = gradients is not None and gradients.put_back()
                 has_drawn = switch.noted.state.have_drawn()
@@ -185,9 +185,9 @@ class Trial:
     @torch.no_grad()
     def remembers(self, before: tuple[Batch, Run], then: tuple[Batch, Run]) -> str | None:
         """What the loss leaves behind for its next call, if that is another for it."""
-        kept = PythonState(self._loss)
+        kept = PythonState(self.loss)
         try:
-            with undisturbed(self.module, {}, self._loss), self._precision():
+            with undisturbed(self.module, {}, self.loss), self._precision():
                 at_first = self._total(*then)
                 kept.restore()
                 self._total(*before)
@@ -201,7 +201,7 @@ class Trial:
 
     def _total(self, batch: Batch, run: Run) -> float:
         seed_torch(0)
-        result, _ = take_metrics(self._loss(run.output, copy(batch)))
+        result, _ = take_metrics(self.loss(run.output, copy(batch)))
         return float(result[0] if isinstance(result, tuple) else result)
 
 

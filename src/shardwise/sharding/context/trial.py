@@ -29,7 +29,7 @@ from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
 from shardwise.stages.split.python_state import leaves_classes, left_as_it_was
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout
+from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout, sets_seed
 from shardwise.torch_private import pytree
 from shardwise.units import format_percent
 
@@ -103,7 +103,8 @@ def _passing(module: nn.Module, batch: Batch) -> Mapping[str, Hashable]:
 def _run(module: nn.Module, batch: Batch, loss: Loss | None) -> _Course:
     course = _Course()
     args, kwargs = Signature(module).arguments(batch)
-    with torch.no_grad(), _noting(module, course.made), SteadyDropout(), SteadyDraws():
+    draws = SteadyDraws(has_seed=sets_seed(module))
+    with torch.no_grad(), _noting(module, course.made), SteadyDropout(), draws:
         output = module(*args, **kwargs)
         course.counted = {name: each.clone() for name, each in module.named_buffers() if _may_count(name, each)}
         course.output = [_whole(each).detach().clone() for each in tensors_in(output)]

@@ -23,7 +23,7 @@ from shardwise.stages.full_precision import full_precision
 from shardwise.stages.split.python_state import left_as_it_was
 from shardwise.stages.split.script_values import asks_for_mode
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout
+from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout, sets_seed
 from shardwise.units import format_percent
 
 #: How far numbers may be apart, as a part of the largest among them. Modules that compute in float64 may still round
@@ -73,7 +73,7 @@ def run(
         )
         for name in looked_at
     ]
-    with torch.set_grad_enabled(backward), SteadyDropout(), SteadyDraws() as draws:
+    with torch.set_grad_enabled(backward), SteadyDropout(), SteadyDraws(has_seed=sets_seed(module)) as draws:
         output = call(module)
         course.has_drawn = draws.has_drawn
         for handle in handles:

@@ -1,7 +1,7 @@
 """What the code names that a forward or a loss may come to: its functions, and those that they name or close over.
 
-What is named may not be called, and what is called through an attribute is not seen. So it tells what may be drawn, and
-is asked only where nothing else tells.
+What is named may not be called: of an object in an attribute, all methods are read that its class has. So it tells what
+may be drawn, and is asked only where nothing else tells. What draws is named here and nowhere else.
 """
 
 import random
@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.stages.split.drawn_state import names_in
+from shardwise.stages.split.theirs import is_own
 from shardwise.torch_private import DropoutModule
 
 #: Code of these names what it draws in other ways, or nothing that a user's forward decides.
@@ -24,8 +25,10 @@ _OF_TORCH = frozenset({
     "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "normal_", "uniform_",
     "bernoulli", "bernoulli_", "multinomial", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_",
     "poisson", "binomial", "gumbel_softmax", "rrelu", "alpha_dropout", "feature_alpha_dropout", "dropout1d",
-    "dropout2d", "dropout3d", "trunc_normal_", "sample", "rsample",
+    "dropout2d", "dropout3d", "trunc_normal_", "orthogonal_", "sample", "rsample",
 })  # fmt: skip
+#: Of NumPy's, what has no name of Python's or torch's, and is not a word that anything may be called, as `beta` is.
+_OF_NUMPY = frozenset({"permutation", "permuted", "standard_normal", "integers", "random_sample"})
 #: Layers of torch that draw. Not `nn.Dropout`, nor the function: they drop by places (`sharding/dropout.py`).
 _DRAWING_LAYERS = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
@@ -40,6 +43,11 @@ def may_draw_by(*roots: Any) -> tuple[bool, bool, bool]:
         numpy is not None and "numpy" in names and not names.isdisjoint(dir(numpy.random.RandomState)),
         not names.isdisjoint(_OF_TORCH) or any(map(_draws, layers)),
     )
+
+
+def may_draw(function: Any) -> bool:
+    """Whether a function names anything that draws, from generators of its own too."""
+    return not names_reached(function).isdisjoint(_OF_TORCH | _OF_PYTHON | _OF_NUMPY)
 
 
 def _draws(layer: nn.Module) -> bool:
@@ -94,11 +102,20 @@ def _next(each: Any) -> Iterator[Any]:
     elif isinstance(each, nn.Module):
         yield type(each)
         yield from each.children()
-        kinds = (FunctionType, MethodType, partial, dict)
-        yield from (held for held in vars(each).values() if isinstance(held, kinds))
+        yield from filter(_is_followed, vars(each).values())
+    elif hasattr(each, "__dict__") and is_own(type(each)):
+        yield from (held for base in type(each).__mro__ for held in vars(base).values() if _is_read(held))
+        yield from filter(_is_followed, vars(each).values())
     elif callable(each) and hasattr(each, "__dict__"):
         yield type(each)
         yield from vars(each).values()
+
+
+def _is_followed(held: Any) -> bool:
+    """Whether it may be called, or be asked for something that is."""
+    if isinstance(held, type):
+        return False
+    return isinstance(held, (FunctionType, MethodType, partial, dict)) or is_own(type(held))
 
 
 def _methods(kind: type) -> Iterator[FunctionType]:

@@ -33,6 +33,7 @@ from shardwise.stages.split.drawn_state import (
     values_of_class,
     values_of_file,
 )
+from shardwise.stages.split.names_reached import may_draw
 from shardwise.stages.split.python_draws import python_draws, set_python_draws
 from shardwise.stages.split.theirs import SPACES, files_named, is_own, is_theirs
 from shardwise.torch_private import buffer_slots, parameter_slots, submodules, version_of
@@ -43,12 +44,6 @@ _R = TypeVar("_R")
 _MOST = 200_000
 
 _CONTAINERS = (list, dict, set, deque)
-#: What draws at random, of torch's, NumPy's and Python's.
-_DRAWING = frozenset({
-    "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "normal_", "uniform",
-    "uniform_", "bernoulli", "bernoulli_", "multinomial", "exponential_", "orthogonal_", "trunc_normal_", "shuffle",
-    "permutation", "standard_normal", "random", "choice", "sample",
-})  # fmt: skip
 #: The class of functions under `lru_cache` or `cache`.
 _REMEMBERING = type(lru_cache(int))
 #: Names, and what is to be looked at next.
@@ -406,8 +401,7 @@ def _is_state(value: Any) -> bool:
 
 def remembers_draws(*roots: Any) -> bool:
     """Whether a function under `lru_cache` draws at random: what it draws once is used from then on."""
-    codes = [getattr(each.__wrapped__, "__code__", None) for each in PythonState(*roots).remembering]
-    return any(code is not None and not _DRAWING.isdisjoint(names_in(code)) for code in codes)
+    return any(may_draw(each.__wrapped__) for each in PythonState(*roots).remembering)
 
 
 class _Empty:

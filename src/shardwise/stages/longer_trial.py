@@ -1,0 +1,106 @@
+"""A loss tried on more rows than three, and with wider tables: what parts have in common may depend on how many rows
+there are, and on which numbers are in them.
+
+    if len(x) >= 4:                         of three rows none meets another
+    room = chosen.cumsum(0) <= capacity     three rows all find room, and all of a batch do not
+    F.one_hot(labels)                       as wide as the largest label of a part
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from shardwise.stages.loss_kind import LossKind, Tried
+from shardwise.stages.loss_parts import fits_by, mismatch
+from shardwise.stages.rows import Seen, nodes, take_rows
+from shardwise.stages.split.names_reached import names_reached
+from shardwise.stages.stage import Batch
+from shardwise.stages.trial_rows import NUM_ROWS
+from shardwise.stages.trial_run import Run, Trial, is_finite
+
+#: So many numbers of an entry are tried, as many rows as these are: a few of them may be long.
+_MOST_NUMBERS = 2**13
+#: More numbers are added up than of three rows, in another order.
+_SLACK = 10.0
+
+
+def find_longer(trial: Trial, example: Batch, three: Batch, seen: Seen, tried: Tried) -> Tried:
+    """What was found of three rows, refused if it is not so of more."""
+    if trial.meets or tried.apart or tried.kind not in (LossKind.ROWS, LossKind.LABELS, LossKind.SUM, LossKind.PAIR):
+        return tried
+    try:
+        problem = _of_more_rows(trial, example, seen, tried.kind)
+        if problem is not None:
+            return tried._replace(problem=problem)
+        return _of_wider_tables(trial, three, tried)
+    except Exception:  # Whoever runs the whole example says what is wrong, if it is.
+        return tried
+
+
+def _of_more_rows(trial: Trial, example: Batch, seen: Seen, kind: LossKind) -> str | None:
+    longest = max((_numbers_of(each) for path, each in nodes(example) if path in seen.paths), default=0)
+    number = min(seen.length, _MOST_NUMBERS * seen.length // max(1, longest))
+    if number <= NUM_ROWS:
+        return None
+    half = number - number // 2
+    parts = [take_rows(example, seen, *each) for each in ((0, number), (0, half), (half, number))]
+    whole, large, small = runs = trial.run(parts[0]), trial.run(parts[1]), trial.run(parts[2])
+    weights: tuple[float, float] = (half, number - half)
+    if kind is LossKind.LABELS:
+        if not all(len(each.counts) == 1 for each in runs):
+            return None
+        weights = large.counts[0], small.counts[0]
+    elif kind in (LossKind.SUM, LossKind.PAIR):
+        weights, whole = (1, 1), whole._replace(total=whole.total / 2)
+    if not all(map(is_finite, runs)) or fits_by(*weights, whole, large, small, slack=_SLACK):
+        return None
+    is_random = trial.run(parts[0], seed=1).total != runs[0].total
+    return None if is_random else f"more rows than {NUM_ROWS} do something else: {mismatch(*runs, number, half)}"
+
+
+def _numbers_of(entry: Any) -> int:
+    return entry.numel() if isinstance(entry, Tensor) else 0
+
+
+def _of_wider_tables(trial: Trial, three: Batch, tried: Tried) -> Tried:
+    if "one_hot" not in names_reached(trial.module, trial.loss):
+        return tried
+    runs: list[Run | None] = [trial.run(three)]
+    wider = _WiderTables()
+    try:
+        runs.append(trial.run(three, within=lambda: wider))
+    except Exception:
+        runs.append(None)
+    first, second = runs
+    assert first is not None
+    is_same = second is not None and abs(second.total - first.total) <= first.tolerance * abs(first.total)
+    if not wider.has_widened or is_same:
+        return tried
+    return tried._replace(
+        problem="one_hot without num_classes is as wide as the largest number that it is given, another for each part"
+        " of a batch, and the loss depends on that",
+        remedy="one_hot(x, num_classes=...)",
+    )
+
+
+class _WiderTables(TorchFunctionMode):
+    """Has tables that are as wide as the largest number in them be wider, as they are where another is larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_widened = False
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if func is not functional.one_hot or (len(args) > 1 and args[1] >= 0) or kwargs.get("num_classes", -1) >= 0:
+            return made
+        self.has_widened = True
+        return torch.cat((made, torch.zeros_like(made[..., :1])), -1)

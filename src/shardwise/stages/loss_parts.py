@@ -1,0 +1,20 @@
+"""Whether the losses of two parts tell that of the whole."""
+
+from shardwise.stages.trial_rows import FIRST, NUM_ROWS
+from shardwise.stages.trial_run import Run
+
+
+def fits_by(weight: float, other: float, whole: Run, large: Run, small: Run, *, slack: float = 1.0) -> bool:
+    """Whether it is their mean by these weights, but for rounding; with `slack` for more of it."""
+    if not weight + other:
+        return False
+    wanted = (weight * large.total + other * small.total) / (weight + other)
+    most = max(abs(each.total) for each in (whole, large, small))
+    return abs(whole.total - wanted) <= slack * whole.tolerance * most
+
+
+def mismatch(whole: Run, large: Run, small: Run, number: int = NUM_ROWS, first: int = FIRST) -> str:
+    return (
+        f"the loss of {number} rows is {whole.total:.6g}, of {first} of them {large.total:.6g} and of the other"
+        f" {small.total:.6g}: it is neither their mean by rows nor their sum, so parts of a batch do not tell its loss"
+    )

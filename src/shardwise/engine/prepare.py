@@ -95,21 +95,26 @@ def prepare(
         ) from None
     except ShardwiseError as error:
         raise _in_keys(error) from None
-    policy = ComputePolicy.of(plan, schedule, casts=options.masters)
-    by_layer = policy.recompute == "layers"
-    how_again: dict[str, Any] = {
+    _recompute_and_compile(stages, plan, ComputePolicy.of(plan, schedule, casts=options.masters), backend)
+    callers, before = tuple(finding.names(module)), finding.calls_before(module, stages.units)
+    return Prepared(kept_in_order(stages, plan, rank, gather), schedule, callers, before)
+
+
+def _recompute_and_compile(stages: Split, plan: Plan, policy: ComputePolicy, backend: str | None) -> None:
+    """Selective recomputation is compiled with the block that it is in; full recomputation is around what is compiled."""
+    by_layer, is_compiled = policy.recompute == "layers", backend is not None
+    how: dict[str, Any] = {
+        "is_compiled": is_compiled,
         "selective": policy.selective,
         "num_layers": plan.recompute_layers,
         "stops_early": plan.tp * plan.cp * plan.ep == 1,
     }
-    if by_layer and policy.selective and backend is not None:
-        recompute_units(stages, is_compiled=True, **how_again)
+    if by_layer and policy.selective and is_compiled:
+        recompute_units(stages, **how)
     if backend is not None:
         compile_units(stages, backend)
-    if by_layer and not (policy.selective and backend is not None):
-        recompute_units(stages, is_compiled=backend is not None, **how_again)
-    callers, before = tuple(finding.names(module)), finding.calls_before(module, stages.units)
-    return Prepared(kept_in_order(stages, plan, rank, gather), schedule, callers, before)
+    if by_layer and not (policy.selective and is_compiled):
+        recompute_units(stages, **how)
 
 
 def _in_keys(error: ShardwiseError) -> ShardwiseError:

@@ -96,11 +96,8 @@ _Made = tuple[Values, Measured | None]
 
 
 class Interpreter:
-    """Runs the instructions of one rank. `schedule` and `split` are those of the whole pipeline.
-
-    Without a loss, the module's outputs are kept in `outputs`, and the caller sets where backwards start
-    (`start_backward`).
-    """
+    """Runs the instructions of one rank. `schedule` and `split` are those of the whole pipeline. Without a loss, the
+    module's outputs are kept in `outputs`, and the caller sets where backwards start (`start_backward`)."""
 
     def __init__(
         self, rank: int, schedule: Schedule, split: Split, loss: Loss | None, policy: ComputePolicy | None = None
@@ -125,8 +122,7 @@ class Interpreter:
         self.select_weights: Callable[[int], None] | None = None
         #: Called with a microbatch and a stage before the stage runs, if dropout masks depend on the rows in it.
         self.select_rows: Callable[[Batch, int], None] | None = None
-        #: Saves how often each dropout has been called, and returns a function that restores these counts: a layer
-        #: that is recomputed must draw the masks of its first run.
+        #: Saves how often dropouts were called and returns what restores it: a recomputed layer draws the same masks.
         self.keep_calls: Callable[[], Callable[[], None]] | None = None
         #: Bytes that a forward of each stage keeps. If this is set, stages missing from it are counted.
         self.kept_bytes: KeptBytes | None = None

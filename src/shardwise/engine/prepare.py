@@ -101,7 +101,7 @@ def prepare(
 
 
 def _recompute_and_compile(stages: Split, plan: Plan, policy: ComputePolicy, backend: str | None) -> None:
-    """Selective recomputation is compiled with the block that it is in; full recomputation is around what is compiled."""
+    """Selective recomputation is compiled together with its block; full recomputation wraps the compiled block."""
     by_layer, is_compiled = policy.recompute == "layers", backend is not None
     how: dict[str, Any] = {
         "is_compiled": is_compiled,

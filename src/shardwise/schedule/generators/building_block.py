@@ -133,7 +133,7 @@ def _squeeze(ranks: list[Slots]) -> list[Slots]:
 
 
 class _SlotMemory:
-    """A rank's memory after each slot, and its due weight gradients. Those without a slot of their own use free ones."""
+    """A rank's memory after each slot, and its due weight gradients. Those without their own slot use free ones."""
 
     def __init__(self, slots: Slots) -> None:
         self._implied = len(slots) == _WEIGHTS

@@ -222,7 +222,7 @@ def _row_linear(
     if CODES == "":
         total = tl.zeros((ROWS,), tl.float32)
         other = tl.zeros((ROWS,), tl.float32)
-    else:  # Keep partial sums per lane; they are summed per row at the end.
+    else:  # Keep separate partial sums, which are added up per row at the end.
         total = tl.zeros((ROWS, num_runs, EIGHTS if CODES == "fp8" else FOURS), tl.float32)
         other = tl.zeros((ROWS, num_runs, EIGHTS if CODES == "fp8" else FOURS), tl.float32)
     if IS_WHOLE:

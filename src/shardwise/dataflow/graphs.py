@@ -94,7 +94,10 @@ class Graphs:
         return [events[number] for number in range(len(self._steps))]
 
     def relaunch(self, failures: Failures, needs: Sequence[Copy]) -> "Relaunch | None":
-        """Return how to launch a single graph again if nothing else happens; None if there are several segments."""
+        """Return how to launch a single graph again if nothing else happens.
+
+        None if there are several segments, or if its launch still waits for a thread.
+        """
         segment, end = self._segments[0], self._end
         if len(self._segments) > 1 or segment.graph is None or end is None or end.cuda_event is None:
             return None

@@ -1,7 +1,7 @@
 """Fused Triton kernels, each beside its plain torch definition. Usable alone: `from shardwise import kernels`.
 
-Every function here takes the kernel where there is one for the device and the type, and its definition elsewhere: on a
-CPU, under `kernels=False`, and where somebody watches operators. Both give the same numbers within the type's rounding.
+Every function here uses its kernel if there is one for the device and dtype, and otherwise its definition: on a CPU,
+under `kernels=False`, and while a dispatch mode records operators. Both give the same numbers within rounding.
 """
 
 from shardwise.kernels.cross_entropy import cross_entropy

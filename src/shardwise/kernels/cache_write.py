@@ -1,10 +1,10 @@
-"""A step's keys and values into their blocks: norms of queries and keys, rotary positions, and the write, in one.
+"""Write a step's keys and values into their blocks: norms of queries and keys, rotary positions and the write, fused.
 
-    query, key, value of a token, one behind the other, as one product gives them
+    query, key, value of a token, concatenated, as one product gives them
         query, key ── norm of each head, where there is one ── rotated by the token's position ──┬── queries (out)
         value ───────────────────────────────────────────────────────────────────────────────────┴── blocks
 
-Pairs lie half a head apart or beside each other, and come out half a head apart (`rotary.py`).
+Rotary pairs are half a head apart or adjacent, and come out half a head apart (`rotary.py`).
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from shardwise.kernels.rotary import rotate_plain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What is done to queries and keys before they are written. Tables have a row for each position."""
+    """Norms and rotation applied to queries and keys before they are written. Tables have a row for each position."""
 
     cosine: Tensor | None = None
     sine: Tensor | None = None
@@ -40,7 +40,8 @@ def write_cache(
 ) -> Tensor:
     """Write keys and values of `given`, [tokens, (heads + 2 KV heads) x dim], into [blocks, KV heads, block size, dim].
 
-    A slot is a block and a place there in one number; below 0: nowhere. The queries, [tokens, heads, dim], come back.
+    A slot is block number and offset in one number; a negative slot is not written. Returns the queries, [tokens,
+    heads, dim].
     """
     floats = turn.q_norm, turn.k_norm
     if kernels and takes_kernel(
@@ -70,7 +71,7 @@ def write_cache(
 
 
 def lacks_turn(given: Tensor, keys: Tensor, turn: Turn) -> str | None:
-    """What the programs cannot do with such heads."""
+    """Return what the kernels do not support about such heads, if anything."""
     if keys.shape[3] % 2:
         return f"heads of {keys.shape[3]} numbers, which make no pairs"
     if given.stride(1) != 1 or keys.stride(3) != 1:

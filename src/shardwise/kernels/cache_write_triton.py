@@ -1,4 +1,4 @@
-"""The program of `cache_write.py`: a few heads of one token a program."""
+"""The kernel of `cache_write.py`: each program handles a few heads of one token."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803, N806
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.kernels.launch import launch, overlapping
 
-#: Heads that a program takes at most: of one kind, queries, keys or values.
+#: The most heads per program, all of one kind: queries, keys or values.
 MOST_HEADS = 8
 
 
@@ -22,7 +22,7 @@ def _normed_and_turned(
     HALF_DIM: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ANGLES: tl.constexpr,
     STEP: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Both numbers of each pair, [heads, pairs]; rounded where the definition rounds."""
+    """Return both elements of each pair, [heads, pairs], rounded where the definition rounds."""
     one, other = first.to(tl.float32), second.to(tl.float32)
     if HAS_NORM:
         squares = tl.sum(one * one, 1) + tl.sum(other * other, 1)
@@ -103,7 +103,7 @@ def write(given: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots:
     query = torch.empty((num_tokens, num_heads, dim), dtype=given.dtype, device=given.device)
     if not num_tokens:
         return query
-    # A program has heads of one kind: as many as divide the numbers of both.
+    # A program has heads of one kind, so their number divides both head counts.
     together = num_heads | num_kv_heads
     heads = min(MOST_HEADS, together & -together)
     launch(

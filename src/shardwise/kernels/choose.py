@@ -1,11 +1,11 @@
-"""Whether a call goes to its kernel or to its definition.
+"""Choose between a kernel and its definition:
 
-on a CPU, a meta device, a subclass of Tensor      the definition; in Triton's interpreter a CPU has kernels too, and
+a CPU, a meta device, a subclass of Tensor         the definition; in Triton's interpreter a CPU has kernels too, and
                                                    in a rehearsal the meta device (`launch.py`)
-while a dispatch mode looks at operators           the definition: whoever looks sees operators that it knows
-while torch compiles                               what `WHEN_COMPILED` says
-a type or size that the kernel lacks               the definition, and one line, once
-a Triton that cannot compile                       the definition, and one line, once
+an active dispatch mode that records operators     the definition: the mode sees operators that it knows
+torch.compile is tracing                           as `WHEN_COMPILED` says
+an unsupported dtype or size                       the definition, with one warning, once
+a Triton that cannot compile                       the definition, with one warning, once
 """
 
 import warnings
@@ -19,26 +19,26 @@ from shardwise import environment
 from shardwise.kernels.launch import is_rehearsed
 from shardwise.torch_private import is_compiled_function, is_watched
 
-#: The types of numbers that kernels take.
+#: Dtypes that kernels support.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
-#: Kernels that stay kernels in what torch compiles. The others are cheap for the compiler to fuse with what stands
-#: before and behind them, which a kernel cannot be.
+#: Kernels that are kept under torch.compile. The others are cheap, and the compiler fuses their definitions with the
+#: operations before and after them, which it could not do with a kernel.
 WHEN_COMPILED = frozenset({"cross_entropy", "linear_cross_entropy"})
 
 
 def autocast_type(device: torch.device) -> torch.dtype | None:
-    """What matmuls on a device are computed in, where that is another type than they are given."""
-    # Of the meta device torch does not say.
+    """Return autocast's dtype of matmuls on a device; None without autocast."""
+    # Torch has no autocast state for the meta device.
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
 
 
 def takes_kernel(name: str, *tensors: Tensor | None, lacks: Callable[[], str | None] | None = None) -> bool:
-    """Whether the kernel of this name takes these tensors, whose numbers are all of the first one's type.
+    """Whether the kernel of this name supports these tensors.
 
-    `lacks` says in a few words what the kernel does not have for them, if anything.
+    `lacks` returns in a few words what the kernel does not support about them, if anything.
     """
     given = [each for each in tensors if each is not None]
     first = given[0]
@@ -50,7 +50,7 @@ def takes_kernel(name: str, *tensors: Tensor | None, lacks: Callable[[], str | N
     elif is_watched() or any(type(each) not in (Tensor, nn.Parameter) for each in given):
         return False
     elif first.is_cuda and first.device.index != torch.cuda.current_device():
-        return False  # Triton launches where the process is, not where tensors are.
+        return False  # Triton launches on the current device, not on that of the tensors.
     problem = _problem(given) or (lacks() if lacks is not None else None)
     if problem is not None:
         if not torch.compiler.is_compiling():
@@ -76,10 +76,10 @@ def is_interpreted() -> bool:
 
 
 def settle(module: nn.Module, loss: Callable[..., object] | None, *, kernels: bool = True) -> None:
-    """A module of ours is to be trained with this loss, None if nobody knows it. Without `kernels`, by definitions.
+    """Prepare a module of ours for training with this loss (None: unknown). Without `kernels`, it uses definitions.
 
-    All that has kernels says so with `kernels`, and a head whose logits may wait for the loss with `waits`. A loss that
-    is compiled sees all of them: the compiler does not take what waits.
+    Modules with kernels have an attribute `kernels`, and a head whose logits may wait for the loss has `waits`. Lazy
+    logits do not work with a compiled loss, so then the head computes all of them.
     """
     for each in module.modules():
         if isinstance(each.__dict__.get("kernels"), bool):
@@ -95,14 +95,14 @@ def say_once(line: str) -> None:
 
 @cache
 def compiles(device: torch.device) -> bool:
-    """Whether Triton makes kernels for this GPU: one is made and run."""
+    """Whether Triton can compile for this GPU: compile and run one kernel."""
     try:
         from shardwise.kernels.scale_triton import scale_by
 
         number = torch.ones(1, device=device)
         scale_by(number, number + 1, number)
         torch.cuda.synchronize(device)
-    except Exception as error:  # Whatever Triton, its compiler or the driver raises: training goes on without.
+    except Exception as error:  # Triton, its compiler or the driver may raise anything: go on without kernels.
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         say_once(f"Triton cannot compile kernels for {device} ({reason}): their definitions run in their place")
         return False

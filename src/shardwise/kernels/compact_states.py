@@ -1,17 +1,17 @@
 """AdamW with its two moments in 16 or 8 bits: one pass over weights, gradients and states.
 
-    g ──┬── m = b1 m + (1 - b1) g      nearest          ── kept
-        └── v = b2 v + (1 - b2) g g    by chance        ── kept
-                └── w (1 - lr decay) - lr m' / (sqrt v' + eps), with m and v as they were before they were rounded
+    g ──┬── m = b1 m + (1 - b1) g      rounded to nearest      ── stored
+        └── v = b2 v + (1 - b2) g g    stochastically rounded  ── stored
+                └── w (1 - lr decay) - lr m' / (sqrt v' + eps), with m and v before they are rounded
 
-In 8 bits a moment is a code for each number, and of each 256 the one of the largest magnitude (Dettmers et al. 2022,
-"8-bit optimizers via block-wise quantization"). Codes stand for the numbers of `code_book`: seven decades, the higher
-the finer.
+In 8 bits a moment is one code per number, and for each block of 256 a scale: the number of the largest magnitude
+(Dettmers et al. 2022, "8-bit optimizers via block-wise quantization"). Codes stand for the numbers of `code_book`:
+seven decades, finer towards the top.
 
-The second moment changes by a thousandth in a step, less than half of the distance to the next number that can be kept:
-rounded to the nearest it would never fall. So it is rounded up or down by chance, in proportion. Chance is a hash of
-the number itself and of the step: a run that goes on, and another plan, round the same numbers alike. In 8 bits it is
-never rounded to 0 unless it is: a step over eps alone would be far too long.
+The second moment changes by about a thousandth in a step, less than half of the distance between representable numbers:
+rounded to nearest it would never fall. So it is rounded stochastically, in proportion to the distances. The random bits
+are a hash of the number and of the step, so that a resumed run, or another plan, rounds the same numbers alike. In 8
+bits a nonzero number is never rounded to 0: dividing by eps alone would make the step far too long.
 """
 
 from functools import cache
@@ -24,12 +24,12 @@ from shardwise.kernels.choose import takes_kernel
 
 #: Numbers that share a scale in 8 bits.
 BLOCK = 256
-#: Odd numbers of murmur3's last mix, as int32 has them.
+#: Multipliers of murmur3's finalizer, as int32.
 _MIX = (-2048144789, -1028477387)
 
 
 class AdamWNumbers(NamedTuple):
-    """What a step of AdamW is made of, beside tensors. `step` counts from 1."""
+    """The scalars of an AdamW step. `step` counts from 1."""
 
     lr: float
     beta1: float
@@ -40,7 +40,7 @@ class AdamWNumbers(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Both moments as they are kept. Without scales they are in bf16, else codes."""
+    """Both moments as stored: in bf16 without scales, otherwise as codes."""
 
     first: Tensor
     second: Tensor
@@ -50,9 +50,10 @@ class Moments(NamedTuple):
 
 @cache
 def code_book(*, signed: bool, device: torch.device) -> Tensor:
-    """The 256 numbers that codes stand for, in order: 0, 1, and seven decades below 1 with 1, 2, 4, ... 64 each.
+    """Return the 256 numbers that codes stand for, sorted: 0, 1, and seven decades below 1 with 1, 2, 4, ... 64 each.
 
-    With a sign each has its negative; without, twice as many. A decade's are in the middle of equal parts of it.
+    Signed, each has its negative; unsigned, there are twice as many. A decade's numbers are the midpoints of equal
+    parts of it.
     """
     found = [0.0, 1.0]
     for decade in range(7):
@@ -65,7 +66,7 @@ def code_book(*, signed: bool, device: torch.device) -> Tensor:
 
 
 def make_moments(weight: Tensor, *, bits: int) -> Moments:
-    """Both, of zeros."""
+    """Make both moments, filled with zeros."""
     if bits == 16:
         zeros = torch.zeros_like(weight, dtype=torch.bfloat16)
         return Moments(zeros, zeros.clone())
@@ -76,25 +77,25 @@ def make_moments(weight: Tensor, *, bits: int) -> Moments:
 
 
 def decode(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
-    """The numbers in float32."""
+    """Return the numbers in float32."""
     numbers = code_book(signed=signed, device=codes.device)[codes.reshape(-1).int()]
     scales = scale.repeat_interleave(BLOCK)[: codes.numel()]
     return (numbers * scales).view(codes.shape)
 
 
 def encode(numbers: Tensor, *, signed: bool, step: int = 0) -> tuple[Tensor, Tensor]:
-    """Codes of float32 numbers, and of each block the one of the largest magnitude.
+    """Return codes of float32 numbers, and the number of the largest magnitude in each block as its scale.
 
-    With a sign the nearest code, without by chance.
+    Signed numbers get the nearest code, unsigned ones are rounded stochastically.
     """
     flat = numbers.reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-    # With its sign: 1 is in the book, and -1 is not.
+    # The scale keeps its sign, because 1 is in the book and -1 is not.
     highest, lowest = padded.amax(1), padded.amin(1)
     scale = torch.where(highest >= -lowest, highest, lowest)
     shares = padded / torch.where(scale == 0, 1.0, scale)[:, None]
     book = code_book(signed=signed, device=numbers.device)
-    # NaN compares with nothing: its code is the lowest, and its block's scale NaN.
+    # NaN has no order: it gets the lowest code, and its block's scale is NaN.
     shares = torch.where(shares.isnan(), book[0], shares)
     below = (torch.searchsorted(book, shares, right=True) - 1).clamp(0, len(book) - 2)
     low, high = book[below], book[below + 1]
@@ -107,7 +108,7 @@ def encode(numbers: Tensor, *, signed: bool, step: int = 0) -> tuple[Tensor, Ten
 
 
 def round_by_chance(numbers: Tensor, step: int) -> Tensor:
-    """Float32 numbers in bf16: up or down, in proportion to what is nearer."""
+    """Round float32 numbers to bf16 stochastically: up or down, in proportion to the distances."""
     bits = numbers.view(torch.int32)
     raised = bits + (_hash(bits, step) & 0xFFFF)
     return torch.where(numbers.isfinite(), (raised & -65536).view(torch.float32), numbers).to(torch.bfloat16)
@@ -116,7 +117,7 @@ def round_by_chance(numbers: Tensor, step: int) -> Tensor:
 def adamw_step(
     weight: Tensor, gradient: Tensor, moments: Moments, numbers: AdamWNumbers, *, kernels: bool = True
 ) -> None:
-    """Update a weight and its moments in place. All is computed in float32."""
+    """Update a weight and its moments in place. Computes in float32."""
     if kernels and weight.is_contiguous() and takes_kernel("adamw_step", weight, gradient, *moments):
         from shardwise.kernels.compact_states_triton import step_moments
 
@@ -135,7 +136,7 @@ def adamw_step(
 
 
 def decoded(moments: Moments) -> tuple[Tensor, Tensor]:
-    """Both in float32, to be written to."""
+    """Return both moments in float32, as tensors that may be written."""
     if moments.first_scale is None or moments.second_scale is None:
         return moments.first.float(), moments.second.float()
     return (
@@ -145,7 +146,7 @@ def decoded(moments: Moments) -> tuple[Tensor, Tensor]:
 
 
 def put(moments: Moments, first: Tensor, second: Tensor, step: int) -> None:
-    """Keep both, rounded."""
+    """Round and store both moments."""
     if moments.first_scale is None or moments.second_scale is None:
         moments.first.copy_(first)
         moments.second.copy_(round_by_chance(second, step))
@@ -159,7 +160,7 @@ def put(moments: Moments, first: Tensor, second: Tensor, step: int) -> None:
 
 
 def _chance(numbers: Tensor, step: int) -> Tensor:
-    """From 0 to 1, 1 not among them."""
+    """Return pseudo-random numbers in [0, 1)."""
     return (_hash(numbers.view(torch.int32), step) & 0xFFFFFF).float() / 2**24
 
 

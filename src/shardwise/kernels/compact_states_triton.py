@@ -1,4 +1,4 @@
-"""The program of `compact_states.py`: it has some blocks of a weight, its gradient and both moments in registers."""
+"""The kernel of `compact_states.py`: a program holds some blocks of a weight, its gradient and moments in registers."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Blocks that a program takes.
+#: Blocks per program, and warps.
 ROWS, WARPS = 4, 4
 
 
@@ -22,7 +22,7 @@ def _hash(bits, salt):
 
 @triton.jit
 def _below(share, book):
-    """The last code whose number is not above a share, by halving: at most the last but one."""
+    """Return the last code whose number is at most a share, by bisection; at most the last but one."""
     found = tl.zeros_like(share).to(tl.int32)
     for power in tl.static_range(8):
         step = 128 >> power
@@ -32,7 +32,7 @@ def _below(share, book):
 
 @triton.jit
 def _largest(x):
-    """The number of the largest magnitude in each row, with its sign; NaN where there is one."""
+    """Return the number of the largest magnitude in each row, with its sign; NaN if the row has one."""
     has_nan = tl.max((x != x).to(tl.int32), axis=1)
     highest, lowest = tl.max(x, axis=1), tl.min(x, axis=1)
     return tl.where(has_nan == 1, float("nan"), tl.where(highest >= -lowest, highest, lowest))
@@ -63,7 +63,7 @@ def _step(
     else:
         m = tl.load(first + at, mask=mask, other=0.0).to(tl.float32)
         v = tl.load(second + at, mask=mask, other=0.0).to(tl.float32)
-    # What lies behind the end takes part in no block's largest number.
+    # Elements past the end do not take part in any block's largest number.
     m = tl.where(mask, m + (g - m) * (1.0 - beta1), 0.0)
     v = tl.where(mask, v * beta2 + g * g * (1.0 - beta2), 0.0)
     size = tl.sqrt(v / correction2) + eps
@@ -93,13 +93,13 @@ def _step(
 
 
 def step_moments(weight: Tensor, gradient: Tensor, moments, numbers, books, block: int) -> None:
-    """Update a weight that lies in one piece, and its moments. `books` are those of first and second moments."""
+    """Update a contiguous weight and its moments. `books` are the code books of the first and second moments."""
     n = weight.numel()
     if not n:
         return
     in_blocks = moments.first_scale is not None
     num_blocks = triton.cdiv(n, block)
-    # Without scales nothing reads the places of scales and books.
+    # Without scales, the kernel does not read the arguments for scales and books.
     scales = (moments.first_scale, moments.second_scale) if in_blocks else (moments.first, moments.first)
     salt = torch.tensor(numbers.step * 0x9E3779B1 % 2**32, dtype=torch.int64, device="cpu").to(torch.int32).item()
     _step[(triton.cdiv(num_blocks, ROWS),)](

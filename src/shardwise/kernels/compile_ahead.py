@@ -1,9 +1,9 @@
-"""Kernels that are compiled before anybody waits for them, by many threads at once.
+"""Compile kernels before they are needed, with many threads.
 
-Whoever launches first would wait for one after the other, half a second each. Nine tenths of that is not under Python's
-lock: passes over the code, the assembler, and in older versions of Triton a C compiler. Before the first Triton also
-reads all of itself to name what it keeps on disk: a second or two, whatever is kept there. That is done while what will
-be launched is found out.
+On first launch they would compile one after another, half a second each. Nine tenths of that runs without Python's
+lock: compiler passes, the assembler, and in older versions of Triton a C compiler. Before its first compilation Triton
+also hashes its own sources for the keys of its disk cache, which takes a second or two even if the cache is warm. That
+happens while the launches are being found.
 """
 
 import os
@@ -21,8 +21,8 @@ _MOST_THREADS = 16
 
 
 def begin_to_compile(find: Callable[[], Iterable[Launch]], device: torch.device) -> "Future[int]":
-    """In a thread beside this one: find what will be launched, and compile it for a GPU. How many were."""
-    if device == torch.device("cuda"):  # Whichever is current here: another thread has its own.
+    """Find in a background thread what will be launched, and compile it for a GPU. The result is how many compiled."""
+    if device == torch.device("cuda"):  # Resolve it here: another thread has its own current device.
         device = torch.device("cuda", torch.cuda.current_device())
     beside = ThreadPoolExecutor(1)
     compiled = beside.submit(_compile_all, find, device)
@@ -32,19 +32,19 @@ def begin_to_compile(find: Callable[[], Iterable[Launch]], device: torch.device)
 
 def _compile_all(find: Callable[[], Iterable[Launch]], device: torch.device) -> int:
     try:
-        torch.cuda.set_device(device)  # Of a thread.
+        torch.cuda.set_device(device)  # This is per thread.
         if not compiles(device):
             return 0
         return compile_all(find(), before=lambda: torch.cuda.set_device(device))
-    except Exception as error:  # Whatever it is, the first launch meets it again, or compiles what is missing.
+    except Exception as error:  # The first launch meets the error again, or compiles what is missing.
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         say_once(f"kernels are compiled when they are first needed, not ahead ({reason})")
         return 0
 
 
 def compile_all(launches: Iterable[Launch], *, before: Callable[[], object] | None = None) -> int:
-    """Compile these for the current GPU, and load them there; how many there was nothing wrong with, which a launch
-    would meet again. `before` is called in each thread."""
+    """Compile these for the current GPU and load them. Returns how many succeeded; a launch would meet the errors of
+    the others again. `before` is called in each thread."""
     from triton import AsyncCompileMode  # type: ignore[import-untyped]
 
     threads = min(os.cpu_count() or 1, _MOST_THREADS)
@@ -56,7 +56,7 @@ def compile_all(launches: Iterable[Launch], *, before: Callable[[], object] | No
 
 
 def _name_triton() -> None:
-    """Have Triton read all of itself, once. Where it keeps that elsewhere, its first kernel does it."""
+    """Have Triton hash its sources, once. If that function has moved, its first compilation does it."""
     with suppress(ImportError):
         from triton.runtime.cache import triton_key  # type: ignore[import-untyped]
 
@@ -64,14 +64,14 @@ def _name_triton() -> None:
 
 
 def _behind(launches: Iterable[Launch], named: "Future[None]") -> Iterator[Launch]:
-    """The same, from the first on behind that: else it would be done twice."""
+    """Yield the launches once that hash is known: otherwise threads would compute it twice."""
     for each in launches:
         named.result()
         yield each
 
 
 def _is_loaded(kernel: Any) -> bool:
-    """Loading a program makes what launches it, too."""
+    """Whether a kernel compiled; loading it also makes its launcher."""
     try:
         return (kernel.result() if hasattr(kernel, "result") else kernel).run is not None
     except Exception:

@@ -8,9 +8,9 @@
 
     dz_c = p_c ((1 - s) w_t + s / words sum(w) + 2 z_loss lse) - s / words w_c - [c = t] (1 - s) w_t
 
-Forward reads the logits once, and keeps three numbers of each token: the highest logit, the sum of exponentials, and
-the label's logit. Those are also all that crosses ranks where each has a part of the words. Backward reads the logits
-and writes their gradient. A token whose label is ignored learns nothing; a label that is no word gives NaN.
+Forward reads the logits once and keeps three numbers per token: the maximum, the sum of exponentials, and the label's
+logit. Only these are exchanged between ranks if the vocabulary is sharded. Backward reads the logits and writes their
+gradient. A token with an ignored label has no gradient; a label outside of the vocabulary gives NaN.
 """
 
 from typing import Any, cast
@@ -39,9 +39,9 @@ def cross_entropy(
     reduction: str = "mean",
     kernels: bool = True,
 ) -> Tensor:
-    """The loss of [tokens, words], as `torch.nn.functional.cross_entropy` of the logits in float32.
+    """Return the loss of [tokens, words], like `torch.nn.functional.cross_entropy` of the logits in float32.
 
-    `weight` is of classes: [words]. A mean is over the weights of the labels that count.
+    `weight`, [words], is of classes. A mean is over the weights of the labels that are not ignored.
     """
     terms = make_terms(ignore_index, label_smoothing, softcap, z_loss, reduction)
     check_shapes(logits, labels, "logits")
@@ -76,7 +76,7 @@ def check_shapes(rows: Tensor, labels: Tensor, name: str) -> None:
 
 
 def plain_losses(logits: Tensor, labels: Tensor, weight: Tensor | None, terms: Terms) -> Tensor:
-    """The definition: each token's loss."""
+    """The definition: return each token's loss."""
     scores = logits.float()
     if terms.softcap:
         scores = terms.softcap * torch.tanh(scores / terms.softcap)
@@ -95,7 +95,7 @@ def plain_losses(logits: Tensor, labels: Tensor, weight: Tensor | None, terms: T
 
 
 def weight_of_all(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What a mean is over."""
+    """Return the denominator of a mean."""
     counts = labels != ignore_index
     return counts.sum() if weight is None else (weight.float()[labels.masked_fill(~counts, 0)] * counts).sum()
 

@@ -1,4 +1,4 @@
-"""The programs of `cross_entropy.py`, which `linear_cross_entropy.py` uses for chunks of logits too."""
+"""The kernels of `cross_entropy.py`, which `linear_cross_entropy.py` also uses for chunks of logits."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803, ARG001
@@ -12,7 +12,7 @@ from torch.library import custom_op
 from shardwise.kernels.device_functions import tanh
 from shardwise.kernels.loss_terms import Terms
 
-#: Words that a program takes at a time, and its warps. `benchmarks/kernels.py --sweep` tries others.
+#: Words per iteration of a program, and its warps. `benchmarks/kernels.py --sweep` tries others.
 BLOCK, WARPS = 4096, 4
 
 
@@ -31,7 +31,7 @@ def _stats(
     token = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + token).to(tl.int64)
     if label == ignored:
-        # Numbers that give no NaN further on.
+        # Values that cause no NaN later.
         tl.store(out + token, 0.0)
         tl.store(out + tokens + token, 1.0)
         tl.store(out + 2 * tokens + token, 0.0)
@@ -47,7 +47,7 @@ def _stats(
             z = _cap(z, softcap, HAS_CAP)
             z = tl.where(mask, z, -float("inf"))
             new = tl.maximum(top, tl.max(z, 0))
-            # Where all so far is -inf there is nothing to shift by.
+            # If everything so far is -inf, there is no maximum to shift by.
             shift = tl.where(new == -float("inf"), 0.0, new)
             total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift), 0)
             top = new
@@ -106,10 +106,10 @@ def _gradient(
 
 
 def stats_into(logits, labels, weight, out, terms, first: int = 0, here: int | None = None, words: int | None = None):
-    """Four numbers of each token, to `out` [4, tokens], over the words of this rank: `here` of them from `first` on.
+    """Write four numbers per token to `out`, [4, tokens], over this rank's words: `here` of them from `first` on.
 
-    They are the highest logit, the sum of exponentials of what is below it, the label's logit (0 if it is not here),
-    and the weighted sum of the logits, which label smoothing asks for.
+    They are the maximum logit, the sum of exponentials relative to it, the label's logit (0 if it is on another rank),
+    and the weighted sum of the logits, for label smoothing.
     """
     tokens, width = logits.shape
     here, words = width if here is None else here, width if words is None else words
@@ -125,7 +125,7 @@ def stats_into(logits, labels, weight, out, terms, first: int = 0, here: int | N
 def gradient_into(
     logits, labels, stats, scale, weight, weight_sum, out, terms, first: int = 0, here=None, words=None
 ) -> None:
-    """The gradient of the logits, to `out`, which may be the logits. `scale` is what each token's is multiplied by."""
+    """Write the gradient of the logits to `out`, which may be the logits. `scale` multiplies each token's gradient."""
     tokens, width = logits.shape
     here, words = width if here is None else here, width if words is None else words
     block = min(BLOCK, triton.next_power_of_2(max(width, 16)))

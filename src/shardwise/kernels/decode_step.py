@@ -1,6 +1,6 @@
-"""Attention of a decode step: the newest key and value of each sequence into its block, and its query over all, in one.
+"""Attention of a decode step, fused: write each sequence's newest key and value into its block, and attend to all.
 
-query, key, value of one token a sequence, as one product gives them
+query, key, value of one token per sequence, as one product gives them
     key, value ── norm, rotated (`cache_write.py`) ── the sequence's block
     query ─────── norm, rotated ── over all of the sequence's blocks (`paged_attention.py`) ── out
 """
@@ -26,11 +26,11 @@ def decode_step(
     counters: Tensor | None = None,
     kernels: bool = True,
 ) -> Tensor:
-    """Of `given`, [sequences, (heads + 2 KV heads) x dim], what the queries see: [sequences, heads, dim].
+    """Return the attention of `given`, [sequences, (heads + 2 KV heads) x dim], as [sequences, heads, dim].
 
-    Lengths count the newest token; 0 is a row that nobody asked for: it writes nothing, and gives zeros. Lengths and
-    tables are read while the kernel that makes `given` may still run: it must not be the one that writes them.
-    `counters` as in `paged_decode`.
+    Lengths count the newest token; a row of length 0 is padding: it writes nothing, and gives zeros. Lengths and tables
+    are read while the kernel that makes `given` may still run, so that kernel must not write them. `counters` are as in
+    `paged_decode`.
     """
     floats = turn.q_norm, turn.k_norm
     if kernels and takes_kernel(

@@ -1,4 +1,4 @@
-"""What programs of several files call: activations, products, lines that are fetched ahead."""
+"""Device functions shared by kernels: activations, tile products, prefetches."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803
@@ -9,19 +9,19 @@ import triton.language as tl
 
 from shardwise.kernels.choose import is_interpreted
 
-#: Bytes in a line of the cache.
+#: Bytes of a cache line.
 LINE = tl.constexpr(128)
 
 
 @triton.jit
 def tanh(x):
-    """From the exponential, which every Triton has; right where it is large, too."""
+    """Compute tanh from the exponential, which every Triton has; accurate for large x too."""
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """What a gate is put through: silu, gelu, or gelu by its tanh."""
+    """Apply the gate's activation: silu, gelu, or gelu by tanh."""
     if ACTIVATION == "silu":
         return x / (1.0 + tl.exp(-x))
     if ACTIVATION == "gelu":
@@ -31,7 +31,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def slope_of(x, ACTIVATION: tl.constexpr):
-    """Its derivative."""
+    """Return the activation's derivative."""
     if ACTIVATION == "silu":
         s = 1.0 / (1.0 + tl.exp(-x))
         return s * (1.0 + x * (1.0 - s))
@@ -44,14 +44,14 @@ def slope_of(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr):
-    """A product of two tiles. `PRECISION` is what `precision_of` says."""
-    if PRECISION == "interpreted":  # Its products take the bits of bfloat16 for whole numbers.
+    """Multiply two tiles. `PRECISION` comes from `precision_of`."""
+    if PRECISION == "interpreted":  # The interpreter's products take the bits of bfloat16 for integers.
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b, input_precision=PRECISION)
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """How `dot` multiplies tiles of a type: in float32 with all bits, as the definitions do."""
+    """Return how `dot` multiplies tiles of a dtype: float32 in full precision, as in the definitions."""
     if is_interpreted():
         return "interpreted"
     return "ieee" if dtype == torch.float32 else "tf32"
@@ -59,7 +59,7 @@ def precision_of(dtype: torch.dtype) -> str:
 
 @triton.jit
 def prefetch(addresses):
-    """Have lines of memory come into the cache, and go on."""
+    """Prefetch cache lines, without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -67,7 +67,7 @@ def prefetch(addresses):
 
 @triton.jit
 def prefetch_rows(rows, stride, AHEAD: tl.constexpr):
-    """The beginning of rows of a weight, `AHEAD` bytes of each."""
+    """Prefetch the first `AHEAD` bytes of each row of a weight."""
     each: tl.constexpr = LINE // (rows.dtype.element_ty.primitive_bitwidth // 8)
     line = tl.minimum(tl.arange(0, AHEAD // LINE) * each, stride - 1)
     prefetch(rows + line[None, :])

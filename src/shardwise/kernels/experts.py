@@ -1,15 +1,15 @@
-"""What a layer of experts does around its products: choose, sort by expert, and bring back.
+"""The operations around the products of a mixture of experts: route, sort by expert, permute and unpermute.
 
-With 2 of 3 experts a token, and `x1` for the choice of token x that is its second:
+With 2 of 3 experts per token, where `x1` is the second choice of token x:
 
     choices        a0 a1 b0 b1 c0 c1        going to expert  2 0 1 0 0 2
     in order       a1 b1 c0 | b0 | a0 c1    counts           3 1 2
 
     route        logits to chosen experts and their weights, one pass over a row
-    make_order   choices in the order of their experts, and how many each has
+    make_order   choices sorted by expert, and how many each expert has
     permute      tokens to rows; backward: each token sums its rows
     grouped_matmul   each expert's rows with its matrix; the counts stay on the device
-    unpermute    rows to tokens, each the sum of its experts' outputs times their weights, one pass, no copy of rows
+    unpermute    rows to tokens: the sum of the experts' outputs times their weights, in one pass without a copy of rows
 
 Nothing waits for the host, and no two programs add to one number: a rerun is bitwise the same.
 """
@@ -24,13 +24,13 @@ from shardwise.errors import ShardwiseError
 from shardwise.kernels.choose import autocast_type, takes_kernel
 from shardwise.torch_private import is_watched
 
-#: More experts than a program holds a row of.
+#: The most experts for which a program can hold a row.
 MOST_EXPERTS = 1024
 
 
 class Order(NamedTuple):
-    """`order` is the choice at each row, without those that are dropped; `rows` is the row of each choice, and dropped
-    ones have rows behind all others. `counts` is the number of rows of each expert."""
+    """`order` is the choice at each row, without dropped choices; `rows` is the row of each choice, where dropped ones
+    have rows past all others. `counts` is the number of rows of each expert."""
 
     order: Tensor
     rows: Tensor
@@ -47,10 +47,10 @@ def route(
     correction: Tensor | None = None,
     kernels: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The weights of the chosen experts, in float32, and which they are, both [tokens, chosen].
+    """Return the weights of the chosen experts, in float32, and their numbers, both [tokens, chosen].
 
-    Scores are softmax or sigmoid of the logits; `correction`, [experts], is added for choosing alone. Normalised
-    weights have the sum `scale`.
+    Scores are softmax or sigmoid of the logits. `correction`, [experts], is added only for the choice. Normalised
+    weights sum to `scale`.
     """
     if scores not in ("softmax", "sigmoid"):
         raise ShardwiseError(f"no scores are called {scores!r}", remedy="softmax or sigmoid")
@@ -73,9 +73,9 @@ def route(
 
 
 def make_order(experts: Tensor, num_experts: int) -> Order:
-    """Sort the choices of all tokens, [tokens, chosen], by expert; within one, by token.
+    """Sort the choices of all tokens, [tokens, chosen], by expert; for one expert, by token.
 
-    By torch's sort: a counting sort of our own took 242 us for 131,072 choices of 128 experts on an H200, and it 145.
+    This uses torch's sort: for 131,072 choices of 128 experts on an H200 it took 145 us, our counting sort 242 us.
     """
     flat = experts.flatten()
     order = flat.argsort(stable=True)
@@ -85,13 +85,13 @@ def make_order(experts: Tensor, num_experts: int) -> Order:
 
 
 def permute(tokens: Tensor, order: Order, *, kernels: bool = True) -> Tensor:
-    """[tokens, width] to one row for each choice that is kept, in the order of the experts."""
+    """Copy [tokens, width] to one row for each choice that is not dropped, sorted by expert."""
     has_kernel = kernels and takes_kernel("permute", tokens, order.order, order.rows)
     return cast(Tensor, _Permute.apply(tokens, order.order, order.rows, has_kernel))  # type: ignore[no-untyped-call]
 
 
 def unpermute(outputs: Tensor, weights: Tensor, order: Order, *, kernels: bool = True) -> Tensor:
-    """What experts made of each row, back at its token: the weighted sum over its choices. A dropped one gives 0.
+    """Return for each token the weighted sum of its choices' expert outputs. A dropped choice contributes 0.
 
     `weights` is [tokens, chosen].
     """
@@ -104,9 +104,9 @@ def unpermute(outputs: Tensor, weights: Tensor, order: Order, *, kernels: bool =
 
 
 def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Multiply [rows, in], sorted by expert, with each one's [in, out] of `weights` [experts, in, out]."""
+    """Multiply [rows, in], sorted by expert, with each expert's [in, out] of `weights`, [experts, in, out]."""
     if rows.is_meta:
-        return rows @ weights[0]  # Without numbers nobody knows whose a row is; the shape and the work are the same.
+        return rows @ weights[0]  # On the meta device the counts are unknown; the shape and the FLOPs are the same.
     dtype = autocast_type(rows.device)
     if dtype is not None:
         rows, weights = rows.to(dtype), weights.to(dtype)
@@ -117,7 +117,7 @@ def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def _has_grouped(rows: Tensor, weights: Tensor) -> bool:
-    """Whether torch multiplies all groups at once: on Hopper and later, rows at multiples of 16 bytes."""
+    """Whether torch has a grouped matmul for these: on Hopper and later, with rows aligned to 16 bytes."""
     return (
         rows.is_cuda
         and rows.dtype == weights.dtype == torch.bfloat16
@@ -131,7 +131,7 @@ def _lacks(num_experts: int) -> str | None:
 
 
 def _by_choice(rows: Tensor, row_of: Tensor) -> Tensor:
-    """From rows to choices; those without a row get zeros."""
+    """Gather rows by choice; dropped choices get zeros."""
     return nn.functional.pad(rows, (0, 0, 0, row_of.numel() - rows.shape[0])).index_select(0, row_of)
 
 
@@ -163,7 +163,7 @@ class _Route(Function):
 
 
 class _Permute(Function):
-    """Each token's row as often as it was chosen. Backward: back in the order of the choices, summed over a token's."""
+    """Copies each token's row once per choice. Backward: gathers by choice, and sums over each token's choices."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, rows: Tensor, has_kernel: bool) -> Tensor:
@@ -187,7 +187,7 @@ class _Permute(Function):
 
 
 class _ByChoice(Function):
-    """From rows to choices; the backward is a gather too, where torch's would add."""
+    """Gathers rows by choice. The backward is a gather too, where torch's would use atomic adds."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, order: Tensor, rows: Tensor) -> Tensor:

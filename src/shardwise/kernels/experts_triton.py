@@ -1,4 +1,4 @@
-"""The programs of `experts.py`."""
+"""The kernels of `experts.py`."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803, ARG001, SIM108
@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-#: Numbers of a row that a program takes at a time.
+#: Columns of a row per iteration of a program.
 BLOCK = 2048
-#: Scores of tokens that a program holds, and its warps: a processor has room for more warps than programs.
+#: Scores (tokens x experts) per program, and its warps: a multiprocessor has room for more warps than programs.
 #: `benchmarks/kernels.py --sweep` tries others.
 SCORES, WARPS = 512, 4
 
@@ -34,14 +34,14 @@ def _route(
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     expert = tl.arange(0, EXPERTS)[None, :]
     is_expert = expert < num_experts
-    # Tokens behind the last one are a row of equal scores: no NaN of theirs, and nothing of it is written.
+    # Tokens past the end are rows of equal scores: they cause no NaN, and are not written.
     logit = tl.load(logits + token * stride + expert, mask=(token < tokens) & is_expert, other=0.0).to(tl.float32)
     logit = tl.where(is_expert, logit, -float("inf"))
     scores = _scores(logit, is_expert, IS_SIGMOID)
     ranked = scores
     if HAS_CORRECTION:
         ranked += tl.load(correction + expert, mask=is_expert, other=0.0).to(tl.float32)
-    # NaN is the highest, as for torch, and what is not taken yet is above what is.
+    # NaN ranks highest, as in torch. All others are clamped to finite, because -inf marks those already taken.
     ranked = tl.where(ranked != ranked, 3.4e38, tl.minimum(tl.maximum(ranked, -3.4e38), 3.4e38))
     ranked = tl.where(is_expert, ranked, -float("inf"))
     slot = tl.arange(0, CHOSEN_BLOCK)[None, :]
@@ -74,7 +74,7 @@ def _route_backward(
     logit = tl.load(logits + token * stride + expert, mask=is_token & is_expert, other=0.0).to(tl.float32)
     logit = tl.where(is_expert, logit, -float("inf"))
     scores = _scores(logit, is_expert, IS_SIGMOID)
-    # The gradients of the chosen, each at its expert.
+    # Scatter the gradients of the chosen to their experts.
     is_chosen = tl.zeros((TOKENS, EXPERTS), tl.int32)
     d = tl.zeros((TOKENS, EXPERTS), tl.float32)
     for nth in tl.static_range(CHOSEN):
@@ -95,7 +95,7 @@ def _route_backward(
 
 @triton.jit
 def _copy(x, rows, out, stride, num_rows, n, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
-    # By token: each is read once, wherever its rows are. By row, tokens would come from memory once for each choice.
+    # One program per token reads the token once, wherever its rows are. By row, it would be read once per choice.
     blocks = tl.cdiv(n, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -114,7 +114,7 @@ def _sum(x, weights, rows, out, num_rows, n, CHOSEN: tl.constexpr, HAS_WEIGHTS: 
     total = tl.zeros((BLOCK,), tl.float32)
     for nth in tl.static_range(CHOSEN):
         row = tl.load(rows + token * CHOSEN + nth).to(tl.int64)
-        # A dropped choice has no row: none of its numbers are read.
+        # A dropped choice has no row: read nothing.
         end = tl.where(row < num_rows, n, 0)
         value = tl.load(x + row * n + column, mask=column < end, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
@@ -195,7 +195,7 @@ def _(gradient, logits, experts, is_sigmoid, normalised, scale):
 
 @custom_op("shardwise::copy_rows", mutates_args=())
 def copy_rows(x: Tensor, rows: Tensor, num_chosen: int, num_rows: int) -> Tensor:
-    """Each token at all of its rows, of which there are `num_rows`."""
+    """Copy each token to all of its rows; there are `num_rows` in all."""
     x = _lying(x)
     n = x.shape[1]
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
@@ -214,7 +214,7 @@ def _(x, rows, num_chosen, num_rows):
 
 @custom_op("shardwise::sum_rows", mutates_args=())
 def sum_rows(x: Tensor, weights: Tensor | None, rows: Tensor, num_chosen: int) -> Tensor:
-    """For each token the sum of its rows, times their weights."""
+    """Return for each token the sum of its rows, times their weights."""
     x = x.contiguous()
     tokens, n = rows.numel() // num_chosen, x.shape[1]
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
@@ -234,7 +234,7 @@ def _(x, weights, rows, num_chosen):
 
 @custom_op("shardwise::spread_rows", mutates_args=())
 def spread_rows(gradient: Tensor, outputs: Tensor, weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `sum_rows`."""
+    """Return the gradients of `sum_rows`."""
     gradient, outputs = _lying(gradient), outputs.contiguous()
     d_outputs = torch.empty(outputs.shape, dtype=outputs.dtype, device=outputs.device)
     d_weights = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)

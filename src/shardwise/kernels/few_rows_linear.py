@@ -1,16 +1,16 @@
-"""A linear layer of a few rows, with the gate that may stand behind it: a decode step of some sequences is made of it.
+"""A linear layer for a few rows, with an optional gate: the matmul of a decode step with a few sequences.
 
     x, a few rows ──┬─ y = W x + b
                     └─ activation(G x) * (U x), where W is G above U
 
-As with one row (`row_linear.py`) the time is that of reading W. A library's kernels come close to that where W is
-large; where it is not, their beginning and end are a quarter of it. This one asks for its weights while the kernel
-before it ends. Products are those of tensor cores, with W on the side that has many rows.
+As with one row (`row_linear.py`), the time is that of reading W. A library's kernels come close to that if W is large;
+otherwise their prologue and epilogue take a quarter of the time. This kernel requests its weights while the previous
+kernel ends. It uses tensor cores, with W as the operand that has many rows.
 
-A W of fewer bits (`narrow.py`) is made wide in registers, tile by tile, again for each 64 rows of x. So with more
-than `MOST_ROWS_NARROW` rows it is made wide once, in memory, and multiplied by torch. By its bytes, not measured: of an
-8B that writes and reads 24 GB more, 6 ms, where the products of 2,048 tokens are 55 ms of a library's kernels, whose
-speed no short program with conversions between its products would have.
+A quantised W (`narrow.py`) is dequantised in registers, tile by tile, once for each 64 rows of x. So with more than
+`MOST_ROWS_NARROW` rows it is dequantised once, in memory, and multiplied by torch. Estimated from bytes, not measured:
+for an 8B model that writes and reads 24 GB more, 6 ms, while the products of 2,048 tokens take a library's kernels 55
+ms, a speed that no short kernel with conversions between its products would reach.
 """
 
 from typing import cast
@@ -25,11 +25,11 @@ from shardwise.kernels.launch import is_on_gpu, overlapping
 from shardwise.kernels.narrow import RUN, NarrowWeight
 from shardwise.kernels.widen import widen
 
-#: Tried up to so many rows; more are a library's.
+#: The most rows that were tried; for more, a library is used.
 MOST_ROWS = 32
-#: With weights of fewer bits.
+#: The same for quantised weights.
 MOST_ROWS_NARROW = 128
-#: What a program reads of W at a time has so many columns: W is a multiple of that wide.
+#: Columns of W that a program reads at a time: the width of W is a multiple of this.
 COLUMNS = 64
 
 
@@ -41,7 +41,7 @@ def few_rows_linear(
     activation: Activation | None = None,
     kernels: bool = True,
 ) -> Tensor:
-    """`x` is [rows, in]. The output, [rows, out] or half of that behind a gate; of many rows by torch's product."""
+    """Return [rows, out], or half of that with a gate, for `x`, [rows, in]. Many rows use torch's matmul."""
     if isinstance(weight, Tensor):
         is_taken = kernels and _are_few(x, weight) and takes_kernel("few_rows_linear", x, weight, bias)
     else:
@@ -57,7 +57,7 @@ def few_rows_linear(
 
 
 def _are_few(x: Tensor, weight: Tensor) -> bool:
-    """That there are more of them, fp32, or an older GPU, is no lack: a library has those."""
+    """Whether the kernel applies. More rows, fp32 and older GPUs need no warning: a library handles them."""
     if is_on_gpu(x) and not overlapping(x.device)["OVERLAPS"]:
         return False
     is_half = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype

@@ -1,10 +1,10 @@
-"""The program of `few_rows_linear.py`: some rows of the weight a program, and all rows of x, or a tile of them.
+"""The kernel of `few_rows_linear.py`: a program has some rows of the weight, and all rows of x or a tile of them.
 
-`CODES` is the kind of a weight in fewer bits (`narrow.py`), or nothing. In fp8 a row's scale is put on its sums.
+`CODES` is the kind of a quantised weight (`narrow.py`), or empty. In fp8 a row's scale is applied to its sums.
 
-Where that makes fewer programs than a GPU should have, columns are split over several, too: each leaves its sums, and
-whoever comes last adds them, in the order of columns. So numbers do not hang on who that is. Programs of fewer rows
-would read x more often: of a narrow weight that is more than what they read of the weight.
+If that makes too few programs for a GPU, columns are split over several programs too (split-K). Each program stores its
+partial sums, and the last one to finish adds them in the order of columns, so the result does not depend on which one
+is last. Programs with fewer rows would read x more often, which for a quantised weight is more than the weight itself.
 """
 
 # mypy: ignore-errors
@@ -36,9 +36,9 @@ from shardwise.kernels.widen_triton import (
 
 
 class Tile(NamedTuple):
-    """Rows and columns of the weight that a program has at a time, how many tiles are on their way, and warps; how many
-    programs a processor should have, if there are fewer columns for each; and whether a tile of codes is multiplied as
-    a whole, or what is at each place of its words after the other."""
+    """Rows and columns of the weight per iteration of a program, pipeline stages, and warps; the wanted number of
+    programs per multiprocessor, reached by splitting columns; and whether a tile of codes is multiplied at once, or
+    one position of its words after another."""
 
     rows: int
     columns: int
@@ -48,40 +48,39 @@ class Tile(NamedTuple):
     is_whole: bool = False
 
 
-#: Without a gate, of weights with narrow and with wide rows, and with one, whose program has two tiles at a time; and
-#: how many bytes of a row are fetched into the cache while the kernel before ends. `benchmarks/serving.py --cases rows`
-#: tries others.
+#: Without a gate, for weights with narrow and with wide rows; with a gate, where a program has two tiles at a time; and
+#: how many bytes of a row are prefetched while the previous kernel ends. `benchmarks/serving.py --cases rows` tries
+#: others.
 NARROW, WIDE, GATED, AHEAD = Tile(64, 128, 6, 4), Tile(32, 256, 6, 2), Tile(64, 64, 5, 4), 1024
-#: Of weights in fewer bits, by kind and whether there is a gate, for up to so many rows of x: the fastest of those that
-#: were tried on an H200 with the products of an 8B (2026-11-18). What is read of x is as much as what is read of the
-#: weight, so programs have many rows. Products of a program wait for each other, so a processor should have some
-#: programs, with tiles small enough that they have room there. `benchmarks/narrow_tiles.py` tries others, also tiles
-#: that are multiplied as a whole: those have run in Triton's interpreter alone. In 4 bits the columns are those that
-#: share words.
+#: For quantised weights, by kind and whether there is a gate, for up to so many rows of x: the fastest of those tried
+#: on an H200 with the products of an 8B model (2026-11-18). Programs read as much of x as of the weight, so they have
+#: many rows. The products within a program depend on each other, so a multiprocessor should have several programs, with
+#: tiles small enough that they fit. `benchmarks/narrow_tiles.py` tries others, also tiles that are multiplied at once:
+#: those have run in Triton's interpreter only. In 4 bits the number of columns is that of a run, which shares words.
 NARROW_TILES = {
     ("fp8", False): {16: Tile(64, 256, 3, 4, 4), 32: Tile(64, 256, 3, 4, 2), 64: Tile(64, 128, 4, 4, 2)},
     ("fp8", True): {16: Tile(64, 128, 4, 4, 4), 32: Tile(64, 256, 3, 4, 2), 64: Tile(64, 128, 3, 4, 2)},
     ("int4", False): {16: Tile(64, RUN, 3, 4, 4), 32: Tile(64, RUN, 3, 4, 4), 64: Tile(64, RUN, 3, 4, 2)},
     ("int4", True): {16: Tile(64, RUN, 3, 4, 4), 32: Tile(64, RUN, 3, 4, 2), 64: Tile(64, RUN, 3, 4, 2)},
 }
-#: From so many columns on rows are wide: then programs of fewer of them have enough on its way, and there are more.
+#: From so many columns on, rows are wide: programs with fewer rows then have enough loads in flight.
 MANY_COLUMNS = 4096
-#: The fewest columns of a tile of x, as tensor cores ask, and the most.
+#: The fewest columns of a tile of x, as tensor cores require, and the most.
 FEWEST, MOST = 16, 64
-#: A program has so many tiles at least; and so many tiles of an output, on all GPUs, may be split at a time.
+#: The fewest tiles per program; and the most output tiles that may be split, which bounds the counters.
 FEWEST_TILES, MOST_COUNTED = 4, 4096
 _RUN = tl.constexpr(RUN)
 
 
 @triton.jit
 def _given(x, item, at, k):
-    """Some columns of the rows of x, as a product takes them."""
+    """Load some columns of the rows of x, as the operand of a product."""
     return tl.load(x + item[None, :] * k + at[:, None])
 
 
 @triton.jit
 def _wide_eight_bits(words, COLUMNS: tl.constexpr, FAST: tl.constexpr):
-    """All places of words as one tile of columns in their order. A thread has those of its words: nothing moves."""
+    """Convert all positions of words to one tile with columns in order. A thread keeps its own words: no exchange."""
     one = tl.join(from_eight_bits(words, 0, FAST), from_eight_bits(words, 2, FAST))
     two = tl.join(from_eight_bits(words, 1, FAST), from_eight_bits(words, 3, FAST))
     made = tl.reshape(tl.join(one, two), (words.shape[0], COLUMNS // _RUN, EIGHTS, 2, 2))
@@ -90,7 +89,7 @@ def _wide_eight_bits(words, COLUMNS: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def _wide_four_bits(words, steps, STEPS: tl.constexpr, FAST: tl.constexpr):
-    """The same of 4 bits, a run of them, with scales and lowest values: numbers as the definition has them."""
+    """The same for a run of 4-bit codes, with scales and lowest values: the numbers of the definition."""
     pairs = tl.join(
         tl.join(_scaled(words, steps, 0, STEPS, FAST), _scaled(words, steps, 4, STEPS, FAST)),
         tl.join(_scaled(words, steps, 2, STEPS, FAST), _scaled(words, steps, 6, STEPS, FAST)),
@@ -111,7 +110,7 @@ def _scaled(words, steps, PLACE: tl.constexpr, STEPS: tl.constexpr, FAST: tl.con
 def _times_eight_bits(
     total, words, x, item, begin, k, PRECISION: tl.constexpr, FAST: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of the weight times what is given to it: as a whole, or one place of its words after the other."""
+    """Add a tile of the weight times its part of x: at once, or one position of the words after another."""
     if IS_WHOLE:
         columns: tl.constexpr = words.shape[1] * 4
         given = _given(x, item, begin + tl.arange(0, columns), k)
@@ -129,8 +128,8 @@ def _times_four_bits(
     total, words, steps, x, item, begin, k,
     PRECISION: tl.constexpr, STEPS: tl.constexpr, FAST: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The same of 4 bits. Place by place sums are scaled, not weights: there are fewer of them. What is given is summed
-    as a product with ones, whose sums lie where the others do."""
+    """The same for 4 bits. One position at a time, sums are scaled instead of weights: there are fewer of them. The sum
+    of x is computed as a product with ones, so that it has the same layout as the other sums."""
     if IS_WHOLE:
         given = _given(x, item, begin + tl.arange(0, _RUN), k)
         total += dot(_wide_four_bits(words, steps, STEPS, FAST).to(given.dtype), given, PRECISION)
@@ -150,8 +149,7 @@ def _times_four_bits(
 
 @triton.jit
 def _in_order(sums, tile, num_parts, ROWS: tl.constexpr, M: tl.constexpr):
-    """The sums of all parts of a tile, added in their order. Others wrote them just now: they are read past the near
-    cache."""
+    """Add the partial sums of a tile in order. Other programs wrote them just now, so the loads bypass the L1 cache."""
     at = tl.arange(0, ROWS)[:, None] * M + tl.arange(0, M)[None, :]
     total = tl.zeros((ROWS, M), tl.float32)
     for part in range(num_parts):
@@ -170,7 +168,7 @@ def _finish(
     total, other, scales, bias, out, row, item, m, n,
     CODES: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """What is done to sums, and written."""
+    """Apply scale, bias and gate to the sums, and store them."""
     is_row = row < n
     if CODES == "fp8":
         total *= tl.load(scales + row, mask=is_row, other=0.0)[:, None]
@@ -182,7 +180,7 @@ def _finish(
     if ACTIVATION != "":
         if HAS_BIAS:
             other += tl.load(bias + n + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
-        # Rounded where the definition rounds.
+        # Round where the definition rounds.
         gate = activate(made.to(tl.float32), ACTIVATION).to(made.dtype).to(tl.float32)
         made = (gate * other.to(made.dtype).to(tl.float32)).to(made.dtype)
     tl.store(out + item[None, :] * n + row[:, None], made, mask=(item < m)[None, :] & is_row[:, None])
@@ -197,9 +195,9 @@ def _few_rows_linear(
 ):  # fmt: skip
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
-    # Tiles of x come first: programs that read the same of the weight run at the same time.
+    # Tiles of x vary fastest, so that programs that read the same part of the weight run at the same time.
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    # Beyond the last row the last is read again, and not written.
+    # Past the last row, read the last row again; it is not stored.
     there = tl.minimum(row, n - 1).to(tl.int64)[:, None]
     here = weight + there * stride
     under = weight + (there + n) * stride
@@ -216,7 +214,7 @@ def _few_rows_linear(
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     item = tl.program_id(0) * M + tl.arange(0, M)
-    # As with rows: a mask would be computed for every piece of x that a thread asks for.
+    # Clamp, as with rows: a mask would be computed for every element of x that a thread loads.
     read = tl.minimum(item, m - 1)
     total = tl.zeros((ROWS, M), tl.float32)
     other = tl.zeros((ROWS, M), tl.float32)
@@ -250,13 +248,13 @@ def _few_rows_linear(
         _leave(sums, number, tl.program_id(2), parts, total, ROWS, M)
         if ACTIVATION != "":
             _leave(beneath, number, tl.program_id(2), parts, other, ROWS, M)
-        tl.debug_barrier()  # All of it is written before this part is counted.
+        tl.debug_barrier()  # All sums must be stored before this part is counted.
         if tl.atomic_add(counters + number, 1) == parts - 1:
             total = _in_order(sums, number, parts, ROWS, M)
             if ACTIVATION != "":
                 other = _in_order(beneath, number, parts, ROWS, M)
             _finish(total, other, scales, bias, out, row, item, m, n, CODES, HAS_BIAS, ACTIVATION)
-            tl.store(counters + number, 0)  # For the next launch, which comes behind this one.
+            tl.store(counters + number, 0)  # For the next launch, which runs after this one.
     else:
         _finish(total, other, scales, bias, out, row, item, m, n, CODES, HAS_BIAS, ACTIVATION)
 
@@ -291,17 +289,17 @@ def forward(x: Tensor, weight: Tensor | NarrowWeight, bias: Tensor | None, activ
 
 
 def count_column_parts(num_tiles: int, num_columns: int, wanted: int) -> int:
-    """Over how many programs the columns of a tile are split, where so many programs are wanted."""
+    """Return how many programs split the columns of a tile, where `wanted` programs are wanted in all."""
     if num_tiles > MOST_COUNTED:
         return 1
     parts = max(min(wanted // num_tiles, num_columns // FEWEST_TILES), 1)
-    return triton.cdiv(num_columns, triton.cdiv(num_columns, parts))  # None of them is empty.
+    return triton.cdiv(num_columns, triton.cdiv(num_columns, parts))  # No part is empty.
 
 
 @cache
 def counters_of(device: torch.device) -> Tensor:
-    """Zeros, and every launch leaves zeros: kernels of a device come one behind the other. Whoever captures a graph has
-    run its kernels before, so that these are in no graph's memory."""
+    """Return zeros, which every launch leaves as zeros: kernels of a device run one after another. A kernel runs once
+    before its graph is captured, so these are never allocated from a graph's memory pool."""
     return torch.zeros(MOST_COUNTED, dtype=torch.int32, device=device)
 
 

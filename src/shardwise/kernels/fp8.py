@@ -1,17 +1,17 @@
-"""A linear layer whose three products are of 8-bit numbers, with scales found anew in every call.
+"""A linear layer whose three products are in fp8, with dynamic scales (recomputed in every call).
 
     x  ── e4m3 ──┬── x W^T  ── y      forward: rows of x, rows of W
     W  ── e4m3 ──┘
     dy ── e5m2 ──┬── dy W   ── dx     backward: rows of dy, columns of W
                  └── dy^T x ── dW               columns of dy, columns of x
 
-A scale is what the numbers of 8 bits are multiplied with: the largest number of a tensor, or of each row, becomes the
-largest of the type (448, 57344). For the backward x is kept in 8 bits, as columns, and W as it is: it is cast again.
-The definition multiplies the same numbers in double precision. A GPU that has such products (capability 8.9) adds them
-up in float32, of which forwards keep fewer bits between (`FAST`), as is usual.
+A scale multiplies the fp8 numbers: the largest magnitude of a tensor, or of each row, maps to the largest number of the
+type (448, 57344). For the backward x is kept in fp8, as columns, and W in its own dtype: it is cast again. The
+definition multiplies the same numbers in double precision. A GPU with fp8 products (capability 8.9) accumulates in
+float32; forwards keep fewer bits in between (`FAST`), as is usual.
 
-NaN, and infinity, which leaves no scale for the rest, make their whole row or tensor not finite: a step that meets one
-is left out.
+NaN, and infinity, which leaves no scale for the rest, make their whole row or tensor non-finite, so the optimizer step
+is skipped.
 """
 
 from typing import Any, Literal, NamedTuple, cast
@@ -25,23 +25,23 @@ from shardwise.kernels.choose import autocast_type, takes_kernel
 from shardwise.torch_private import is_input_wanted, scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-#: The largest number of each.
+#: The largest number of each type.
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-#: A tensor of smaller numbers has the scale of this one: of 0 there is none.
+#: The least magnitude that a scale is computed from, so that a tensor of zeros has one too.
 LEAST = 2.0**-100
-#: What products come in: both inner sizes and the outer one of the second factor are multiples of this.
+#: Alignment of the products: both inner sizes and the outer size of the second factor are multiples of this.
 MULTIPLE = 16
-#: The first compute capability with such products: Ada; Hopper has 9.0.
+#: The first compute capability with fp8 products: Ada; Hopper has 9.0.
 SINCE = (8, 9)
-#: Which products may keep 14 bits between the steps of a sum: those of forwards, as in Transformer Engine and torchao.
+#: Which products may accumulate with 14 bits in between: those of forwards, as in Transformer Engine and torchao.
 FAST = {"forward": True, "backward": False}
 
-#: A scale for each tensor, or for each row (and each column, where columns are multiplied).
+#: One scale per tensor, or per row (and per column, where columns are multiplied).
 Scales = Literal["tensor", "row"]
 
 
 class Scaled(NamedTuple):
-    """Numbers of 8 bits, [rows, columns], and what they are multiplied with: [] or [rows, 1] in float32."""
+    """Numbers in fp8, [rows, columns], and the scale that multiplies them: [] or [rows, 1] in float32."""
 
     numbers: Tensor
     scale: Tensor
@@ -51,7 +51,7 @@ class Scaled(NamedTuple):
 
 
 def has_products(device: torch.device) -> bool:
-    """Whether a device multiplies numbers of 8 bits. On AMD's this has not been tried."""
+    """Whether a device has fp8 products. Untested on AMD."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= SINCE
 
 
@@ -59,9 +59,9 @@ def quantise(
     x: Tensor, kind: torch.dtype, scales: Scales = "tensor", *, columns: bool = False, scale: Tensor | None = None,
     kernels: bool = True,
 ) -> Scaled:  # fmt: skip
-    """Rows of a matrix in 8 bits; or its columns, which become rows, filled with zeros to a `MULTIPLE`.
+    """Cast the rows of a matrix to fp8; or its columns, which become rows, padded with zeros to a `MULTIPLE`.
 
-    `scale` is that of the tensor, where it is known.
+    `scale` is that of the tensor, if it is known.
     """
     rows, turned = quantise_both(x, kind, scales, rows=not columns, columns=columns, scale=scale, kernels=kernels)
     found = turned if columns else rows
@@ -73,7 +73,7 @@ def quantise_both(
     x: Tensor, kind: torch.dtype, scales: Scales = "tensor", *, rows: bool = True, columns: bool = True,
     scale: Tensor | None = None, kernels: bool = True,
 ) -> tuple[Scaled | None, Scaled | None]:  # fmt: skip
-    """Rows and columns of a matrix in 8 bits, those that are asked for; from one reading where a scale is for both."""
+    """Cast rows and columns of a matrix to fp8, as asked; in one read if both share a scale."""
     if kernels and takes_kernel("fp8", x):
         from shardwise.kernels import fp8_triton
 
@@ -107,13 +107,13 @@ def multiply(
     left: Scaled, right: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *, products: bool, fast: bool,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Every row of one by every row of the other, [rows of left, rows of right], plus a bias.
+    """Multiply every row of one by every row of the other, [rows of left, rows of right], and add a bias.
 
-    `products`: by those of the GPU; else by the definition. `out` is where to write, in one piece.
+    `products`: use the GPU's fp8 products; otherwise the definition. `out` is a contiguous tensor to write to.
     """
     if products:
         return scaled_mm(left, right, dtype, bias, fast=fast, out=out)
-    # Sums of such numbers are exact in double precision, which autocast leaves alone.
+    # Sums of such products are exact in double precision, which autocast does not touch.
     made = torch.mm(left.numbers.double(), right.numbers.double().t()) * left.scale * right.scale.t()
     made = (made if bias is None else made + bias).to(dtype)
     return made if out is None else out.copy_(made)
@@ -123,10 +123,10 @@ def fp8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scales: Scales = "tensor", products: bool | None = None,
     kernels: bool = True,
 ) -> Tensor:  # fmt: skip
-    """`torch.nn.functional.linear` with its products in 8 bits. Sizes of the weight are multiples of 16.
+    """Compute `torch.nn.functional.linear` with products in fp8. The weight's sizes must be multiples of 16.
 
-    Outputs are of the input's type, or autocast's; gradients of the types of what they are of. `products=False` is the
-    definition, which every device has: slow, and the same numbers.
+    The output has the input's dtype, or autocast's; each gradient has the dtype of its tensor. `products=False` is the
+    definition, which every device has: slow, with the same numbers.
     """
     computing = autocast_type(x.device)
     if x.numel() == 0:
@@ -154,8 +154,8 @@ class _Linear(Function):
         ctx.how = scales, products, kernels, wants
         made = multiply(rows, matrix, computing, bias, products=products, fast=FAST["forward"])
         if torch.compiler.is_compiling():
-            # Torch 2.11's compiler takes what no differentiable operation made for an output without a gradient, and
-            # backwards would begin with zeros. So nothing is added, which is fused with what comes next.
+            # Torch 2.11's compiler treats a result that no differentiable operation made as one without a gradient,
+            # and backwards would begin with zeros. Adding zero, which is fused with the next operation, avoids that.
             first = rows.scale.flatten()[0]
             made = made + (first - first)
         return made
@@ -164,7 +164,7 @@ class _Linear(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         numbers, scale, weight, weight_scale = ctx.saved_tensors
         scales, products, kernels, wants = ctx.how
-        if not torch.compiler.is_compiling():  # A compiled backward is cut in halves as a whole (`stages/compiled.py`).
+        if not torch.compiler.is_compiling():  # A compiled backward is split as a whole (`stages/compiled.py`).
             wants = tuple(is_input_wanted(ctx, number) for number in range(3))
         rows, columns = quantise_both(gradient, E5M2, scales, rows=wants[0], columns=wants[1], kernels=kernels)
         found: list[Tensor | None] = [None, None, None]

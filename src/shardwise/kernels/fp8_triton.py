@@ -1,4 +1,4 @@
-"""The programs of `fp8.py`: the largest number of a tensor, and casts that write rows and columns at once."""
+"""The kernels of `fp8.py`: the largest magnitude of a tensor, and casts that write rows and columns at once."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803, ARG001
@@ -11,11 +11,11 @@ from torch import Tensor
 from shardwise.kernels.choose import is_interpreted
 from shardwise.kernels.launch import num_processors, rows_of
 
-#: Numbers that a program looks at at once, and how many programs a processor has.
+#: Elements per iteration of a program, programs per multiprocessor, and warps.
 BLOCK, PROGRAMS, WARPS = 4096, 8, 8
-#: Rows and columns that a program casts.
+#: Rows and columns of a tile that a program casts.
 TILE = 64
-#: What `fp8.py` calls so; a program knows no names of this file's.
+#: The same as in `fp8.py`, because a kernel cannot read the names of another file.
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _KIND = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 _LEAST = 2.0**-100
@@ -24,7 +24,7 @@ _MULTIPLE = 16
 
 @triton.jit
 def _narrow(number, KIND: tl.constexpr, ROUNDS: tl.constexpr):
-    """A number in 8 bits. Triton's interpreter does not carry where it rounds up to a power of 2: there, rounded."""
+    """Cast to fp8. Triton's interpreter does not carry when it rounds up to a power of 2, so round first there."""
     if ROUNDS:
         less: tl.constexpr = 20 if KIND == tl.float8e4nv else 21  # noqa: SIM300
         bits = number.to(tl.int32, bitcast=True)
@@ -35,7 +35,7 @@ def _narrow(number, KIND: tl.constexpr, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _find_largest(x, found, rows, n, stride, BLOCK: tl.constexpr):
-    """The largest bits of a number without its sign: those of NaN are above those of infinity."""
+    """Find the largest bits of a magnitude: those of NaN are above those of infinity."""
     blocks = tl.cdiv(n, BLOCK)
     most = tl.zeros((BLOCK,), tl.int32)
     for place in range(tl.program_id(0), rows * blocks, tl.num_programs(0)):
@@ -57,7 +57,7 @@ def _cast_tile(
     column = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
     if FINDS:
         most = tl.load(bits).to(tl.float32, bitcast=True)
-        # A comparison is false of NaN, which stays.
+        # Comparisons with NaN are false, so NaN stays.
         factor = tl.div_rn(tl.where(most < LEAST, LEAST, most), LARGEST)
         if tl.program_id(0) == 0:
             tl.store(scale, factor)
@@ -82,7 +82,7 @@ def _cast_rows(
     LARGEST: tl.constexpr, LEAST: tl.constexpr, ROUNDS: tl.constexpr, HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Each row with a scale of its own, read twice. With its strides exchanged a matrix is cast by columns."""
+    """Cast each row with a scale of its own, in two reads. With its strides exchanged, a matrix is cast by columns."""
     row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
     most = tl.zeros((HEIGHT, WIDTH), tl.int32)
     for start in range(0, n, WIDTH):
@@ -106,7 +106,7 @@ def _cast_rows(
 def by_tensor(
     x: Tensor, kind: torch.dtype, rows: bool, columns: bool, scale: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
-    """Rows and columns of a matrix, each with the scale of the tensor."""
+    """Cast rows and columns of a matrix, each with the scale of the tensor."""
     x = rows_of(x)
     height, width = x.shape
     long = height + -height % _MULTIPLE
@@ -118,7 +118,7 @@ def by_tensor(
         programs = min(shape[0] * triton.cdiv(shape[1], BLOCK), PROGRAMS * num_processors(x.device))
         _find_largest[(programs,)](x, bits, *shape, BLOCK=BLOCK, num_warps=WARPS)
     by_rows = torch.empty((height, width), dtype=kind, device=x.device) if rows else None
-    # Of float32, Triton 3.6 (H200) writes every fourth row of what it has turned wrong: there torch turns the bytes.
+    # For float32, Triton 3.6 (H200) transposes every fourth row wrongly: then torch transposes the bytes.
     turned = columns and x.dtype is torch.float32
     by_columns = torch.empty((width, long), dtype=kind, device=x.device) if columns and not turned else None
     if turned and by_rows is None:
@@ -135,7 +135,7 @@ def by_tensor(
 
 
 def _turned(by_rows: Tensor, long: int) -> Tensor:
-    """Columns as rows, filled with zeros."""
+    """Transpose, padding rows with zeros."""
     height, width = by_rows.shape
     made = torch.zeros((width, long), dtype=torch.uint8, device=by_rows.device)
     made[:, :height] = by_rows.view(torch.uint8).t()
@@ -145,11 +145,11 @@ def _turned(by_rows: Tensor, long: int) -> Tensor:
 def by_row(
     x: Tensor, kind: torch.dtype, rows: bool, columns: bool, scale: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
-    """Rows and columns of a matrix, each with a scale of its own."""
+    """Cast rows and columns of a matrix, each with a scale of its own."""
     x = rows_of(x)
     height, width = x.shape
     made = _each_row(x, kind, height, width, x.stride(0), 1, width, (8, 256)) if rows else None
-    # Neighbours in memory are rows here: a program takes many of them.
+    # Columns: neighbours in memory belong to different rows here, so a program takes many rows.
     long = height + -height % _MULTIPLE
     turned = _each_row(x, kind, width, height, 1, x.stride(0), long, (32, 64)) if columns else None
     return made, turned

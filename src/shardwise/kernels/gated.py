@@ -4,8 +4,9 @@
     gelu         g (1 + erf(g / sqrt 2)) / 2                    GeGLU
     gelu_tanh    g (1 + tanh(sqrt(2/pi) (g + 0.044715 g^3))) / 2
 
-Forward reads gate and up and writes their product: 3 numbers where the plain way moves 5. Backward reads the gradient,
-gate and up, computes the activation again, and writes two gradients: 5 numbers, and nothing is kept beside the inputs.
+Forward reads gate and up and writes their product: 3 numbers per element, where unfused operations move 5. Backward
+reads the gradient, gate and up, recomputes the activation and writes two gradients: 5 numbers. Only the inputs are
+saved.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation = "silu", *, kernels: bool = True) -> Tensor:
-    """`activation(gate) * up`, of the same shape; halves of one tensor are taken as they lie."""
+    """Return `activation(gate) * up`, of the same shape; halves of one tensor are read in place."""
     if activation not in ACTIVATIONS:
         raise ShardwiseError(
             f"no activation is called {activation!r}", remedy=nearest(activation, list(ACTIVATIONS)) or "silu"

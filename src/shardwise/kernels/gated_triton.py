@@ -1,4 +1,4 @@
-"""The programs of `gated.py`."""
+"""The kernels of `gated.py`."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803, ARG001
@@ -12,7 +12,7 @@ from torch.library import custom_op
 from shardwise.kernels.device_functions import activate, slope_of
 from shardwise.kernels.launch import launch, rows_of
 
-#: Numbers that a program takes. `benchmarks/kernels.py --sweep` tries others.
+#: Elements per program. `benchmarks/kernels.py --sweep` tries others.
 BLOCK, WARPS = 2048, 8
 
 
@@ -24,7 +24,7 @@ def _forward(gate, up, out, gate_stride, up_stride, n, ACTIVATION: tl.constexpr,
     mask = column < n
     g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=mask, other=0.0)
-    # Rounded before the product, as the definition does.
+    # Round before the product, as the definition does.
     a = activate(g, ACTIVATION).to(u.dtype)
     tl.store(out + row * n + column, (a.to(tl.float32) * u.to(tl.float32)).to(u.dtype), mask=mask)
 
@@ -47,7 +47,7 @@ def _backward(
 
 
 def _shape(*tensors: Tensor) -> tuple[int, int]:
-    """Rows and columns: one row where everything lies in one piece."""
+    """Return rows and columns; one row if everything is contiguous."""
     rows, columns = tensors[0].shape
     return (1, rows * columns) if all(each.is_contiguous() for each in tensors) else (rows, columns)
 

@@ -1,7 +1,7 @@
-"""The program of `latent_attention.py`: some heads a program, and a part of the context; rows are keys and values.
+"""The kernel of `latent_attention.py`: a program has some heads and a part of the context; rows are keys and values.
 
-Parts are put together by a second program, a head each: of 64 heads and 512 numbers the last of the first programs
-would have to read up to 8 MB alone (`paged_functions.leave` is for fewer).
+A second kernel combines the parts, one program per head: with 64 heads of 512 numbers, the last of the first programs
+would have to read up to 8 MB alone (`paged_functions.leave` is for less).
 """
 
 # mypy: ignore-errors
@@ -25,8 +25,8 @@ from shardwise.kernels.paged_functions import (
     softmax_step,
 )
 
-#: Heads of a program: as many rows as Hopper's tensor cores take from shared memory, whatever the model has. Tokens of
-#: a tile, warps, and stages; and how many programs have room on a processor.
+#: Heads per program, which is the rows that Hopper's tensor cores take from shared memory, whatever the model has; keys
+#: of a tile, warps, and stages; and how many programs fit on a multiprocessor.
 HEADS, KEYS, WARPS, STAGES, PROGRAMS = 64, 32, 8, 3, 1
 
 
@@ -55,7 +55,7 @@ def _latent_decode(
     is_turned = (turned_dim < TURNED)[None, :]
     row = sequence.to(tl.int64) * num_heads + head
     if begin >= end:
-        if part == 0:  # A row that nobody asked for.
+        if part == 0:  # A padding row.
             there = out + row[:, None] * RANK + dim[None, :]
             tl.store(there, tl.zeros((HEADS, RANK_DIM), out.dtype.element_ty), mask=is_head & is_dim)
         return
@@ -79,7 +79,7 @@ def _latent_decode(
         shares, kept, highest, total = softmax_step(logits, highest, total)
         seen = seen * kept[:, None] + dot(shares.to(short.dtype), short, PRECISION)
     seen = seen / total[:, None]
-    if begin_all + each >= length:  # There is no other part.
+    if begin_all + each >= length:  # This is the only part.
         there = out + row[:, None] * RANK + dim[None, :]
         tl.store(there, seen.to(out.dtype.element_ty), mask=is_head & is_dim)
     else:
@@ -129,7 +129,7 @@ def decode(
     tiles = triton.cdiv(num_heads, HEADS)
     longest = tables.shape[1] * block_size
     parts, fewest = count_parts(num_sequences, tiles, longest, num_processors(query.device), PROGRAMS)
-    # Of one part nothing is kept; it is given something of the same type, so that one program does for all.
+    # With one part nothing is stored here, but the argument has the same type, so that one compiled kernel serves both.
     rows = num_sequences if parts > 1 else 0
     sums = torch.empty((rows, num_heads, parts, rank), dtype=torch.float32, device=query.device)
     logs = torch.empty((rows, num_heads, parts), dtype=torch.float32, device=query.device)
@@ -151,9 +151,9 @@ def decode(
 def _join_parts(
     sums: Tensor, logs: Tensor, lengths: Tensor, out: Tensor, window: int | None, fewest: int, *, DIM: int, **sizes: int
 ) -> None:  # fmt: skip
-    """What parts of contexts have seen, [sequences, heads, parts, dim], to what was seen."""
+    """Combine the outputs of the parts of contexts, [sequences, heads, parts, dim]."""
     num_sequences, num_heads, parts, _ = sums.shape
-    # Of one size for few sequences, and of another for many: each is compiled once.
+    # One size for few parts and another for many: each is compiled once.
     most = 8 if parts <= 8 else MOST_PARTS
     launch(
         _put_together, (num_heads, num_sequences),

@@ -1,8 +1,8 @@
-"""What all launches ask (how tensors lie, what GPU it is), and launches themselves, which can be rehearsed.
+"""What all launches need (layout of tensors, properties of the GPU), and launches, which can be rehearsed.
 
-In a `Rehearsal` tensors of the meta device stand for those of a GPU: the code that launches kernels runs as it is,
-nothing is computed, and what it would have launched is noted. So what a model needs is known before its weights are
-there (`compile_ahead.py`), and there is no second list of it.
+In a `Rehearsal` tensors on the meta device stand for those of a GPU: the code that launches kernels runs unchanged,
+nothing is computed, and the launches are recorded. So the kernels that a model needs are known before its weights are
+loaded (`compile_ahead.py`), without a second list of them.
 """
 
 from contextvars import ContextVar, Token
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """What launches ask of a GPU: its multiprocessors, and whether kernels may begin while those before them end."""
+    """What launches need to know of a GPU: its multiprocessors, and whether kernels may overlap their predecessors."""
 
     num_processors: int
     overlaps: bool
@@ -25,7 +25,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """A tensor as a compiler sees it: its type, and whether it begins at a whole 16 bytes."""
+    """A tensor as the compiler sees it: its dtype, and whether it is aligned to 16 bytes."""
 
     dtype: torch.dtype
     offset: int = 0
@@ -36,14 +36,14 @@ class StandIn:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel and what it would have been given: in the place of tensors their stand-ins."""
+    """A kernel and its arguments, with stand-ins for tensors."""
 
     kernel: Any
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
     def key(self) -> tuple[Any, ...]:
-        """What Triton compiles anew for: types, sizes that are 1 or whole sixteens, and all that is constant."""
+        """What Triton specialises on: dtypes, integers that are 1 or multiples of 16, and all constants."""
         told = getattr(self.kernel, "kwargs", None) or vars(self.kernel)
         any_size, any_place = (told.get(name) or () for name in ("do_not_specialize", "do_not_specialize_on_alignment"))
         kinds: list[Any] = []
@@ -60,11 +60,11 @@ class Launch:
 
 
 class Rehearsal:
-    """As long as it is entered, in one thread, tensors of the meta device stand for those of a GPU."""
+    """While it is entered, in one thread, tensors on the meta device stand for those of a GPU."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
-        #: By what they are compiled for, in the order of their first launch.
+        #: By specialisation, in the order of the first launch.
         self.launches: dict[tuple[Any, ...], Launch] = {}
 
     def __enter__(self) -> "Rehearsal":
@@ -89,7 +89,7 @@ _REHEARSAL: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Begin the programs of a kernel; in a rehearsal that is noted, and nothing begins."""
+    """Launch a kernel; in a rehearsal, record the launch instead."""
     rehearsal = _REHEARSAL.get()
     if rehearsal is None:
         kernel[grid](*arguments, **options)
@@ -98,20 +98,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 
 def is_rehearsed(x: Tensor) -> bool:
-    """Whether it stands for a tensor of a GPU."""
+    """Whether it stands for a tensor on a GPU."""
     return x.is_meta and _REHEARSAL.get() is not None
 
 
 def is_on_gpu(x: Tensor) -> bool:
-    """Or stands for one that is."""
+    """Whether it is on a GPU, or stands for a tensor that is."""
     return x.is_cuda or is_rehearsed(x)
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """The same numbers as [rows, columns], each row in one piece; copied only where they do not lie at equal distances.
+    """Return the same numbers as [rows, columns], each row contiguous; copied only if rows are not equally spaced.
 
-    Two dims, so that `stride(0)` is the distance: the stride of a dim of one element says nothing (a single key head,
-    turned around, is contiguous whatever its stride).
+    It has two dims so that `stride(0)` is the spacing: the stride of a dim with one element is meaningless (a single
+    key head, transposed, is contiguous whatever its stride).
     """
     columns = x.shape[-1]
     flat = x.reshape(prod(x.shape[:-1]), columns)
@@ -119,23 +119,23 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def overlapping(device: torch.device) -> dict[str, bool]:
-    """What a launch is given so that its programs may be placed while those of the kernel before it end.
+    """Return launch options with which a kernel's programs may start while the previous kernel ends.
 
-    They read what no kernel writes (weights), and then wait until the kernel before is over and all that it wrote is
-    seen (`gdc_wait`); each lets the next kernel's programs in as soon as it runs (`gdc_launch_dependents`). Every
-    program waits before it writes anything or returns, so that the end of one kernel is the end of all before it. From
-    Hopper on.
+    Programs first read only what no kernel writes (weights). Then they wait until the previous kernel is over and its
+    writes are visible (`gdc_wait`). Each lets the next kernel's programs start as soon as it runs itself
+    (`gdc_launch_dependents`). Every program waits before it writes anything or returns, so that the end of one kernel
+    implies the end of all before it. This is programmatic dependent launch, from Hopper on.
     """
     return {"OVERLAPS": True, "launch_pdl": True} if gpu_of(device).overlaps else {"OVERLAPS": False}
 
 
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; in the interpreter a few, so that loops over them are tried."""
+    """Return the multiprocessors of a GPU; in the interpreter a few, so that loops over them are tested."""
     return gpu_of(device).num_processors
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU of a device, or what stands for one: of the meta device the rehearsal's."""
+    """Return the GPU of a device; for the meta device, the one that is rehearsed."""
     rehearsal = _REHEARSAL.get() if device.type == "meta" else None
     return _gpu(device) if rehearsal is None else rehearsal.gpu
 

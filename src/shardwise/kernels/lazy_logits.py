@@ -1,11 +1,11 @@
-"""Logits that wait: hidden states and the weight of a head, which look like their product until somebody reads it.
+"""Lazy logits: hidden states and the weight of a head, which look like their product until its values are needed.
 
     hidden ── LazyLogits ── float, view, [:, :-1], / 8, cap tanh(. / cap) ── cross_entropy ── loss     never whole
-                   └── whoever else looks ── hidden W^T, once ── what was done to it, again
+                   └── any other operation ── hidden W^T, once ── the recorded operations, replayed
 
-What keeps words apart is noted: a cast, a factor, a soft cap, other shapes and parts of the tokens. The cross entropy
-of torch then takes the head and its loss in one (`linear_cross_entropy.py`). All else is done to logits, made once;
-what was noted before is done to them too, so that views stay views and copies stay copies.
+Operations that act on each word separately are recorded: a cast, a factor, a soft cap, reshapes, and selections of
+tokens. Torch's cross entropy then becomes the fused head and loss (`linear_cross_entropy.py`). Any other operation
+computes the logits once and replays the recorded operations on them, so that views stay views and copies stay copies.
 """
 
 import weakref
@@ -25,7 +25,7 @@ from shardwise.kernels.choose import autocast_type, takes_kernel
 from shardwise.kernels.linear_cross_entropy import Ranks, linear_cross_entropy
 from shardwise.torch_private import without_subclasses
 
-#: What is asked of logits without looking at their numbers, and is as of the hidden states.
+#: Properties that do not need the values of logits, and are those of the hidden states.
 _FACTS: set[Any] = {
     Tensor.is_floating_point,
     Tensor.dim,
@@ -44,9 +44,9 @@ _LOSS_ORDER = ("target", "weight", "size_average", "ignore_index", "reduce", "re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What makes logits: a weight of [words, width], in the type that a linear layer would have computed in.
+    """The head: a weight of [words, width], and the dtype in which a linear layer would compute.
 
-    Where each rank has a part of the words, `ranks` says which, and `shown` makes of its logits what others are to see.
+    If the words are sharded over ranks, `ranks` says how, and `shown` turns this rank's logits into those users see.
     """
 
     weight: Tensor
@@ -61,7 +61,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Done:
-    """What has been done to the product: `factor` before a tanh of which `cap` is the height, and a cast."""
+    """The elementwise operations so far: `factor` before a tanh, `cap` after it, and a cast."""
 
     dtype: torch.dtype
     factor: float = 1.0
@@ -74,13 +74,13 @@ class _Done:
 
 
 class LazyLogits(Tensor):
-    """Hidden states that look like their logits."""
+    """Hidden states that behave as their logits."""
 
     head: Head
     _done: _Done
-    #: The logits, once somebody has looked.
+    #: The logits, once they have been computed.
     _logits: Tensor | None
-    #: What these were made of, and by what.
+    #: The logits that these were derived from, and the operation.
     _from: "tuple[LazyLogits, Callable[[Tensor], Tensor]] | None"
     _made: "list[weakref.ref[LazyLogits]]"
 
@@ -89,7 +89,7 @@ class LazyLogits(Tensor):
         return _make(hidden, head, _Done(dtype=head.computing))
 
     def whole(self) -> Tensor:
-        """All of them, computed once; and with them whatever was made of them and is still there."""
+        """Compute all logits, once, and with them all derived ones that still exist."""
         if self._logits is None:
             if self._from is not None:
                 self._from[0].whole()
@@ -103,7 +103,7 @@ class LazyLogits(Tensor):
         return self._logits is not None
 
     def on_gradient(self, hook: Callable[[Tensor], None]) -> None:
-        """Be told when a backward arrives here, without looking at the logits."""
+        """Register a hook for the gradient that arrives here, without computing the logits."""
         with without_subclasses():
             self.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -125,7 +125,7 @@ class LazyLogits(Tensor):
                 each._take(each._from[1](logits))
 
     def _note(self, hidden: Tensor, done: _Done, make: Callable[[Tensor], Tensor]) -> "LazyLogits":
-        """Others, made of these."""
+        """Record logits that are derived from these."""
         other = _make(hidden, self.head, done)
         other._from = self, make
         self._made = [each for each in self._made if each() is not None]
@@ -154,21 +154,21 @@ class LazyLogits(Tensor):
 def _make(hidden: Tensor, head: Head, done: _Done) -> LazyLogits:
     with without_subclasses():
         made = hidden.as_subclass(LazyLogits)
-    if made is hidden:  # The same object, which must stay what it is.
+    if made is hidden:  # The same object, which must not be modified.
         made = hidden.view_as(hidden).as_subclass(LazyLogits)
     made.head, made._done, made._logits, made._from, made._made = head, done, None, None, []
     return made
 
 
 def _read(each: Any) -> Any:
-    """Logits wherever they are among arguments."""
+    """Replace lazy logits among arguments by their values."""
     if isinstance(each, LazyLogits):
         return each.whole()
     return type(each)(map(_read, each)) if type(each) in (list, tuple) else each
 
 
 def _fact(given: LazyLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is known of logits that nobody has made; None if this is no such question."""
+    """Return a property that is known without computing the logits; None if `func` asks for anything else."""
     with without_subclasses():
         if func in _FACTS:
             return func(*args, **kwargs)
@@ -186,7 +186,7 @@ def _fact(given: LazyLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _noted(given: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
-    """What is done later, or never; None if words meet, or somebody wants numbers."""
+    """Record an operation; None if it mixes words or needs values."""
     done = _elementwise(given._done, func, rest, kwargs)
     with without_subclasses():
         hidden = given.as_subclass(Tensor)
@@ -207,7 +207,7 @@ def _elementwise(done: _Done, func: Any, rest: tuple[Any, ...], kwargs: dict[str
         return _cast(done, rest[0])
     if func in _TIMES | _OVER and len(rest) == 1 and isinstance(rest[0], Real) and not kwargs:
         number = float(rest[0])
-        # A cap is above 0.
+        # A soft cap must be positive.
         return None if number <= 0 else done.times(number if func in _TIMES else 1 / number)
     if func in (Tensor.tanh, torch.tanh) and not rest and not kwargs and not done.has_tanh:
         return _Done(dtype=done.dtype, factor=done.factor, has_tanh=True)
@@ -215,14 +215,14 @@ def _elementwise(done: _Done, func: Any, rest: tuple[Any, ...], kwargs: dict[str
 
 
 def _cast(done: _Done, dtype: torch.dtype) -> _Done | None:
-    """Only to more digits: what fewer round away is looked at."""
+    """Record a cast only to the same or higher precision: rounding to a lower one would be lost."""
     if dtype != done.dtype and dtype != torch.float32:
         return None
     return _Done(dtype=dtype, factor=done.factor, has_tanh=done.has_tanh, cap=done.cap)
 
 
 def reshaped(func: Any, tokens: Tensor, words: int, rest: tuple[Any, ...]) -> Tensor | None:
-    """Tokens in another shape, of a tensor that has something else in place of `words`; None if words are touched."""
+    """Reshape hidden states as if their last dim were `words`; None if the operation changes that dim."""
     if func is Tensor.__getitem__:
         return tokens[rest[0]] if picks_tokens(rest[0], tokens.dim()) else None
     if func in (Tensor.flatten, torch.flatten):
@@ -238,7 +238,7 @@ def reshaped(func: Any, tokens: Tensor, words: int, rest: tuple[Any, ...]) -> Te
 
 
 def picks_tokens(index: Any, num_dims: int) -> bool:
-    """Whether an index is of plain numbers and slices, and leaves the last dim alone."""
+    """Whether an index consists of integers and slices, and keeps the whole last dim."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if not all(isinstance(each, (int, slice)) or each is Ellipsis for each in parts):
         return False
@@ -249,7 +249,7 @@ def picks_tokens(index: Any, num_dims: int) -> bool:
 
 
 def _loss(given: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """torch's cross entropy of [tokens, words]; None if it is of another kind."""
+    """Compute torch's cross entropy of [tokens, words] by the fused kernel; None if it is not of that form."""
     named = {**dict(zip(_LOSS_ORDER, rest, strict=False)), **kwargs}
     named.pop("input", None)
     target, reduction = named.pop("target"), named.get("reduction", "mean")
@@ -280,8 +280,8 @@ def _loss(given: LazyLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> T
 
 @contextmanager
 def before_a_loss() -> Iterator[None]:
-    """A loss follows what is computed here, though nobody wants gradients: its logits wait as in training. Where logits
-    are what is wanted, a prediction, they do not."""
+    """Declare that a loss follows although gradients are disabled (evaluation): logits are lazy as in training. For a
+    prediction, where the logits are the result, they are not."""
     token = _IS_BEFORE_A_LOSS.set(True)
     try:
         yield
@@ -290,12 +290,12 @@ def before_a_loss() -> Iterator[None]:
 
 
 def may_wait(hidden: Tensor, weight: Tensor, *, training: bool) -> bool:
-    """Whether logits of these may wait, where the kernel takes them: in training, or before an evaluation's loss."""
+    """Whether logits may be lazy: in training or before an evaluation's loss, if the kernel supports these tensors."""
     has_loss = (training and torch.is_grad_enabled()) or _IS_BEFORE_A_LOSS.get()
     if not has_loss or torch.compiler.is_compiling():
         return False
-    # Weights that are cast for every step cost more than whole logits and a compiled loss: 95 % of the speed of a
-    # Llama-1B on an H200, for 4 GiB.
+    # Casting the weight in every step costs more than whole logits and a compiled loss: with lazy logits a Llama-1B on
+    # an H200 ran at 95 % of the speed, and saved 4 GiB.
     if autocast_type(hidden.device) not in (None, weight.dtype):
         return False
     return takes_kernel("linear_cross_entropy", hidden, weight)

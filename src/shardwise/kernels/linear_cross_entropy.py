@@ -1,18 +1,18 @@
-"""The head and its loss in one: the logits x W^T are never whole.
+"""The head and its loss, fused: the logits x W^T are never stored as a whole.
 
-    for each chunk of tokens                                      one buffer of logits, used again and again
+    for each chunk of tokens                                      one buffer of logits, reused
         logits   = x_c W^T                                        cuBLAS
-        stats    = highest, sum of exponentials, label's logit    reads the logits
+        stats    = maximum, sum of exponentials, label's logit    reads the logits
         logits   = d loss / d logits                              reads and writes them in place
         dx_c     = logits W                                       cuBLAS
-        dW      += logits^T x_c                                   cuBLAS, added where it is
+        dW      += logits^T x_c                                   cuBLAS, accumulated in place
 
-Three products, as forward and backward have anyway: nothing is computed twice, since both gradients are made in the
-forward, for an incoming gradient of 1. The backward multiplies them by what comes, in place, by a kernel that reads no
-more than one number where that is 1. A chunk has as many tokens as fit `chunk_bytes` of logits.
+These are the three products that forward and backward need anyway. Nothing is computed twice, because the forward
+computes both gradients, for an incoming gradient of 1. The backward multiplies them by the actual one in place, with a
+kernel that reads a single number if that is 1. A chunk has as many tokens as fit `chunk_bytes` of logits.
 
-Where each rank has a part of the words (tensor parallelism), ranks agree on each token's highest logit, then on the
-sums and the label's logit: a maximum, and a sum of three numbers a token. `Ranks` has the two as functions.
+If the vocabulary is sharded over ranks (tensor parallelism), ranks reduce each token's maximum logit, then the sums and
+the label's logit: a maximum, and a sum of three numbers per token. `Ranks` has the two as functions.
 """
 
 from collections.abc import Callable
@@ -30,16 +30,16 @@ from shardwise.kernels.choose import autocast_type, takes_kernel
 from shardwise.kernels.cross_entropy import check_shapes, make_terms, plain_losses, weight_of_all
 from shardwise.kernels.loss_terms import Terms
 
-#: Bytes of logits at once: 1,024 tokens of 131,072 words in 2 bytes.
+#: Bytes of logits per chunk: 1,024 tokens of 131,072 words in 2 bytes.
 CHUNK_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Words cut over ranks: this one has those from `first` on, of `words` in all. Its weight may be longer, padded.
+    """A sharded vocabulary: this rank has the words from `first` on, of `words` in all. Its weight may be padded.
 
-    `maximum` and `total` give the element-wise maximum and sum of a tensor over the ranks. With `sums_input` the
-    gradient of x, to which every rank has a part, is summed too.
+    `maximum` and `total` return the element-wise maximum and sum of a tensor over the ranks. With `sums_input` the
+    gradient of x, of which every rank has a partial sum, is summed too.
     """
 
     first: int
@@ -65,10 +65,10 @@ def linear_cross_entropy(
     chunk_bytes: int = CHUNK_BYTES,
     kernels: bool = True,
 ) -> Tensor:
-    """`cross_entropy(x @ weight.T, labels)` in float32, of x [tokens, width] and weight [words, width].
+    """Return `cross_entropy(x @ weight.T, labels)` in float32, for x [tokens, width] and weight [words, width].
 
-    `token_weight`, [tokens], is what each token's loss is multiplied by; it learns nothing. Under autocast, x and the
-    weight are cast as a linear layer casts them.
+    `token_weight`, [tokens], multiplies each token's loss; it gets no gradient. Under autocast, x and the weight are
+    cast as a linear layer casts them.
     """
     if reduction == "none":
         raise ShardwiseError(
@@ -135,7 +135,7 @@ class _LinearCrossEntropy(Function):
             )
         ctx.save_for_backward(dx, dw)
         if not torch.compiler.is_compiling():
-            # What each is multiplied by already, and where it lies: hooks may give a backward a copy of what was saved.
+            # The factors applied so far, and the storages: saved-tensor hooks may give the backward a copy.
             ctx.applied = [None, None]
             ctx.homes = [_home(each) for each in (dx, dw)]
         return cast(Tensor, total)
@@ -150,21 +150,21 @@ class _LinearCrossEntropy(Function):
 
 
 def _home(tensor: Tensor) -> StorageWeakRef:
-    """Where a tensor lies; while this is held, no other is ever taken for it."""
+    """Return an identity of a tensor's storage; while it is held, the address is not reused."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _scaled(ctx: Any, index: int, made: Tensor, gradient: Tensor) -> Tensor:
-    """What the forward made for an incoming gradient of 1, for this one."""
+    """Return a gradient that the forward computed for an incoming gradient of 1, scaled to this one."""
     if torch.compiler.is_compiling() or ctx.homes[index] != _home(made):
         return (made * gradient).to(made.dtype)
     applied = ctx.applied[index]
     if applied is None:
-        # In place: nobody else has it. Torch is not told, since a second backward over a graph that is kept bears it.
+        # In place, since nothing else uses it. Autograd is not told: a second backward of a retained graph works too.
         from shardwise.kernels.scale_triton import scale_by
 
         scale_by(made, gradient, torch.ones_like(gradient))
         ctx.applied[index] = gradient.detach().clone()
         return made
-    # What was given is not touched. The halves of a backward come here one after the other.
+    # Do not modify it again: a backward that is split in halves comes here twice.
     return (made * torch.where(gradient == applied, 1.0, gradient / applied)).to(made.dtype)

@@ -1,4 +1,4 @@
-"""The chunks of `linear_cross_entropy.py`, over the programs of `cross_entropy_triton.py`."""
+"""The chunked loop of `linear_cross_entropy.py`, over the kernels of `cross_entropy_triton.py`."""
 
 # mypy: ignore-errors
 # ruff: noqa: ARG001
@@ -14,7 +14,7 @@ from shardwise.kernels.loss_terms import Terms, chunk_tokens, loss_of
 def head_loss_over(
     x, weight, labels, class_weight, token_weight, terms, ranks, wants_x: bool, wants_weight: bool, chunk_bytes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses, and the gradients of x and of the weight (empty where they are not wanted)."""
+    """Return the sum of the losses, and the gradients of x and of the weight (empty if not wanted)."""
     x, weight, labels = x.contiguous(), weight.contiguous(), labels.contiguous()
     class_weight = None if class_weight is None else class_weight.float().contiguous()
     token_weight = None if token_weight is None else token_weight.float().contiguous()
@@ -50,8 +50,8 @@ def head_loss_over(
 
 
 def _agree(stats: Tensor, ranks) -> None:
-    """Stats over the words of this rank to those over all words."""
-    top = ranks.maximum(stats[0].clone())  # It may be written to, and what this rank found is still asked for.
+    """Reduce this rank's stats to those over all words, in place."""
+    top = ranks.maximum(stats[0].clone())  # A copy, because it may be overwritten, and this rank's own is still needed.
     shift = torch.where(stats[0] == -torch.inf, -torch.inf, stats[0] - top)
     sums = torch.stack((stats[1] * shift.exp(), stats[2], stats[3]))
     stats[1:] = ranks.total(sums)

@@ -1,4 +1,4 @@
-"""What a cross entropy is made of, and each token's from what the kernels found; tokens of a chunk."""
+"""The terms of a cross entropy, each token's loss from the kernels' statistics, and the tokens of a chunk."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What of the loss is chosen: see `cross_entropy.py`. A soft cap of 0 is none."""
+    """The options of the loss: see `cross_entropy.py`. A soft cap of 0 is none."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -18,7 +18,7 @@ class Terms:
 def losses_of(
     stats: Tensor, labels: Tensor, weight: Tensor | None, weight_sum: Tensor | None, words: int, terms: Terms
 ) -> Tensor:
-    """Each token's loss from what the kernel found: see `softmax_stats`. `weight_sum` is over all words."""
+    """Return each token's loss from the kernel's statistics: see `softmax_stats`. `weight_sum` is over all words."""
     top, total, hit, weighted = stats.unbind()
     lse = top + total.log()
     s = terms.label_smoothing
@@ -41,13 +41,13 @@ def loss_of(
     words: int,
     terms: Terms,
 ) -> Tensor:
-    """The sum over all tokens."""
+    """Return the sum over all tokens."""
     losses = losses_of(stats, labels, class_weight, weight_sum, words, terms)
     return (losses if token_weight is None else losses * token_weight.float()).sum()
 
 
 def chunk_tokens(tokens: int, words: int, itemsize: int, chunk_bytes: int) -> int:
-    """Tokens of a chunk: as many as fit, all chunks about as large, in multiples of 128 where there are more."""
+    """Return the tokens of a chunk: as many as fit, chunks being about equal, in multiples of 128 if several."""
     most = max(1, chunk_bytes // max(words * itemsize, 1))
     if tokens <= most:
         return max(tokens, 1)

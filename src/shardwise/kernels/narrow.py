@@ -1,12 +1,12 @@
-"""Weights in fewer bits: how they are kept. Products that read them so: `row_linear`, `few_rows_linear`.
+"""Quantised ("narrow") weights: how they are stored. Products that read them directly: `row_linear`, `few_rows_linear`.
 
-    fp8    8 bits a weight (e4m3), and one scale, float32, for each row of outputs
-    int4   4 bits a weight, and for each 64 of them along the inputs a scale and a lowest value, of 16 bits each: in
-           bfloat16 for weights that are, whose programs multiply in that
+    fp8    8 bits per weight (e4m3), and one float32 scale for each row of outputs
+    int4   4 bits per weight, and for each group of 64 along the inputs a scale and a lowest value, of 16 bits each: in
+           bfloat16 if the weights are, because then kernels multiply in that
 
-They lie in words of 32 bits, and each 128 inputs of a row share theirs. What is at one place of all these words are
-inputs that lie one behind the other: a program reads whole words, and multiplies what is at a place with what is given
-to those inputs as it lies.
+Codes are packed in words of 32 bits; each run of 128 inputs of a row shares its words. One position (the same bits) of
+consecutive words holds consecutive inputs. So a kernel reads whole words, and multiplies one position with a contiguous
+part of its input.
 
     word              0           1      ..                  0          1      ..
     fp8   bits 0-7    input 0     1      .. 31   int4  0-3   input 0    1      .. 15
@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from shardwise.kernels.launch import is_on_gpu, overlapping
 
 KINDS = ("fp8", "int4")
-#: Bits of a weight.
+#: Bits per weight.
 BITS = {"fp8": 8, "int4": 4}
 #: Inputs that share a scale in 4 bits, and inputs that share words.
 GROUP, RUN = 64, 128
@@ -33,7 +33,7 @@ _LARGEST_FP8 = 448.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NarrowWeight:
-    """A weight, [..., outputs, inputs], in fewer bits. `dtype` is what it is multiplied in."""
+    """A quantised weight, [..., outputs, inputs]. `dtype` is the one it is multiplied in."""
 
     kind: str
     #: [..., outputs, words].
@@ -48,12 +48,12 @@ class NarrowWeight:
         return torch.Size((*self.codes.shape[:-1], self.inputs))
 
     def has_kernels(self) -> bool:
-        """From Hopper on: older GPUs convert no e4m3, or overlap no kernels. They have the definition."""
+        """Whether kernels support it: from Hopper on. Older GPUs cannot convert e4m3, or overlap kernels."""
         lies = self.codes.is_contiguous() and self.scales.is_contiguous()
         return lies and (not is_on_gpu(self.codes) or overlapping(self.codes.device)["OVERLAPS"])
 
     def wide(self) -> Tensor:
-        """The weight as it is multiplied with: the definition. `widen` may have a kernel for it."""
+        """Return the dequantised weight, by the definition. `widen` may use a kernel."""
         codes = _unpacked(self.codes, BITS[self.kind])
         if self.kind == "fp8":
             made = codes.view(torch.float8_e4m3fn).float() * self.scales[..., None]
@@ -64,7 +64,7 @@ class NarrowWeight:
 
 
 def make_narrow(weight: Tensor, kind: str) -> NarrowWeight:
-    """Rounded to the nearest."""
+    """Quantise a weight, rounding to nearest."""
     inputs, dtype = weight.shape[-1], weight.dtype
     wide = pad(weight.float(), (0, -inputs % RUN))
     if kind == "fp8":
@@ -81,7 +81,7 @@ def make_narrow(weight: Tensor, kind: str) -> NarrowWeight:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes, [..., inputs] of a byte each, in words."""
+    """Pack codes, [..., inputs] in bytes, into words."""
     places = codes.view(*codes.shape[:-1], -1, 32 // bits, RUN * bits // 32)
     if bits == 4:
         places = places[..., ::2, :] | places[..., 1::2, :] << 4
@@ -89,7 +89,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """The other way round."""
+    """Unpack words into codes."""
     places = words.view(*words.shape[:-1], -1, RUN * bits // 32, 1).view(torch.uint8).transpose(-1, -2)
     if bits == 4:
         places = torch.stack((places & 15, places >> 4), dim=-2).flatten(-3, -2)

@@ -4,8 +4,8 @@
     RMS     y = new / sqrt(mean(new^2) + eps) * w         statistics in float32
     layer   y = (new - mean) / sqrt(var + eps) * w + b
 
-Forward reads x and the residual and writes y and the new residual: 4 numbers where the plain way moves 5. Backward
-reads the gradients of both, and the new residual, and writes one gradient, which x and the residual share:
+Forward reads x and the residual and writes y and the new residual: 4 numbers per element, where unfused operations move
+5. Backward reads the gradients of both and the new residual, and writes one gradient, which x and the residual share:
 
     dx = rstd (w dy - x^ mean(w dy x^) [- mean(w dy)]) + dnew         x^ = (new [- mean]) rstd
     dw = sum over rows of dy x^              each program sums its rows; then the programs' sums
@@ -21,16 +21,16 @@ from torch.nn.functional import rms_norm as plain_rms_norm
 
 from shardwise.kernels.choose import autocast_type, takes_kernel
 
-#: The longest row that one program holds in registers.
+#: The longest row that one program can hold in registers.
 MOST_COLUMNS = 32768
 
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float | None = None, *, offset: float = 0.0, kernels: bool = True
 ) -> Tensor:
-    """RMS norm over the last dim. `eps` of None is that of the type, as in `torch.nn.RMSNorm`.
+    """Compute the RMS norm over the last dim. `eps` of None is that of the dtype, as in `torch.nn.RMSNorm`.
 
-    `offset` is added to the weight, in float32: 1 + w is one digit short of w (Gemma).
+    `offset` is added to the weight in float32, because 1 + w in the weight's dtype would lose digits of w (Gemma).
     """
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     if kernels and _is_taken("rms_norm", x, weight):
@@ -43,7 +43,7 @@ def rms_norm(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float | None = None, *, kernels: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The RMS norm of `x + residual`, and that sum: the next residual."""
+    """Return the RMS norm of `x + residual`, and that sum: the next residual."""
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     if kernels and x.shape == residual.shape and _is_taken("add_rms_norm", x, weight, residual):
         return _apply(x, residual, weight, None, eps, False)
@@ -54,7 +54,7 @@ def add_rms_norm(
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, *, kernels: bool = True
 ) -> Tensor:
-    """Layer norm over the last dim."""
+    """Compute the layer norm over the last dim."""
     if kernels and _is_taken("layer_norm", x, weight, bias):
         return _apply(x, None, weight, bias, eps, True)[0]
     return plain_layer_norm(x, (x.shape[-1],), weight, bias, eps)
@@ -63,7 +63,7 @@ def layer_norm(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, *, kernels: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The layer norm of `x + residual`, and that sum: the next residual."""
+    """Return the layer norm of `x + residual`, and that sum: the next residual."""
     if kernels and x.shape == residual.shape and _is_taken("add_layer_norm", x, weight, bias, residual):
         return _apply(x, residual, weight, bias, eps, True)
     new = x + residual
@@ -71,12 +71,12 @@ def add_layer_norm(
 
 
 def takes_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether a norm of these has a kernel here."""
+    """Whether a norm of these uses a kernel here."""
     return _is_taken("rms_norm" if bias is None else "layer_norm", x, weight, bias)
 
 
 def _is_taken(name: str, x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
-    # Under autocast torch gives norms in float32, whatever they are given.
+    # Under autocast torch returns norms in float32, whatever the input's dtype.
     if autocast_type(x.device) is not None or weight.shape != x.shape[-1:]:
         return False
     if any(each is not None and each.dtype != x.dtype for each in (weight, *others)):
@@ -92,7 +92,7 @@ def _is_taken(name: str, x: Tensor, weight: Tensor, *others: Tensor | None) -> b
 def _apply(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, is_layer: bool
 ) -> tuple[Tensor, Tensor]:
-    if torch.is_inference_mode_enabled():  # No operator of torch around it: that takes longer than a small norm.
+    if torch.is_inference_mode_enabled():  # Skip torch's custom operator: its overhead exceeds a small norm.
         from shardwise.kernels.norm_triton import launch_norm
 
         return launch_norm(x, residual, weight, bias, eps, is_layer)[:2]

@@ -1,4 +1,4 @@
-"""The programs of `norm.py`."""
+"""The kernels of `norm.py`."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803, ARG001
@@ -11,17 +11,17 @@ from torch.library import custom_op
 
 from shardwise.kernels.launch import launch, num_processors, overlapping, rows_of
 
-#: Numbers that a program holds at once, where rows are short; how many of them a warp has; and how many rows of the
-#: backward are on their way or in use. `benchmarks/kernels.py --sweep` tries others.
+#: Elements that a program holds at once, if rows are short; elements per warp; and pipeline stages of the backward's
+#: rows. `benchmarks/kernels.py --sweep` tries others.
 TILE, A_WARP, STAGES = 2048, 512, 3
-#: Registers of a multiprocessor, and how many of them a program of the backward has for each number of its tile; one
-#: more for the gradient of a residual, and one for that of a bias. Two more than it needs: fewer programs with three
-#: rows on their way were faster than more with two (60 us and 80 for 16384 x 2048 on an H200).
+#: Registers of a multiprocessor, and registers per element of the tile of a backward program; one more for the gradient
+#: of a residual, and one for that of a bias. This is two more than it needs: fewer programs with three rows in flight
+#: were faster than more with two (60 us and 80 us for 16384 x 2048 on an H200).
 REGISTERS, A_NUMBER = 65_536, 7
-#: Sums of programs, and columns of them, that are added up at a time.
+#: Partial sums, and columns of them, that are added up at a time.
 SUMS, COLUMNS = 256, 16
-#: Up to so many rows a norm of a decode step takes little more than its beginning and end, which overlap with those of
-#: the kernels beside it.
+#: With up to so many rows, a norm of a decode step is little more than its prologue and epilogue, which overlap with
+#: those of the kernels next to it.
 FEW_ROWS = 256
 
 
@@ -125,8 +125,8 @@ def _tile(n: int) -> dict[str, int]:
 
 
 def _num_programs(device: torch.device, tile: dict[str, int], num_more: int) -> int:
-    """As many as a GPU has room for at once: each takes one tile after the other, and a program that had to wait for
-    another's end would begin when all should be over."""
+    """Return how many programs fit on the GPU at once. Each processes one tile after another; a program that had to
+    wait for another to end would begin when all should be over."""
     registers = tile["ROWS"] * tile["BLOCK"] * (A_NUMBER + num_more)
     return num_processors(device) * max(1, REGISTERS // registers)
 
@@ -141,7 +141,7 @@ def norm_forward(
 def launch_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, is_layer: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The norm, the new residual (empty without an old one), and each row's mean (of layer norms) and 1 / deviation."""
+    """Return the norm, the new residual (empty without an old one), and each row's mean (layer norm) and rstd."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x = rows_of(x)
     rows, n = x.shape
@@ -180,7 +180,7 @@ def norm_backward(
     is_layer: bool,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, the weight and the bias (empty without one)."""
+    """Return the gradients of x, the weight and the bias (empty without one)."""
     dx = torch.empty(new.shape, dtype=new.dtype, device=new.device)
     new, d_normed = rows_of(new), rows_of(d_normed)
     d_new = None if d_new is None else rows_of(d_new)

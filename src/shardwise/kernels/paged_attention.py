@@ -1,13 +1,13 @@
-"""Attention over keys and values that lie in blocks: of many sequences at once, each with its own table of blocks.
+"""Attention over keys and values in blocks (paged attention): many sequences at once, each with its own block table.
 
-    tables    one row a sequence: its blocks, in the order of its tokens
-    lengths   how many tokens of it are in the blocks, those of this step included
-    starts    where its queries begin among all queries, and behind the last their number
+    tables    one row per sequence: its blocks, in the order of its tokens
+    lengths   how many of its tokens are in the blocks, those of this step included
+    starts    where its queries begin among all queries; the last entry is the number of queries
 
-The queries of a sequence are the last of its tokens. A window is how many tokens a query sees, itself included.
+The queries of a sequence are its last tokens. A window is how many tokens a query attends to, itself included.
 
-    paged_decode     one query a sequence; a length of 0 is a row that nobody asked for, and gives zeros
-    paged_prefill    any number of queries a sequence: a piece of a prompt, behind what is in the blocks already
+    paged_decode     one query per sequence; a length of 0 is padding, and gives zeros
+    paged_prefill    any number of queries per sequence: a piece of a prompt, after what is in the blocks already
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from shardwise.kernels.choose import takes_kernel
 
-#: Queries of one tile of a prefill, and where no sequence has more than this.
+#: Queries per tile of a prefill; and the smaller tile, where no sequence has more queries than it.
 TILE, SHORT_TILE = 128, 16
 
 
@@ -35,10 +35,10 @@ def paged_decode(
     counters: Tensor | None = None,
     kernels: bool = True,
 ) -> Tensor:
-    """The only query of each sequence, [sequences, heads, dim]; the rest as `paged_attention_plain` has it.
+    """Attend with one query per sequence, [sequences, heads, dim]; the rest is as in `paged_attention_plain`.
 
-    `counters` are zeros, a whole number of 32 bits for each sequence and KV head, and are zeros again afterwards: what
-    is called often need not make them.
+    `counters` are zeros, one int32 for each sequence and KV head, and are zeros again afterwards: a frequent caller can
+    allocate them once.
     """
     if kernels and takes_kernel("paged_decode", query, keys, values, lacks=lambda: lacks_blocks(keys, values)):
         from shardwise.kernels.paged_decode_triton import decode
@@ -69,7 +69,7 @@ def paged_prefill(
     tile: int = TILE,
     kernels: bool = True,
 ) -> None:
-    """Queries, [queries, heads, dim], of the sequences that `tiles` names; what they see goes to `out`, in one piece.
+    """Attend with queries, [queries, heads, dim], of the sequences in `tiles`; write to `out`, which is contiguous.
 
     `tiles` are pairs: a sequence, and the first of `tile` of its queries (`make_tiles`).
     """
@@ -88,13 +88,13 @@ def paged_prefill(
 
 
 def tile_of(starts: Sequence[int], first: int = 0) -> int:
-    """The size of tiles that suits the sequences from `first` on."""
+    """Return the tile size that suits the sequences from `first` on."""
     longest = max((end - begin for begin, end in pairwise(starts[first:])), default=0)
     return SHORT_TILE if longest <= SHORT_TILE else TILE
 
 
 def make_tiles(starts: Sequence[int], first: int = 0, tile: int = TILE) -> list[tuple[int, int]]:
-    """The tiles of all sequences from `first` on. Long ones come first: what is left at the end is short."""
+    """Return the tiles of all sequences from `first` on. Long ones come first, so that the tail is short."""
     found = [
         (sequence, begin)
         for sequence in range(first, len(starts) - 1)
@@ -104,7 +104,7 @@ def make_tiles(starts: Sequence[int], first: int = 0, tile: int = TILE) -> list[
 
 
 def lacks_blocks(keys: Tensor, values: Tensor) -> str | None:
-    """What the programs cannot do with such blocks."""
+    """Return what the kernels do not support about such blocks, if anything."""
     if keys.shape != values.shape or keys.stride() != values.stride() or keys.stride(3) != 1:
         return f"values of {tuple(values.shape)} beside keys of {tuple(keys.shape)}"
     row_bytes = keys.shape[3] * keys.element_size()
@@ -135,7 +135,7 @@ def paged_attention_plain(
 
 
 def attend_last(query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None) -> Tensor:
-    """Queries, [queries, heads, dim], that are the last of the keys, [heads, keys, dim]; fewer heads are shared."""
+    """Attend with queries, [queries, heads, dim], the last of the keys, [heads, keys, dim]; key heads may be shared."""
     num_queries, num_keys = query.shape[0], key.shape[1]
     num_sharing = query.shape[1] // key.shape[0]
     if num_sharing > 1:
@@ -154,10 +154,10 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, *, scale: float, wind
 
 
 def first_seen(length: int, num_queries: int, window: int | None) -> int:
-    """The first token that any of the last queries sees."""
+    """Return the first token that any of the last queries attends to."""
     return 0 if window is None else max(0, length - num_queries - window + 1)
 
 
 def _in_a_row(cache: Tensor, blocks: Tensor, num_tokens: int) -> Tensor:
-    """[heads, tokens, dim] from blocks."""
+    """Gather [heads, tokens, dim] from blocks."""
     return cache[blocks].transpose(0, 1).flatten(1, 2)[:, :num_tokens]

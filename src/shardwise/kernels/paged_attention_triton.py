@@ -1,7 +1,7 @@
-"""The program of `paged_prefill`: a tile of queries of one head, which reads the blocks of all that they see.
+"""The kernel of `paged_prefill`: a program has a tile of queries of one head, and reads the blocks they attend to.
 
-Keys and values come straight from the blocks: the rows of a tile lie wherever the table says. Where tiles are few, as
-of a short piece behind a long beginning, each is read in parts by several programs, and the last puts them together.
+Keys and values are loaded directly from the blocks: the table says where each row of a tile is. If there are few tiles,
+as for a short piece after a long prefix, several programs read parts of each context, and the last one combines them.
 """
 
 # mypy: ignore-errors
@@ -16,9 +16,9 @@ from shardwise.kernels.device_functions import dot, precision_of
 from shardwise.kernels.launch import launch, num_processors
 from shardwise.kernels.paged_functions import ANY_PLACE, ANY_SIZE, LOG2_E, leave, rows_of_tokens, softmax_step
 
-#: Keys of a tile, and stages: for one tile on its way, and for two where queries are few (`paged_decode_triton.py`).
+#: Keys of a tile, and stages: for one tile in flight, and for two if queries are few (`paged_decode_triton.py`).
 PREFILL_KEYS, PREFILL_STAGES, SHORT_STAGES = 64, 3, 5
-#: Programs that a processor should have, the fewest tokens of a part, and the most parts.
+#: The wanted number of programs per multiprocessor, the fewest tokens of a part, and the most parts.
 PREFILL_PROGRAMS, FEWEST_TOKENS, MOST_PARTS = 2, 256, 16
 
 
@@ -79,7 +79,7 @@ def _prefill(
     total = tl.zeros((QUERIES,), tl.float32)
     seen = tl.zeros((QUERIES, DIM), tl.float32)
     begin = 0
-    # Up to here every query of the tile sees every key.
+    # Before this key, every query of the tile attends to every key.
     clear = (before + first_row + 1) // KEYS * KEYS
     if HAS_WINDOW:
         begin = tl.maximum(before + first_row - window + 1, 0) // KEYS * KEYS
@@ -141,6 +141,6 @@ def prefill(
 
 
 def count_prefill_parts(programs: int, longest: int, processors: int) -> int:
-    """In how many parts contexts are read at most, where there would be so many programs."""
+    """Return into how many parts contexts are split at most, if there would be `programs` without splitting."""
     wanted = triton.next_power_of_2(triton.cdiv(PREFILL_PROGRAMS * processors, max(programs, 1)))
     return max(min(wanted, MOST_PARTS, longest // FEWEST_TOKENS), 1)

@@ -1,8 +1,8 @@
-"""The program of `paged_decode` and of `decode_step`: one query a sequence.
+"""The kernel of `paged_decode` and of `decode_step`: one query per sequence.
 
-A program has all query heads of one KV head, and a part of the context: 16 rows or more, so that products are those of
-tensor cores. The part that ends last puts all of them together. In a step the program makes its queries of the product
-of the layer, and the part with the newest token makes that one's key and value, and writes them.
+A program has all query heads of one KV head and a part of the context: at least 16 rows, so that products use tensor
+cores. The part that ends last combines all parts. In a decode step the program derives its queries from the layer's
+product, and the part with the newest token derives and writes that token's key and value.
 """
 
 # mypy: ignore-errors
@@ -28,7 +28,7 @@ from shardwise.kernels.paged_functions import (
     softmax_step,
 )
 
-#: Keys of a tile, warps, and tiles on their way. `benchmarks/serving.py --cases sweep` tries others.
+#: Keys of a tile, warps, and tiles in flight. `benchmarks/serving.py --cases sweep` tries others.
 DECODE_KEYS, DECODE_WARPS, DECODE_TILES = 64, 4, 2
 
 
@@ -37,7 +37,7 @@ def _made_heads(
     raw, other, weight, other_weight, cosine, sine, epsilon,
     HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ANGLES: tl.constexpr,
 ):  # fmt: skip
-    """Heads, [heads, dim], of their numbers and each one's partner: normed, rotated, rounded as `write_cache` does."""
+    """Return heads, [heads, dim], from elements and their partners: normed, rotated, rounded as `write_cache` does."""
     made, paired = raw.to(tl.float32), other.to(tl.float32)
     if HAS_NORM:
         rstd = (1.0 / tl.sqrt(tl.sum(made * made, 1) / HEAD_DIM + epsilon))[:, None]
@@ -53,7 +53,7 @@ def _fetch_tile(
     keys, values, tables, table_row, begin, end, block_stride, token_stride,
     KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The first tile of a part comes into the cache while the kernel before ends."""
+    """Prefetch the first tile of a part while the previous kernel ends."""
     token = begin + tl.arange(0, KEYS)
     rows = rows_of_tokens(tables, table_row, token, token < end, block_stride, token_stride, BLOCK_SIZE)
     lines = rows[:, None] + tl.arange(0, AHEAD)[None, :] * (HEAD_DIM // AHEAD)
@@ -67,8 +67,8 @@ def _turn_of(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ANGLES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """For each number of a head: which one it was made of, and which one it is paired with; the angles of a position;
-    and what norms multiply with, of queries and of keys, each number and its partner."""
+    """Return for each element of a head its source and its rotary partner, the angles of a position, and the norm
+    weights of queries and of keys for each element and its partner."""
     HALF: tl.constexpr = HEAD_DIM // 2
     is_second = dim >= HALF
     pair = tl.where(is_second, dim - HALF, dim)
@@ -92,7 +92,7 @@ def _turn_of(
 
 @triton.jit
 def _paired(rows, own, partner, mask):
-    """Numbers of heads, and each one's partner."""
+    """Load elements of heads, and each one's partner."""
     return tl.load(rows + own[None, :], mask=mask, other=0.0), tl.load(rows + partner[None, :], mask=mask, other=0.0)
 
 
@@ -102,7 +102,7 @@ def _seen_in_blocks(
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What queries see of some tokens: the highest logit, the sum of shares, and values by them."""
+    """Attend to some tokens: return the maximum logit, the sum of exponentials, and the weighted sum of values."""
     highest = tl.full((HEADS,), -float("inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     seen = tl.zeros((HEADS, DIM), tl.float32)
@@ -131,7 +131,7 @@ def _put(keys, key, values, value, mask):
 
 @triton.jit
 def _see_one(q, key, value, highest, total, seen, scale):
-    """The same with one token more, key and value [1, dim]."""
+    """Attend to one more token, key and value [1, dim]."""
     logit = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale
     new = tl.maximum(highest, logit)
     share, kept = tl.exp2(logit - new), tl.exp2(highest - new)
@@ -153,7 +153,7 @@ def _decode(
         if not IS_STEP:
             tl.extra.cuda.gdc_wait()
     kv_head, part, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    # In a step nothing of lengths, tables and older tokens is made by the kernel before: they are there already.
+    # In a decode step, lengths, tables and older tokens are not written by the previous kernel: read them right away.
     length = tl.load(lengths + sequence)
     first, begin_all, each = in_parts(length, window, fewest, tl.num_programs(1), KEYS, HAS_WINDOW)
     begin, end = begin_all + part * each, tl.minimum(begin_all + (part + 1) * each, length)
@@ -165,7 +165,7 @@ def _decode(
         _fetch_tile(
             keys, values, tables, table_row, begin, end, block_stride, token_stride, KEYS, BLOCK_SIZE, HEAD_DIM, AHEAD
         )  # fmt: skip
-    # What no kernel of the step writes is read before the wait, and all that it has written at once behind it.
+    # What no kernel of the step writes is read before the wait; what the previous kernel wrote, directly after it.
     if IS_STEP:
         position = tl.maximum(length - 1, 0).to(tl.int64)
         own, partner, c, s, q_own, q_other, k_own, k_other = _turn_of(
@@ -178,13 +178,13 @@ def _decode(
     is_out = (local < SHARING) & is_dim[None, :]
     first_row = sequence * num_heads + kv_head * SHARING
     if begin >= end:
-        if part == 0:  # A row that nobody asked for.
+        if part == 0:  # A padding row.
             nothing = tl.zeros((HEADS, DIM), out.dtype.element_ty)
             tl.store(out + (first_row + local) * HEAD_DIM + dim[None, :], nothing, mask=is_out)
         return
     heads = query + sequence * q_row + (kv_head * SHARING + local) * q_head
     if IS_STEP:
-        # All parts read the newest token, also those that do without: nobody waits for it later.
+        # All parts load the newest token, even those that do not need it, so that none waits for it later.
         one = tl.arange(0, 1)[:, None]
         new_row = query + sequence * q_row + (num_heads + kv_head + one) * HEAD_DIM
         q, q_partner = _paired(heads, own, partner, is_out)
@@ -193,7 +193,7 @@ def _decode(
         q = _made_heads(q, q_partner, q_own, q_other, c, s, epsilon, HEAD_DIM, HAS_NORM, HAS_ANGLES)
     else:
         q = tl.load(heads + dim[None, :], mask=is_out, other=0.0)
-    # The newest token of a step is in no block yet.
+    # The newest token of a step is not in a block yet.
     highest, total, seen = _seen_in_blocks(
         q, keys, values, tables, table_row, begin, tl.minimum(end, length - 1) if IS_STEP else end, first, dim, is_dim,
         scale, block_stride, token_stride, HEADS, DIM, BLOCK_SIZE, KEYS, HAS_WINDOW, PRECISION,
@@ -215,7 +215,7 @@ def decode(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None,
     counters: Tensor | None, turn: Any = None,
 ) -> Tensor:  # fmt: skip
-    """See `paged_decode`; with a turn, of the layer's product, see `decode_step`."""
+    """See `paged_decode`; with a turn, `query` is the layer's product, see `decode_step`."""
     num_sequences = query.shape[0]
     num_kv_heads, block_size, head_dim = keys.shape[1:]
     num_heads = query[0].numel() // head_dim - (0 if turn is None else 2 * num_kv_heads) if num_sequences else 0
@@ -224,7 +224,7 @@ def decode(
         return out
     longest = tables.shape[1] * block_size
     parts, fewest = count_parts(num_sequences, num_kv_heads, longest, num_processors(query.device))
-    # Of one part nothing is kept or counted; it is given something of the same types, so that one program does for all.
+    # With one part nothing is stored or counted, but arguments have the same types, so that one compiled kernel serves.
     rows = num_sequences * num_heads * parts if parts > 1 else 0
     sums, logs = (torch.empty(count, dtype=torch.float32, device=query.device) for count in (rows * head_dim, rows))
     if parts == 1:
@@ -251,12 +251,12 @@ def decode(
 
 
 def _lines(keys: Tensor) -> int:
-    """Lines of the cache, of 128 bytes, that a head of one token is in; 0 where they are not even."""
+    """Return the 128-byte cache lines of one token's head; 0 if it is not a whole number of lines."""
     lines = keys.shape[3] * keys.element_size() // 128
     return lines if lines and lines & (lines - 1) == 0 else 0
 
 
 def _stages(tile_bytes: int) -> int:
-    """For so many tiles on their way as three programs have room for in a processor's shared memory. Each takes two
-    stages: its blocks' numbers are read before its keys and values."""
+    """Return the stages for as many tiles in flight as three programs can have in a multiprocessor's shared memory.
+    Each tile takes two stages: its block numbers are loaded before its keys and values."""
     return 1 + 2 * min(DECODE_TILES, 72 * 1024 // (2 * tile_bytes))

@@ -1,8 +1,8 @@
-"""What programs of attention over blocks share: where rows lie, the online softmax, and parts of a context, which the
-last of them puts together.
+"""Device functions for attention over blocks: addresses of rows, the online softmax, and parts of a context, which the
+last part combines.
 
-How wide tables are changes from step to step, and where they and lengths begin in what the host has sent: programs are
-not compiled anew for widths and places that happen to be whole sixteens.
+The width of tables changes from step to step, and so do the addresses of tables and lengths in the host's packed
+inputs. Kernels are therefore not specialised on widths and addresses that happen to be multiples of 16.
 """
 
 # mypy: ignore-errors
@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
-#: Arguments of programs, by their names, that are whole sixteens in one step and not in the next.
+#: Names of arguments that are multiples of 16 in one step and not in the next.
 ANY_SIZE, ANY_PLACE = ["table_stride", "fewest", "num_parts"], ["tables", "lengths", "starts", "tiles", "counters"]
-#: Programs of a decode that a processor should have, the fewest tokens of a part, also where there are as many programs
-#: anyway, and the most parts.
+#: The wanted number of programs per multiprocessor in a decode; the fewest tokens of a part, and the same where there
+#: are enough programs anyway; and the most parts.
 PROGRAMS, FEWEST_TOKENS, MANY_TOKENS, MOST_PARTS = 6, 64, 512, 64
 
 
@@ -23,17 +23,17 @@ PROGRAMS, FEWEST_TOKENS, MANY_TOKENS, MOST_PARTS = 6, 64, 512, 64
 def rows_of_tokens(
     tables, table_row, token, is_token, block_stride, token_stride, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Where the rows of these tokens begin, from the head's beginning in block 0 on."""
+    """Return the offsets of these tokens' rows, relative to the head's beginning in block 0."""
     block = tl.load(tables + table_row + token // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
     return block * block_stride + (token % BLOCK_SIZE) * token_stride
 
 
 @triton.jit
 def softmax_step(logits, highest, total):
-    """The online softmax of one more tile of keys: their shares of what is seen so far, what is left of what was seen
-    before, and the new highest logit and sum of shares."""
+    """One step of the online softmax: return the weights of one more tile of keys, the factor for the results so far,
+    and the new maximum logit and sum of weights."""
     new = tl.maximum(highest, tl.max(logits, 1))
-    # A tile before the window has nothing yet: no number minus none.
+    # A tile before the window leaves the maximum at -inf: avoid -inf - -inf.
     base = tl.where(new == -float("inf"), 0.0, new)
     shares = tl.exp2(logits - base[:, None])
     kept = tl.exp2(highest - base)
@@ -42,7 +42,7 @@ def softmax_step(logits, highest, total):
 
 @triton.jit
 def in_parts(length, window, fewest, num_parts, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """The first token that is seen, where the first part begins, and how many tokens each has."""
+    """Return the first token attended to, where the first part begins, and how many tokens each part has."""
     first = length * 0
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
@@ -56,15 +56,15 @@ def leave(
     highest, total, seen, out, sums, logs, counter, first_row, row_step, num_rows, part, most_parts, num_parts,
     dim, is_dim, ROWS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """What a part has seen goes out, where there is no other; else beside the others', and the last puts together.
+    """Store a part's result: to `out` if it is the only part; otherwise beside the others', and the last part combines.
 
-    Rows of `out` are `num_rows` from the first on, a step from one to the next; GROUP is the next power of two.
+    Rows of `out` are `num_rows` from `first_row` on, `row_step` apart; GROUP is the next power of two.
     """
     local = tl.arange(0, ROWS)
     is_row = local < num_rows
     is_out = is_row[:, None] & is_dim[None, :]
     row = first_row + local.to(tl.int64) * row_step
-    # A query whose window begins behind a part sees nothing of it.
+    # A query whose window begins after a part attends to nothing in it.
     seen = seen / tl.where(total == 0.0, 1.0, total)[:, None]
     if num_parts == 1:
         tl.store(out + row[:, None] * HEAD_DIM + dim[None, :], seen.to(out.dtype.element_ty), mask=is_out)
@@ -73,12 +73,12 @@ def leave(
         tl.store(sums + row[:, None] * HEAD_DIM + dim[None, :], seen, mask=is_out)
         log = tl.where(total == 0.0, -float("inf"), highest + tl.log2(tl.where(total == 0.0, 1.0, total)))
         tl.store(logs + row, log, mask=is_row)
-        tl.debug_barrier()  # All of it is written before this part is counted.
+        tl.debug_barrier()  # All of it must be stored before this part is counted.
         if tl.atomic_add(counter, 1) == num_parts - 1:
             _put_together(
                 sums, logs, out, first_row, row_step, num_rows, num_parts, most_parts, dim, is_dim, GROUP, HEAD_DIM, DIM
             )  # fmt: skip
-            tl.store(counter, 0)  # For the next launch, which comes behind this one.
+            tl.store(counter, 0)  # For the next launch, which runs after this one.
 
 
 @triton.jit
@@ -86,8 +86,8 @@ def _put_together(
     sums, logs, out, first_row, row_step, num_rows, num_parts, most_parts, dim, is_dim,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """What the parts have seen. Others wrote it just now: it is read past the near cache."""
-    # As many at a time as registers have room for.
+    """Combine the parts' results. Other programs wrote them just now, so the loads bypass the L1 cache."""
+    # As many parts at a time as fit in registers.
     PARTS: tl.constexpr = 8 if GROUP <= 4 else (2 if GROUP <= 16 else 1)
     local = tl.arange(0, GROUP)
     row = first_row + local.to(tl.int64) * row_step
@@ -114,10 +114,10 @@ def _put_together(
 def count_parts(
     num_sequences: int, num_kv_heads: int, longest: int, processors: int, each: int | None = None
 ) -> tuple[int, int]:
-    """In how many parts contexts are read at most, and the fewest tokens of a part. Lengths are not looked at: what a
-    graph was captured with holds for all of them. A processor should have `each` programs."""
+    """Return into how many parts contexts are split at most, and the fewest tokens of a part. Does not depend on
+    lengths, so that a captured graph holds for all of them. A multiprocessor should have `each` programs."""
     programs = max(num_sequences * num_kv_heads, 1)
     wanted = triton.next_power_of_2(triton.cdiv((each or PROGRAMS) * processors, programs))
-    # One long context among many short ones is still read by several.
+    # One long context among many short ones is still split.
     parts = min(max(wanted, 4), MOST_PARTS, triton.next_power_of_2(triton.cdiv(longest, FEWEST_TOKENS)))
     return max(parts, 1), FEWEST_TOKENS if wanted > 4 else MANY_TOKENS

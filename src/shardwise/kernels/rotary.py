@@ -1,12 +1,12 @@
 """Rotary positions (Su et al. 2021) for queries and keys in one launch.
 
-Pair i of a head at position p turns by the angle p f_i. Pairs lie half a head apart, or beside each other:
+Pair i of a head at position p is rotated by the angle p f_i. Pairs are half a head apart, or adjacent:
 
     halves         a0 a1 a2 a3 | b0 b1 b2 b3          out   a cos - b sin | b cos + a sin
     interleaved    a0 b0 a1 b1 a2 b2 a3 b3            out   the same: pairs come out half a head apart
 
-Queries and keys come out alike, so that their products are what they should be. The backward is the same rotation by
-minus the angle, back to where pairs came from; nothing is kept for it but cosines and sines.
+Queries and keys have the same output layout, so their dot products are unaffected. The backward is the rotation by the
+negative angle, back to the input layout; only cosines and sines are saved for it.
 """
 
 from typing import Any, cast
@@ -33,7 +33,7 @@ def rotary(
     """Rotate queries, [batch, heads, tokens, dim], and keys, which may have fewer heads.
 
     `cosine` and `sine` are [batch or 1, tokens, dim / 2]; with `positions`, [batch, tokens], they are tables of
-    [length, dim / 2] whose rows the positions choose. `in_place` is for where no gradient is wanted.
+    [length, dim / 2], indexed by the positions. `in_place` may be used where no gradient is needed.
     """
     if in_place and torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
         raise ShardwiseError("rotary(in_place=True) overwrites what gradients are wanted of", remedy="in_place=False")
@@ -57,7 +57,7 @@ def rotary(
 
 
 def rotate_plain(heads: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool) -> Tensor:
-    """The definition, of [batch, heads, tokens, dim]."""
+    """The definition, for [batch, heads, tokens, dim]."""
     cosine, sine = cosine[:, None], sine[:, None]
     if interleaved:
         first, second = heads[..., 0::2], heads[..., 1::2]

@@ -1,4 +1,4 @@
-"""The program of `rotary.py`: a few tokens a program, all heads of their queries and keys."""
+"""The kernel of `rotary.py`: a program has a few tokens, with all heads of their queries and keys."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803, ARG001
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-#: Pairs of a query that a program turns at a time (a token of 32 heads of 128 has so many), its tokens at most, and its
+#: Pairs of queries per iteration of a program (a token with 32 heads of 128 has so many), its most tokens, and its
 #: warps. `benchmarks/kernels.py --sweep` tries others.
 PAIRS, TOKENS, WARPS = 2048, 4, 4
 
@@ -24,7 +24,7 @@ def _turn(
         head = (begin + tl.arange(0, HEADS))[None, :, None]
         mask = is_token[:, None, None] & (head < num_heads) & (pair < half)
         here = x + (batch * x_batch + token * x_token)[:, None, None] + head.to(tl.int64) * x_head
-        # Pairs beside each other lie at 2i and 2i + 1, those half a head apart at i and half + i.
+        # Adjacent pairs are at 2i and 2i + 1, pairs half a head apart at i and half + i.
         step = 2 if FROM else 1
         apart = 1 if FROM else half
         first = tl.load(here + pair * step, mask=mask, other=0.0).to(tl.float32)
@@ -69,7 +69,7 @@ def _rotate(
 def rotate_into(
     query, key, cosine, sine, positions, query_out, key_out, sign: float, from_beside: bool, to_beside: bool
 ) -> None:
-    """Write the rotated heads. Only the last dim of what is read and written has to lie in one piece."""
+    """Write the rotated heads. Only the last dim of inputs and outputs must be contiguous."""
     batch, query_heads, num_tokens, dim = query.shape
     half = dim // 2
     if not query.numel() and not key.numel():
@@ -110,7 +110,7 @@ def rotate(
     to_beside: bool,
 ) -> tuple[Tensor, Tensor]:
     query, key = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key))
-    # In the order of the memory that it is read in: heads of a token beside each other stay so.
+    # Outputs keep the memory order of the inputs: adjacent heads of a token stay adjacent.
     made = torch.empty_like(query), torch.empty_like(key)
     rotate_into(query, key, cosine, sine, positions, *made, sign, from_beside, to_beside)
     return made

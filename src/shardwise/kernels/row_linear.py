@@ -1,11 +1,11 @@
-"""A linear layer of one row, with what stands before and behind it: what a decode step of one sequence is made of.
+"""A linear layer for one row, with what comes before and after it: the building block of a decode step of one sequence.
 
     x ─┐                                             ┌─ y = W n + b
        + ── new residual ── RMS norm ── n, one row ──┤
     r ─┘                                             └─ activation(G n) * (U n), where W is G above U
 
-The time is that of reading W. Each program reads some rows of it, and makes n by itself meanwhile: that is a few
-kilobytes, which costs less than a kernel more. A W of fewer bits (`narrow.py`) is read as it is kept.
+The time is that of reading W. Each program reads some rows of W, and meanwhile computes n itself: a few kilobytes,
+which costs less than another kernel. A quantised W (`narrow.py`) is read as it is stored.
 """
 
 from typing import cast
@@ -31,9 +31,9 @@ def row_linear(
     activation: Activation | None = None,
     kernels: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`x` is [1, in]. The output, [1, out] or half of that behind a gate, and the new residual, `x` without an old one.
+    """Return [1, out], or half of that with a gate, for `x`, [1, in]; and the new residual (`x` without an old one).
 
-    A residual is added only where there is a norm behind it.
+    A residual is added only together with a norm.
     """
     assert residual is None or norm is not None, "a sum that nobody norms"
     given = x, weight if isinstance(weight, Tensor) else weight.scales, bias, residual, norm

@@ -1,7 +1,7 @@
-"""The program of `row_linear.py`: some rows of the weight a program.
+"""The kernel of `row_linear.py`: a program has some rows of the weight.
 
-`CODES` is the kind of a weight in fewer bits (`narrow.py`), or nothing. Its tiles are [rows,
-runs, words]. In fp8 a row's scale is put on its sum; in 4 bits scales and lowest values are put on the sums of groups.
+`CODES` is the kind of a quantised weight (`narrow.py`), or empty; then tiles are [rows, runs, words]. In fp8 a row's
+scale is applied to its sum; in 4 bits scales and lowest values are applied to the sums of groups.
 """
 
 # mypy: ignore-errors
@@ -31,8 +31,7 @@ from shardwise.kernels.widen_triton import (
 
 
 class RowTile(NamedTuple):
-    """Numbers of the weight that a program has at a time, the most columns of them, tiles that are on their way, and
-    warps."""
+    """Elements of the weight per iteration of a program, the most columns of them, pipeline stages, and warps."""
 
     numbers: int
     columns: int
@@ -40,18 +39,18 @@ class RowTile(NamedTuple):
     warps: int
 
 
-#: Of weights as they are: without a gate, and with one, of narrow and of wide rows; and how many bytes of a row are
-#: fetched into the cache while the kernel before ends. `benchmarks/serving.py --cases rows` tries others.
+#: For unquantised weights: without a gate, and with one, for narrow and for wide rows; and how many bytes of a row are
+#: prefetched while the previous kernel ends. `benchmarks/serving.py --cases rows` tries others.
 WIDE, GATED, GATED_WIDE, AHEAD = (
     RowTile(16384, 1024, 3, 8),
     RowTile(16384, 1024, 2, 8),
     RowTile(16384, 2048, 2, 4),
     2048,
 )
-#: Rows of up to so many columns are one tile, which a program reads before it waits for the kernel before: what it has
-#: in registers by then need not come from the cache later. 0: none; `benchmarks/decode_settings.py` tries others.
+#: Rows of up to so many columns are one tile, which a program loads before it waits for the previous kernel: what is in
+#: registers by then need not come from the cache later. 0: none; `benchmarks/decode_settings.py` tries others.
 WHOLE_ROWS = 0
-#: In fewer bits: behind a norm, which every program makes for itself, and without.
+#: For quantised weights: after a norm, which every program computes for itself, and without one.
 EIGHT_BITS_NORMED, EIGHT_BITS, FOUR_BITS = (
     RowTile(16384, 1024, 2, 8),
     RowTile(16384, 2048, 2, 8),
@@ -64,7 +63,7 @@ _RUN = tl.constexpr(RUN)
 
 @triton.jit
 def _words(rows, begin, k, is_row, RUNS: tl.constexpr, WORDS: tl.constexpr):
-    """Words of some runs of rows."""
+    """Load the words of some runs of rows."""
     run = begin // _RUN + tl.arange(0, RUNS)[None, :, None]
     there = rows[:, :, None] + run * WORDS + tl.arange(0, WORDS)[None, None, :]
     return tl.load(there, mask=is_row[:, None, None] & (run * _RUN < k), other=0, eviction_policy="evict_first")
@@ -72,20 +71,20 @@ def _words(rows, begin, k, is_row, RUNS: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def _steps(steps, begin, k, is_row, RUNS: tl.constexpr):
-    """Scales and lowest values of some runs of rows."""
+    """Load scales and lowest values of some runs of rows."""
     run = begin // _RUN + tl.arange(0, RUNS)[None, :]
     return tl.load(steps + run, mask=is_row[:, None] & (run * _RUN < k), other=0)
 
 
 @triton.jit
 def _columns(begin, PLACE: tl.constexpr, RUNS: tl.constexpr, WORDS: tl.constexpr):
-    """The inputs that are at a place of words."""
+    """Return the inputs at one position of words."""
     return begin + PLACE * WORDS + tl.arange(0, RUNS)[:, None] * _RUN + tl.arange(0, WORDS)[None, :]
 
 
 @triton.jit
 def _scaled(made, whole, steps, GROUP: tl.constexpr, STEPS: tl.constexpr):
-    """Sums of a group times its scale, and what was given to it times its lowest value."""
+    """Return a group's sums times its scale, plus the sum of its inputs times its lowest value."""
     scale = step_of(steps, 2 * GROUP, STEPS)
     low = step_of(steps, 2 * GROUP + 1, STEPS) - OFFSET * scale
     return made * scale[:, :, None] + whole[None] * low[:, :, None]
@@ -95,7 +94,7 @@ def _scaled(made, whole, steps, GROUP: tl.constexpr, STEPS: tl.constexpr):
 def _normed_piece(
     x, residual, norm, column, is_column, rstd, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Some numbers of the row that is multiplied, rounded where the definition rounds."""
+    """Return some elements of the normed input row, rounded where the definition rounds."""
     own = tl.load(x + column, mask=is_column, other=0.0)
     value = own.to(tl.float32)
     if HAS_RESIDUAL:
@@ -110,7 +109,7 @@ def _normed_piece(
 
 @triton.jit
 def _rstd(x, residual, norm, new, k, eps, HAS_RESIDUAL: tl.constexpr, COLUMNS: tl.constexpr):
-    """What the row is multiplied by in its norm. The first program writes what it is with the residual."""
+    """Return the norm's factor for the row. The first program stores the new residual."""
     squares = tl.zeros((COLUMNS,), tl.float32)
     for begin in range(0, k, COLUMNS):
         at = begin + tl.arange(0, COLUMNS)
@@ -127,8 +126,8 @@ def _times_eight_bits(
     total, other, here, under, begin, k, is_row, x, residual, norm, rstd,
     HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of the weight times what is given to it, and of what lies under it, one place of words after the
-    other."""
+    """Add a tile of the weight, and of the one below it with a gate, times its part of the input, one position of words
+    after another."""
     words = _words(here, begin, k, is_row, total.shape[1], EIGHTS)
     if ACTIVATION != "":
         beneath = _words(under, begin, k, is_row, total.shape[1], EIGHTS)
@@ -146,7 +145,7 @@ def _times_four_bits(
     total, other, here, under, steps, steps_under, begin, k, is_row, x, residual, norm, rstd,
     HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """The same of 4 bits, one group after the other."""
+    """The same for 4 bits, one group after another."""
     words = _words(here, begin, k, is_row, total.shape[1], FOURS)
     step = _steps(steps, begin, k, is_row, total.shape[1])
     if ACTIVATION != "":
@@ -173,7 +172,7 @@ def _times_four_bits(
 def _finish(
     total, other, scales, bias, out, row, n, CODES: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """What is done to sums, and written."""
+    """Apply scale, bias and gate to the sums, and store them."""
     is_row = row < n
     if CODES == "fp8":
         total *= tl.load(scales + row, mask=is_row, other=0.0) * HALF_SHIFT
@@ -210,7 +209,7 @@ def _row_linear(
         tile = tl.load(here + column[None, :], mask=whole, other=0.0, eviction_policy="evict_first")
         if ACTIVATION != "":
             beneath = tl.load(under + column[None, :], mask=whole, other=0.0, eviction_policy="evict_first")
-    elif AHEAD > 0:  # The weight is asked for before anything else: the rest is done while it comes.
+    elif AHEAD > 0:  # Request the weight before anything else: the rest is computed while it arrives.
         prefetch_rows(here, stride, AHEAD)
         if ACTIVATION != "":
             prefetch_rows(under, stride, AHEAD)
@@ -223,7 +222,7 @@ def _row_linear(
     if CODES == "":
         total = tl.zeros((ROWS,), tl.float32)
         other = tl.zeros((ROWS,), tl.float32)
-    else:  # What belongs to a row is summed at the end.
+    else:  # Keep separate partial sums, which are added up per row at the end.
         total = tl.zeros((ROWS, num_runs, EIGHTS if CODES == "fp8" else FOURS), tl.float32)
         other = tl.zeros((ROWS, num_runs, EIGHTS if CODES == "fp8" else FOURS), tl.float32)
     if IS_WHOLE:
@@ -274,7 +273,7 @@ def forward(
     columns = max(triton.next_power_of_2(k), RUN)
     columns = columns if is_whole else min(tile.columns, columns)
     rows = max(tile.numbers // columns // (1 if activation is None else 2), 1)
-    # Older processors have less shared memory for what is on its way.
+    # Older GPUs have less shared memory for tiles in flight.
     stages = tile.stages if overlap["OVERLAPS"] and x.element_size() == 2 else 2
     launch(
         _row_linear, (triton.cdiv(n, rows),),

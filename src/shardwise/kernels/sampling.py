@@ -1,12 +1,12 @@
-"""The next token of many rows of logits, each drawn with its own parameters and from its own seed.
+"""Sample the next token of many rows of logits, each with its own parameters and seed.
 
-A row's draw is that of the largest `logit / temperature + noise`, the noise of each word being Gumbel's (Gumbel 1954;
-Maddison et al. 2014, section 2): words come out as often as the softmax says. Noise is a hash of the row's key, the
-position in its sequence and the word, and of nothing else, so a row draws the same whatever is drawn beside it.
+A row's sample is the argmax of `logit / temperature + noise`, where each word's noise is from the Gumbel distribution
+(Gumbel 1954; Maddison et al. 2014, section 2): words are then distributed as the softmax says. Noise is a hash of the
+row's key, the position in its sequence and the word, so a row's sample does not depend on the rest of the batch.
 
-Words are left out by a threshold: all but the `top_k` likeliest; of these all behind those whose share is `top_p`;
-and those that are less than `min_p` times as likely as the likeliest. Words that are equally likely go or stay
-together.
+Words are excluded by a threshold: all but the `top_k` most likely; of these, all after those whose shares sum to
+`top_p`; and those less than `min_p` times as likely as the most likely one. Words that are equally likely are kept or
+excluded together.
 """
 
 from hashlib import blake2b
@@ -20,7 +20,7 @@ _BITS = 0xFFFFFFFF
 
 
 def make_key(seed: int) -> tuple[int, int]:
-    """Two words of 32 bits from a seed: seeds that are neighbours have nothing in common."""
+    """Derive two 32-bit words from a seed, so that consecutive seeds are unrelated."""
     digest = blake2b(str(seed).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
@@ -37,9 +37,9 @@ def sample(
     has_cuts: bool = True,
     kernels: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens, [rows], and the log-probability of each before temperature and cuts; logits may be of any float type.
+    """Return tokens, [rows], and each one's log-probability before temperature and cuts; logits may be any float dtype.
 
-    `has_cuts=False` says that no row has a top-k, top-p or min-p, where the caller knows.
+    `has_cuts=False` promises that no row has a top-k, top-p or min-p.
     """
     if kernels and takes_kernel("sample", logits):
         from shardwise.kernels.sampling_triton import sample_rows
@@ -61,7 +61,7 @@ def sample_plain(
 ) -> Tensor:
     """The definition. Logits are [rows, words] in float32, `keys` [rows, 2], all else [rows]; tokens are [rows].
 
-    A temperature of 0 takes the likeliest word; of several, the first.
+    A temperature of 0 takes the most likely word; of several, the first.
     """
     is_greedy = temperature == 0
     scaled = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
@@ -71,7 +71,7 @@ def sample_plain(
 
 
 def threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The lowest logit that may be drawn, of each row. `top_k=0`, `top_p=1` and `min_p=0` leave nothing out."""
+    """Return each row's lowest logit that may be sampled. `top_k=0`, `top_p=1` and `min_p=0` exclude nothing."""
     lowest = scaled.new_full((scaled.shape[0],), -torch.inf)
     if bool((min_p > 0).any()):
         lowest = scaled.max(-1).values + min_p.log()
@@ -82,7 +82,7 @@ def threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
         kth = ordered.gather(1, num_kept[:, None] - 1)
         ordered = ordered.masked_fill(ordered < kth, -torch.inf)
         shares = ordered.softmax(-1)
-        # A word stays if those before it have less than the share, so the likeliest always does.
+        # A word is kept if the more likely ones have less than the share, so the most likely always is.
         stays = (shares.cumsum(-1) - shares < top_p[rows, None]) & (ordered > -torch.inf)
         least = ordered.gather(1, stays.sum(-1, keepdim=True).clamp(min=1) - 1)[:, 0]
         lowest[rows] = torch.maximum(lowest[rows], least)
@@ -90,12 +90,12 @@ def threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
 
 
 def gumbel(keys: Tensor, positions: Tensor, num_words: int) -> Tensor:
-    """[rows, words]."""
+    """Return the noise, [rows, words]."""
     words = torch.arange(num_words, device=keys.device)
     row = mix(keys[:, 0] ^ mix((positions + keys[:, 1]) & _BITS))
     bits = mix(mix((words * 0x9E3779B9 + row[:, None]) & _BITS) ^ keys[:, 1, None])
-    # An exponential number, -log(1 - uniform). Small ones are the likely winners and keep their digits; none is 0,
-    # which would win against any logit.
+    # An exponential variate, -log(1 - uniform). Small ones are the likely winners and keep their precision; none is 0,
+    # which would beat any logit.
     uniform = bits.float() * 2.0**-32 + 2.0**-33
     small = uniform * (1.0 + 0.5 * uniform)
     return -torch.where(uniform < 2.0**-11, small, -(1.0 - uniform).log()).log()

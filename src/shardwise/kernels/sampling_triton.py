@@ -1,9 +1,9 @@
-"""The programs of `sampling.py`.
+"""The kernels of `sampling.py`.
 
-cut       one a row: the lowest logit that may be drawn. Two bits of it a reading of the row, from the highest on:
-          nothing is sorted, and nothing beside the row is read or written
-draw      one a piece of a row: its largest logit with noise, and the sum of its exponentials
-choose    one a row: the largest of its pieces
+cut       one program per row: the lowest logit that may be sampled, by a search over its bits, two per read of the row
+          from the highest on: nothing is sorted, and no other memory is used
+draw      one program per piece of a row: its largest logit with noise, and the sum of its exponentials
+choose    one program per row: the largest of its pieces
 """
 
 # mypy: ignore-errors
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from shardwise.kernels.launch import launch
 
-#: Words that a program has at a time.
+#: Words per iteration of a program.
 PIECE, CUT_PIECE = 4096, 8192
-#: What lies somewhere in what the host has sent, or behind the numbers of other rows: programs are not compiled anew
-#: where one of them happens to begin at a whole 16 bytes.
+#: Arguments at varying addresses in the host's packed inputs, or after a varying number of rows: kernels are not
+#: specialised on whether one of them happens to be aligned to 16 bytes.
 _ANY_PLACE = [
     "temperatures", "top_ks", "top_ps", "min_ps", "lowest", "keys", "positions", "best", "words", "highests", "totals",
 ]  # fmt: skip
@@ -36,7 +36,7 @@ def _mix(x):
 
 @triton.jit
 def _gumbel(key_one, key_two, position, word):
-    """The noise of these words: all in 32 bits without a sign, which wrap around as the definition's do."""
+    """Return the noise of these words, in unsigned 32 bits, which wrap around as the definition's do."""
     row = _mix(key_one ^ _mix(position + key_two))
     bits = _mix(_mix(word.to(tl.uint32) * 0x9E3779B9 + row) ^ key_two)
     uniform = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
@@ -46,7 +46,7 @@ def _gumbel(key_one, key_two, position, word):
 
 @triton.jit
 def _ranks(x):
-    """Whole numbers in the order of these floats."""
+    """Return integers in the order of these floats."""
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
 
@@ -58,7 +58,7 @@ def _float_of(rank):
 
 @triton.jit
 def _find_lowest(logits, num_words, temperature, highest, least, goal, BY_SHARE: tl.constexpr, PIECE: tl.constexpr):
-    """The highest rank such that words from it on are `goal` many, or weigh as much, of those from `least` on."""
+    """Return the highest rank such that, of words from `least` on, those from it on number or weigh at least `goal`."""
     found = tl.full((), 0, tl.uint32)
     bit = tl.full((), 1 << 30, tl.uint32)
     for _ in range(16):
@@ -147,7 +147,7 @@ def _draw(
         x = tl.where(is_word, x, -float("inf"))
     value = tl.max(x, 0)
     tl.store(best + there, value)
-    # Of several the first.
+    # On a tie, the first word.
     tl.store(words + there, tl.min(tl.where(x == value, word, 2147483647), 0))
 
 

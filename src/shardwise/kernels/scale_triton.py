@@ -1,6 +1,6 @@
-"""A tensor multiplied in place by numbers of the device, without a word to the host."""
+"""Multiply a tensor in place by a factor on the device, without synchronising with the host."""
 
-# Kernels have no types, and whether Triton is installed would change what a type checker says.
+# Kernels are untyped, and whether Triton is installed would change what a type checker reports.
 # mypy: ignore-errors
 # ruff: noqa: N803
 
@@ -13,7 +13,7 @@ from torch import Tensor
 def _scale(x, factor, applied, n, BLOCK: tl.constexpr):
     wanted = tl.load(factor).to(tl.float32)
     before = tl.load(applied).to(tl.float32)
-    if wanted != before:  # Also where one of them is NaN, which then passes through.
+    if wanted != before:  # Also true if one of them is NaN, which then propagates.
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = at < n
         value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
@@ -21,7 +21,7 @@ def _scale(x, factor, applied, n, BLOCK: tl.constexpr):
 
 
 def scale_by(x: Tensor, factor: Tensor, applied: Tensor) -> None:
-    """Multiply `x`, which is contiguous, by `factor / applied` in place. Where they are equal, no number is read."""
+    """Multiply a contiguous `x` by `factor / applied` in place. If they are equal, no element is read."""
     block = 8192
     if x.numel():
         _scale[(triton.cdiv(x.numel(), block),)](x, factor, applied, x.numel(), BLOCK=block, num_warps=8)

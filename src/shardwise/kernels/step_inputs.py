@@ -1,10 +1,10 @@
-"""The inputs of a decode step, made on the device from one small run of whole numbers.
+"""The inputs of a decode step, unpacked on the device from one small array of integers.
 
-    packed    rows, width of a table | of each row: token, position, two words of its key, temperature, top-k, top-p,
-              min-p, and its table of blocks
+    packed    number of rows, width of a table | for each row: token, position, two words of its key, temperature,
+              top-k, top-p, min-p, and its block table
 
-Floats travel as their bits. A token below 0 is not known to the host yet: -1 is what row 0 of the step before drew, -2
-what row 1 did. A graph has room for more rows than there are: those beyond get a length of 0 and no slot.
+Floats are sent as their bits. A negative token is not known to the host yet: -1 is the token that row 0 of the previous
+step sampled, -2 that of row 1. A graph may have more rows than the step: the padding rows get length 0 and no slot.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ HEADER, FIELDS = 2, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """Memory for as many rows as a graph has; it stays where it is."""
+    """Buffers for as many rows as a graph has, at fixed addresses."""
 
     tokens: Tensor
     positions: Tensor
@@ -32,7 +32,7 @@ class StepInputs:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    #: What the position of the token to be drawn is.
+    #: The position of the token to be sampled.
     drawn: Tensor
 
 
@@ -51,7 +51,7 @@ def make_step_inputs(num_rows: int, width: int, device: torch.device) -> StepInp
 
 
 def unpack_inputs(packed: Tensor, before: Tensor, out: StepInputs, block_size: int, *, kernels: bool = True) -> None:
-    """Fill `out` from what was packed. `before` is what the step before drew."""
+    """Fill `out` from the packed inputs. `before` are the tokens that the previous step sampled."""
     if kernels and takes_kernel("unpack_inputs", out.temperature):
         from shardwise.kernels.step_inputs_triton import unpack
 

@@ -1,4 +1,4 @@
-"""The program of `step_inputs.py`: one row a program."""
+"""The kernel of `step_inputs.py`: one program per row."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803

@@ -1,4 +1,4 @@
-"""A weight in fewer bits made wide: before a product of many rows, and of experts."""
+"""Dequantise a weight: before a product with many rows, and for experts."""
 
 from torch import Tensor
 
@@ -7,10 +7,10 @@ from shardwise.kernels.narrow import NarrowWeight
 
 
 def widen(weight: Tensor | NarrowWeight, *, kernels: bool = True) -> Tensor:
-    """The weight as it is multiplied with; one that is wide already as it is."""
+    """Return the dequantised weight; an unquantised one unchanged."""
     if isinstance(weight, Tensor):
         return weight
-    # Codes are no numbers to a kernel: what it is told of them are their scales.
+    # Codes are integers, so the dtype check is of the scales.
     if kernels and weight.has_kernels() and takes_kernel("widen", weight.scales):
         from shardwise.kernels.widen_triton import forward
 

@@ -1,13 +1,13 @@
-"""The program of `widen.py`, and how programs of products read words of codes (`narrow.py`).
+"""The kernel of `widen.py`, and how kernels of products read packed codes (`narrow.py`).
 
-A GPU's own conversions (of e4m3 to bfloat16, of whole numbers) are slower than its memory. So products in bfloat16 put
-the bits of a code where those of the number lie, those of two words at a time (`FAST`):
+A GPU's own conversions (of e4m3 to bfloat16, of integers) are slower than its memory. So products in bfloat16 move the
+bits of a code to their position in the number, for two words at a time (`FAST`):
 
-    e4m3      s eeee mmm      ->  s 0000eeee mmm0000, times 2^120: the distance between the exponents
+    e4m3      s eeee mmm      ->  s 0000eeee mmm0000, times 2^120: the difference of the exponent biases
     4 bits    nnnn            ->  0 10000110 000nnnn, which is 128 + n
 
-A program of one row multiplies in float32, where the same is done by shifting a word. What is left of the exponents'
-distance, and what is too much by 128, is put right in the sums.
+The one-row kernel multiplies in float32, where shifting a word does the same. The remaining factor of the exponent
+biases, and the excess of 128, are corrected in the sums.
 """
 
 # mypy: ignore-errors
@@ -21,20 +21,20 @@ from torch import Tensor
 from shardwise.kernels.launch import is_on_gpu, launch
 from shardwise.kernels.narrow import RUN, NarrowWeight
 
-#: Rows and columns that a program makes wide.
+#: Rows and columns that a program dequantises, and its warps.
 ROWS, COLUMNS, WARPS = 16, 512, 4
 _RUN = tl.constexpr(RUN)
 #: Words of a run: in fp8, in 4 bits.
 EIGHTS, FOURS = tl.constexpr(RUN // 4), tl.constexpr(RUN // 8)
-#: What 4 bits are more than they say, as `from_four_bits` and `four_bits_shifted` have them.
+#: The excess of 4-bit numbers as `from_four_bits` and `four_bits_shifted` return them.
 OFFSET = tl.constexpr(128.0)
-#: Half of the distance between the exponents of e4m3 and of float32, as a factor: one half is put on what is given, so
-#: that neither is too large.
+#: Half of the difference between the exponent biases of e4m3 and float32, as a factor: one half is applied to the
+#: input, so that neither factor is too large.
 HALF_SHIFT = tl.constexpr(2.0**60)
 
 
 def _from_byte(place: int) -> str:
-    """Of two words, a byte of each as bfloat16. What is selected beneath it is cut off."""
+    """PTX: one byte of each of two words as bfloat16. The lower byte that is selected with it is masked off."""
     return f"""{{
         .reg .b32 a, s;
         prmt.b32 a, $1, $2, 0x{4 + place}0{place}0;
@@ -47,7 +47,7 @@ def _from_byte(place: int) -> str:
 
 
 def _from_four_bits(place: int, scale: str = "mov.b32 $0, a;") -> str:
-    """The same of 4 bits. Low ones of a byte lie where they should."""
+    """PTX: the same for 4 bits. The low half of a byte is in position already."""
     shift = "shr.u32 a, a, 4;" if place % 2 else ""
     return f"""{{
         .reg .b32 a, s;
@@ -59,7 +59,7 @@ def _from_four_bits(place: int, scale: str = "mov.b32 $0, a;") -> str:
 
 
 def _scaled_four_bits(place: int) -> str:
-    """The same without what is too much, times a scale and with a lowest value, each given for both words."""
+    """PTX: the same without the excess, times a scale plus a lowest value, each given for both words."""
     return _from_four_bits(place, "mov.b32 s, 0xc300c300; add.rn.bf16x2 a, a, s; fma.rn.bf16x2 $0, a, $3, $5;")
 
 
@@ -70,7 +70,7 @@ _FOUR_BITS = tl.constexpr(tuple(map(_from_four_bits, range(8))))
 
 @triton.jit
 def from_eight_bits(words, PLACE: tl.constexpr, FAST: tl.constexpr):
-    """A byte of words: as bfloat16, which holds every e4m3, or as it is. What is no number is left to the scale."""
+    """Return a byte of words: as bfloat16, which represents every e4m3, or unchanged. NaN is left to the scale."""
     if FAST:
         return tl.inline_asm_elementwise(
             _BYTES[PLACE], "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -81,7 +81,7 @@ def from_eight_bits(words, PLACE: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def from_four_bits(words, PLACE: tl.constexpr, FAST: tl.constexpr):
-    """4 bits of words, 128 too large: as bfloat16, or as float32."""
+    """Return 4 bits of words, 128 too large: as bfloat16, or as float32."""
     if FAST:
         return tl.inline_asm_elementwise(
             _FOUR_BITS[PLACE], "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -92,20 +92,20 @@ def from_four_bits(words, PLACE: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def eight_bits_shifted(words, PLACE: tl.constexpr):
-    """A byte of words as float32, too small by `HALF_SHIFT` twice. Shifted down, its sign is drawn out, and cut off."""
+    """Return a byte of words as float32, too small by `HALF_SHIFT` twice. The extended sign bits are masked off."""
     return (((words << (24 - 8 * PLACE)) >> 4) & -0x78100000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def four_bits_shifted(words, PLACE: tl.constexpr):
-    """4 bits of words as float32, too large by `OFFSET`."""
+    """Return 4 bits of words as float32, too large by `OFFSET`."""
     there = words << (16 - 4 * PLACE) if PLACE < 4 else words >> (4 * PLACE - 16)
     return ((there & 0x000F0000) | 0x43000000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def step_of(bits, PLACE: tl.constexpr, STEPS: tl.constexpr):
-    """One of the four numbers of 16 bits that lie in 64: scale and lowest value of a group, and of the next."""
+    """Return one of the four 16-bit numbers in 64 bits: scale and lowest value of a group, and of the next."""
     if STEPS == "bf16":
         return (((bits >> (16 * PLACE)) & 0xFFFF) << 16).to(tl.int32).to(tl.float32, bitcast=True)
     else:
@@ -114,15 +114,15 @@ def step_of(bits, PLACE: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _twice(bits, PLACE: tl.constexpr):
-    """One of these four, beside itself."""
+    """Return one of these four, twice in one word."""
     one = ((bits >> (16 * PLACE)) & 0xFFFF).to(tl.int32)
     return one | (one << 16)
 
 
 @triton.jit
 def scaled_four_bits(words, bits, PLACE: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, FAST: tl.constexpr):
-    """4 bits of words times the scale of their group, with its lowest value. A bfloat16 has all that comes of 4 bits
-    and 8 before it is rounded, once, as in the definition."""
+    """Return 4 bits of words times the scale of their group, plus its lowest value. A 4-bit times an 8-bit mantissa is
+    computed exactly and rounded once, as in the definition."""
     if FAST:
         return tl.inline_asm_elementwise(
             _SCALED_FOUR_BITS[PLACE], "=r,r,r,r,r,r,r",
@@ -144,7 +144,7 @@ def _widen(
     is_row = (row < num_rows)[:, None]
     there = row.to(tl.int64)[:, None]
     for first in tl.static_range(0, COLUMNS, _RUN):
-        # Beyond the last run the last is read again, and not written.
+        # Past the last run, read the last run again; it is not stored.
         run = tl.minimum((begin + first) // _RUN, stride // (EIGHTS if CODES == "fp8" else FOURS) - 1)
         if CODES == "fp8":
             word = tl.load(codes + there * stride + run * EIGHTS + tl.arange(0, EIGHTS)[None, :], mask=is_row, other=0)
@@ -167,12 +167,12 @@ def is_fast(weight: NarrowWeight) -> bool:
 
 
 def scales_of(weight: NarrowWeight) -> Tensor:
-    """As programs read them: in 4 bits those of a run's two groups are one number of 64 bits."""
+    """Return the scales as kernels read them: in 4 bits, those of a run's two groups as one 64-bit number."""
     return weight.scales if weight.kind == "fp8" else weight.scales.flatten().view(torch.int64)
 
 
 def steps_of(weight: NarrowWeight) -> str:
-    """What scales and lowest values of 4 bits are kept in."""
+    """Return the dtype in which scales and lowest values of 4 bits are stored."""
     return "" if weight.kind == "fp8" else "bf16" if weight.scales.dtype == torch.bfloat16 else "fp16"
 
 

@@ -1,1 +1,1 @@
-"""Where a run is started: this machine, given hosts, Slurm, Kubernetes; and what is known of one that was."""
+"""Start a run on this machine, given hosts, Slurm or Kubernetes; and show the status of a run."""

@@ -1,12 +1,12 @@
 """What a job does on its machines before and after the ranks: `python -m shardwise.launch.at_node VERB`.
 
-    begin    on the first node: choose a port, or see that the one that was chosen is free; note the attempt
-    report   on every node: its versions, and whether it sees what the first has written
-    judge    reads all reports: a sentence on what differs, and on which node
-    watch    beside ranks on hosts over ssh, asks for those that do not take part, and notes who could again
-    end      notes how the attempt ended, and says what is to be done: requeue, again, more or over
+    begin    on the first node: choose a port, or check that the given one is free; record the attempt
+    report   on every node: print its versions, and whether it sees what the first node wrote
+    judge    read all reports: print a sentence on what differs, and on which node
+    watch    beside ranks on hosts over ssh: poll the hosts that do not take part, and record which could again
+    end      record how the attempt ended, and print what to do next: requeue, again, more or over
 
-It needs no torch, so that all of it takes a moment.
+It does not import torch, so that all of it is fast.
 """
 
 import argparse
@@ -34,12 +34,12 @@ from shardwise.units import format_seconds
 MARK = ".seen-by-all"
 _PORTS = range(20_000, 30_000)
 _PACKAGES = ("torch", "numpy", "safetensors")
-#: Nodes that are asked at once answer within so many seconds.
+#: The largest difference between clocks: nodes that are asked at once answer within so many seconds.
 _MOST_SECONDS_APART = 60.0
 
 
 def report(folder: Path, mark: str, port: int | None) -> dict[str, Any]:
-    """What is told of this node."""
+    """Return the report of this node."""
     try:
         seen = (folder / MARK).read_text(encoding="utf-8").strip()
     except OSError:
@@ -54,7 +54,7 @@ def report(folder: Path, mark: str, port: int | None) -> dict[str, Any]:
 
 
 def judge(reports: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Refuse nodes that do not see one folder, or have different versions."""
+    """Refuse nodes that do not see the same folder, or have different versions."""
     blind = [each["node"] for each in reports if not each["is_shared"]]
     if blind:
         raise ShardwiseError(
@@ -76,7 +76,7 @@ def judge(reports: Sequence[Mapping[str, Any]], folder: Path) -> None:
 
 
 def _judge_clocks(clocks: Sequence[tuple[str, float]]) -> None:
-    """Refuse nodes whose clocks are apart: what they write of a run would be in no order. All have told at once."""
+    """Refuse nodes whose clocks differ, because their records of a run could not be ordered. All reported at once."""
     ahead, behind = (choose(clocks, key=lambda each: each[1], default=("", 0.0)) for choose in (max, min))
     if ahead[1] - behind[1] > _MOST_SECONDS_APART:
         raise ShardwiseError(
@@ -86,7 +86,7 @@ def _judge_clocks(clocks: Sequence[tuple[str, float]]) -> None:
 
 
 def write_mark(folder: Path) -> str:
-    """Something that only who shares the folder can know."""
+    """Write a random mark, which only nodes that share the folder can read."""
     mark = secrets.token_hex(8)
     with os_errors_as(f"the folder {folder} cannot be written to", remedy="another --folder"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def write_mark(folder: Path) -> str:
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens there."""
+    """Whether no process listens on the port."""
     try:
         with socket.create_server(("", port)):
             return True
@@ -104,19 +104,19 @@ def is_free(port: int) -> bool:
 
 
 def choose_port(asked: int | None) -> int:
-    """The port where ranks meet."""
+    """Return the port at which ranks rendezvous."""
     if asked is not None and not is_free(asked):
         raise ShardwiseError(
             f"port {asked} of {environment.node_name()} is taken", remedy="another --port, or none: a free one is taken"
         )
     if asked is not None:
         return asked
-    # Not one that the system gives to whoever asks for any: it would be somebody else's by the time ranks listen.
+    # Outside of the system's ephemeral range: another process could get such a port before the ranks listen.
     return next(port for port in iter(lambda: _PORTS.start + secrets.randbelow(len(_PORTS)), 0) if is_free(port))
 
 
 def begin(folder: Path, port: int | None, nodes: Sequence[str], job: str, restart: int) -> tuple[int, str]:
-    """Note the attempt, and why there was one before it. Returns the port and the mark."""
+    """Record the attempt, and why the previous one ended. Returns the port and the mark."""
     mark, chosen = write_mark(folder), choose_port(port)
     note(folder, "attempt", job=job, restart=restart, nodes=list(nodes), after=_why_again(read_journal(folder)))
     return chosen, mark
@@ -125,7 +125,7 @@ def begin(folder: Path, port: int | None, nodes: Sequence[str], job: str, restar
 def begin_on(
     folder: Path, hosts: Sequence[str], job: str, restart: int, *, ssh: str, least: int
 ) -> tuple[str, list[str]]:
-    """The same on hosts over ssh. Returns the mark and those that take part: at first all, who were asked before."""
+    """The same on hosts over ssh. Returns the mark and the hosts that take part: at first all, which were checked."""
     mark, events = write_mark(folder), read_journal(folder)
     taking, why = (list(hosts), None) if restart == 0 else take_part(hosts, ssh, events, job, least=least)
     if why is not None:
@@ -135,7 +135,7 @@ def begin_on(
 
 
 def _why_again(events: Sequence[Event]) -> str | None:
-    """Why an attempt before this one ended without a word; None if there was none, or it has told."""
+    """Return why the previous attempt ended without a record; None if there was none, or its end was recorded."""
     attempts = [number for number, each in enumerate(events) if each["event"] == "attempt"]
     if not attempts or any(each["event"] == "attempt end" for each in events[attempts[-1] :]):
         return None
@@ -145,7 +145,7 @@ def _why_again(events: Sequence[Event]) -> str | None:
 
 
 def _nodes_that_are_gone(nodes: Iterable[str]) -> list[str]:
-    """Those that Slurm says are down, or do not answer, with its word for it."""
+    """Return the nodes that Slurm reports as down or not responding, with their states."""
     try:
         told = subprocess.run(
             ["sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N %T"],
@@ -161,8 +161,8 @@ def _nodes_that_are_gone(nodes: Iterable[str]) -> list[str]:
 def watch(
     folder: Path, hosts: Sequence[str], taking: Sequence[str], job: str, mark: str, *, ssh: str, report: str
 ) -> None:
-    """Note who could take part again, of the hosts that do not: who answers, has the versions of the first that does,
-    and sees the folder. `report` is what asks a host for that; it ends with the shell that has started it."""
+    """Record hosts that could take part again: those that answer, have the versions of the first host that does, and
+    see the folder. `report` is the command that asks a host. It ends with the shell that started it."""
     parent, slow, said = os.getppid(), left_out(read_journal(folder), job), set[str]()
 
     def is_back(host: str) -> bool:
@@ -173,7 +173,7 @@ def watch(
         try:
             judge([_ask_for_report(taking[0], ssh, report, mark), found], folder)
         except ShardwiseError as error:
-            # Ranks are not ended for a host that could not take part.
+            # Ranks are not stopped for a host that could not take part.
             if error.problem not in said:
                 print(f"{host} is back, and cannot take part: {error.problem}", file=sys.stderr, flush=True)
             said.add(error.problem)
@@ -189,7 +189,7 @@ def watch(
 
 
 def _ask_for_report(host: str, ssh: str, report: str, mark: str) -> dict[str, Any]:
-    """What a host tells of itself, by the name that it was given here."""
+    """Return the report of a host, under the name that it has here."""
     answer = try_asking([*shlex.split(ssh), host, f"{report} --mark {mark}"])
     try:
         if answer.returncode == 0:
@@ -201,13 +201,13 @@ def _ask_for_report(host: str, ssh: str, report: str, mark: str) -> dict[str, An
 
 
 def end(folder: Path, status: int, script: str | None = None, nodes: Sequence[str] = ()) -> str:
-    """What is to be done when ranks have ended: `requeue` if time was up, `again` if they had begun, `more` if they
-    have ended to go on with hosts that are back, else `over`.
+    """Return what to do when ranks have ended: `requeue` if time was up, `again` if they had begun, `more` if they
+    ended to continue with hosts that are back, else `over`.
 
-    With a `script` of Slurm, a run that is to go on without a host is handed over anew, and is `over` here; of several
-    `nodes` it goes on with the others.
+    With a Slurm `script`, a run that must continue without a host is submitted again, and is `over` here; if it has
+    other `nodes`, it continues on them.
     """
-    # Without hosts that came back, and with which no ranks could be started, it would go on.
+    # Hosts that came back, but with which no ranks could be started, are left out: without them it would continue.
     without = failed_with(read_journal(folder)) if status != 0 and nodes else ()
     note(folder, "attempt end", status=status, leave_out=list(without) or None)
     if without:
@@ -228,18 +228,18 @@ def end(folder: Path, status: int, script: str | None = None, nodes: Sequence[st
         return "over"
     if hosts and script is not None and _hand_over_without(folder, left_out(events), script):
         return "over"
-    # What went wrong before the first step would go wrong again; so would what a run has stopped itself for.
+    # An error before the first step would repeat; so would one for which a run has stopped itself.
     return "again" if started and not any(each.get("is_final") for each in ends) else "over"
 
 
 def _hand_over_without(folder: Path, hosts: Sequence[str], script: str) -> bool:
-    """Submit the script again, to run when this job is over, and on other nodes. Whether Slurm has taken it."""
+    """Submit the script again, to run after this job and on other nodes. Returns whether Slurm accepted it."""
     job, task = environment.find_variable("SLURM_JOB_ID"), environment.find_variable("SLURM_ARRAY_TASK_ID")
     words = ["sbatch", "--parsable", f"--exclude={','.join(hosts)}", f"--dependency=afterany:{job}"]
     words += [] if task is None else [f"--array={task}"]
     try:
         if "--switches=" in Path(script).read_text(encoding="utf-8"):
-            # Nodes that are left need not hang together, and nobody would wait for hours for that.
+            # The remaining nodes need not share a switch: do not wait for hours for that.
             words.append(f"--switches={environment.find_variable('SLURM_JOB_NUM_NODES')}")
         told = subprocess.run([*words, script], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
@@ -251,7 +251,7 @@ def _hand_over_without(folder: Path, hosts: Sequence[str], script: str) -> bool:
 
 
 def _sources() -> str:
-    """A checksum of this package: two nodes may have the same release and other sources."""
+    """Return a checksum of this package: two nodes may have the same release and different sources."""
     root = Path(__file__).parents[1]
     total = 0
     for path in sorted(root.rglob("*.py")):
@@ -260,7 +260,7 @@ def _sources() -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """One verb. What is wrong is a sentence on stderr, and status 1."""
+    """Run one verb. An error is a sentence on stderr, and status 1."""
     parser = argparse.ArgumentParser(prog="python -m shardwise.launch.at_node")
     parser.add_argument("verb", choices=("begin", "report", "judge", "watch", "end"))
     parser.add_argument("--folder", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""Options of `shardwise launch` as what they ask for: the layout, and the place where the run is started."""
+"""Turn the options of `shardwise launch` into the layout, and the place where the run is started."""
 
 import argparse
 import math
@@ -23,9 +23,9 @@ from shardwise.units import parse_seconds
 
 
 def placed(arguments: argparse.Namespace, work: Work, layout: Layout) -> Work:
-    """The work with the cluster that launch was told of as its own: its ranks are placed as the placer says.
+    """Return the work with launch's cluster as its own, so that its ranks are placed by the placer.
 
-    Pods do not see the file, and a server that takes some of the devices has those that it is given.
+    Not for pods, which do not see the file, nor for a server on some of the devices, which uses those it is given.
     """
     given = arguments.cluster or ""
     if arguments.on == "kubernetes" or not given.endswith(".toml"):
@@ -126,7 +126,7 @@ def _slurm_job(arguments: argparse.Namespace) -> SlurmJob:
 
 
 def _values(sweep: str) -> list[str]:
-    """`rate=1,2` as changes of a recipe."""
+    """Parse `rate=1,2` into changes of a recipe."""
     key, equals, values = sweep.partition("=")
     if not equals or not all(values.split(",")):
         raise ShardwiseError(f"--sweep {sweep} names no values", remedy=f"--sweep {key}=1e-3,3e-3")
@@ -139,7 +139,7 @@ def _exported(word: str) -> str:
 
 
 def _variables(words: list[str]) -> dict[str, str]:
-    """`NAME=VALUE`, or `NAME` with the value that it has here."""
+    """Parse `NAME=VALUE`, or `NAME` with the value that it has here."""
     found = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -159,7 +159,7 @@ def _hosts(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _as_measured(named: tuple[str, ...], measured: Sequence[str]) -> tuple[str, ...]:
-    """Hosts in the order in which a probe has numbered their devices, where it knows all of them by name."""
+    """Return hosts in the order in which a probe numbered their devices, if it knows all of them by name."""
     order = list(dict.fromkeys(measured))
     for short in (False, True):
         known = {_plain_name(host, short=short): host for host in named}

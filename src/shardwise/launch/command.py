@@ -1,4 +1,4 @@
-"""`shardwise launch`: a training or a server started where a site starts its jobs."""
+"""`shardwise launch`: start a training or a server where a site runs its jobs."""
 
 import argparse
 import sys
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 def _followed(arguments: argparse.Namespace, submitted: Submitted, data: dict[str, object]) -> Answer:
     step_aside()
     try:
-        # The answer alone is for machines.
+        # With --json, stdout has the answer only.
         state = follow(submitted, sys.stderr if arguments.json else sys.stdout)
     except KeyboardInterrupt:
         raise ShardwiseError(f"job {submitted.job} goes on", remedy=submitted.stop) from None

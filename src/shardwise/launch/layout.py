@@ -1,4 +1,4 @@
-"""How many machines, and how many devices on each: from the plan, and from what is said beside it."""
+"""How many machines, and devices on each: from the plan, and from options."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from shardwise.units import counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """So many nodes with so many devices each: a rank for each device, numbered node by node."""
+    """So many nodes with so many devices each: one rank per device, numbered node by node."""
 
     num_nodes: int
     devices_per_node: int
@@ -31,7 +31,7 @@ class Layout:
 def lay_out(
     work: Work, *, num_nodes: int | None, devices_per_node: int | None, cluster: Cluster | None, has_gpus: bool
 ) -> Layout:
-    """The layout that is asked for. A plan must have exactly as many ranks as there are devices."""
+    """Return the requested layout. A plan must have exactly as many ranks as there are devices."""
     for option, count in (("--nodes", num_nodes), ("--devices-per-node", devices_per_node)):
         if count is not None and count < 1:
             raise ShardwiseError(f"{option} {count}: there is at least 1", remedy=f"{option} 1")
@@ -71,7 +71,7 @@ def lay_out(
 
 
 def notes_on(work: Work, layout: Layout) -> list[str]:
-    """What a person should know of a plan on this layout: groups that talk most and cross nodes."""
+    """Return notes on a plan with this layout: groups that communicate most and cross nodes."""
     plan, devices = work.plan, layout.devices_per_node
     if plan is None or layout.num_nodes == 1:
         return []
@@ -82,7 +82,7 @@ def notes_on(work: Work, layout: Layout) -> list[str]:
 
 
 def _complete(num_ranks: int | None, nodes: int | None, devices: int | None) -> tuple[int, int]:
-    """Nodes and devices, whichever of them was said; rounded up where the ranks do not divide, to be refused."""
+    """Return nodes and devices from whichever was given; rounded up if the ranks do not divide, to be refused later."""
     if num_ranks is not None and nodes is None:
         nodes = -(-num_ranks // devices) if devices else 1
     if num_ranks is not None and devices is None:

@@ -1,8 +1,8 @@
-"""Which of the hosts of a run take part in its next attempt: those that answer, and that it has not been slow on.
+"""Which hosts of a run take part in its next attempt: those that answer, and that the run has not been slow on.
 
-A host that comes back takes part again from the next attempt on, and the run begins one for it at its next checkpoint:
-while it goes on with fewer, somebody asks for those that are missing (`await_hosts`). Left out are those that the run
-has named since it was started with these hosts; whoever starts it anew with one of them asks for it.
+A host that comes back takes part from the next attempt on, and the run starts that attempt at its next checkpoint:
+while it continues with fewer hosts, a process polls the missing ones (`await_hosts`). Hosts that the run has named
+since it was launched with these hosts stay left out; a new launch that names one of them includes it again.
 """
 
 import shlex
@@ -15,21 +15,21 @@ from shardwise.errors import ShardwiseError
 from shardwise.trace.journal import Event
 from shardwise.units import counted
 
-#: A host that does not answer in time is asked once more, after a pause: it may be about to come back.
+#: A host that does not answer in time is asked once more after a pause: it may be about to come back.
 _ANSWER_SECONDS, _PAUSE_SECONDS = 15.0, 3.0
-#: How often hosts that are missing are asked.
+#: How often missing hosts are polled.
 _LOOK_SECONDS = 10.0
 
 
 def left_out(events: Sequence[Event], job: str | None = None) -> tuple[str, ...]:
-    """Hosts that a run has ended for, to go on without them; of one job, those since it began."""
+    """Return the hosts that a run stopped for, to continue without them; with `job`, those since that job began."""
     begun = next((n for n, each in enumerate(events) if each["event"] == "attempt" and each.get("job") == job), 0)
     since = events if job is None else events[begun:]
     return tuple(dict.fromkeys(str(host) for each in since for host in each.get("leave_out", ())))
 
 
 def failed_with(events: Sequence[Event]) -> tuple[str, ...]:
-    """Hosts that came back for a job's last attempt, if no ranks were started in it: those before were without them."""
+    """Return the hosts that came back for a job's last attempt, if no ranks started in it but did in earlier ones."""
     known: Sequence[str] = ()
     last: Event = {}
     for each in events:
@@ -44,7 +44,7 @@ def failed_with(events: Sequence[Event]) -> tuple[str, ...]:
 def take_part(
     hosts: Sequence[str], ssh: str, events: Sequence[Event], job: str, *, least: int
 ) -> tuple[list[str], str | None]:
-    """Those that take part, in their order, and why others do not. Fewer than the least are refused."""
+    """Return the hosts that take part, in order, and why others do not. Refuses fewer than `least`."""
     named = [host for host in left_out(events, job) if host in hosts]
     lost = _silent([host for host in hosts if host not in named], ssh)
     taking = [host for host in hosts if host not in named and host not in lost]
@@ -85,7 +85,7 @@ def _answers(host: str, ssh: str) -> bool:
 def await_hosts(
     missing: Sequence[str], is_back: Callable[[str], bool], tell: Callable[[str], None], goes_on: Callable[[], bool]
 ) -> None:
-    """Ask for hosts, again and again, until all are back. Each is told of once."""
+    """Poll hosts until all are back. Each is reported once."""
     waited = list(missing)
     while waited and goes_on():
         for host in [host for host in waited if is_back(host)]:

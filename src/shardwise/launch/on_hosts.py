@@ -1,4 +1,4 @@
-"""Starting on this machine, or on hosts over ssh: a script that goes on when this command has ended."""
+"""Start on this machine, or on hosts over ssh: a script that continues when this command has ended."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from shardwise.output import save_output
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnHosts:
-    """Hosts, each a node; none is this machine alone."""
+    """Hosts, one node each; none means this machine alone."""
 
     work: Work
     layout: Layout
@@ -61,7 +61,7 @@ class OnHosts:
         )  # fmt: skip
 
     def check(self) -> None:
-        """Hosts that answer, see the folder, have the same versions, and a free port."""
+        """Check that hosts answer, see the folder, have the same versions, and have a free port."""
         if self.hosts:
             self._check_hosts()
         elif self.port is not None and not is_free(self.port):
@@ -113,7 +113,7 @@ class OnHosts:
 
 
 def _start_apart(script: Path, log: Path) -> int:
-    """A shell that goes on when this process and its terminal are gone."""
+    """Start a shell that survives this process and its terminal."""
     bash = shutil.which("bash")
     if bash is None:
         raise ShardwiseError("bash is not found here", remedy="shardwise train itself, without launch")
@@ -121,7 +121,7 @@ def _start_apart(script: Path, log: Path) -> int:
 
 
 def _state_of(process: int) -> str:
-    """Of a shell that this process has started."""
+    """Return the state of a shell that this process started."""
     try:
         ended, status = os.waitpid(process, os.WNOHANG)
     except ChildProcessError:

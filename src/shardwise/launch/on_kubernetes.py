@@ -1,4 +1,4 @@
-"""Starting on Kubernetes: manifests, checked against what the cluster has, and handed over by `kubectl`."""
+"""Start on Kubernetes: manifests, checked against what the cluster has, and submitted with `kubectl`."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from shardwise.launch.work import Work
 from shardwise.output import save_output
 
 As = Literal["jobset", "trainjob"]
-#: What each is called by the API, and where it comes from.
+#: The API's name of each kind, and which project it comes from.
 _KINDS = {
     "jobset": ("jobsets.jobset.x-k8s.io", "JobSet (https://jobset.sigs.k8s.io)"),
     "trainjob": ("trainjobs.trainer.kubeflow.org", "Kubeflow Trainer (https://www.kubeflow.org)"),
@@ -51,7 +51,7 @@ class OnKubernetes:
         return to_yaml(make(self.work, self.layout, self.cluster))
 
     def check(self) -> None:
-        """A cluster that answers, knows this kind of object, and has what the manifest names."""
+        """Check that the cluster answers, knows this kind of object, and has what the manifest names."""
         need("kubectl", problem="there is no way to a cluster here", remedy="kubectl; --show prints the manifest alone")
         kind, where = _KINDS[self._kind]
         namespaces = self._names(["get", "namespaces"], "kubectl config get-contexts, and a context that answers")
@@ -85,7 +85,7 @@ class OnKubernetes:
         )
 
     def _check_there(self, option: str, name: str, what: str) -> None:
-        """Refuse a name that the namespace does not have."""
+        """Refuse a name that does not exist in the namespace."""
         short = what.partition(".")[0]
         names = self._names(
             ["get", what, "--namespace", self.cluster.namespace], f"leave {option} out, or what the cluster has"
@@ -105,7 +105,7 @@ class OnKubernetes:
 
 
 def check_cluster(work: Work, layout: Layout, cluster: OfCluster) -> None:
-    """Refuse a manifest that could not do what is asked, whatever the cluster is."""
+    """Refuse a manifest that could not work on any cluster."""
     if not _DIGEST.fullmatch(cluster.image):
         raise ShardwiseError(
             f"--image {cluster.image} is not named by a digest, so nodes could run different ones",
@@ -130,7 +130,7 @@ def check_cluster(work: Work, layout: Layout, cluster: OfCluster) -> None:
 
 
 def object_state(kind: str, name: str) -> str:
-    """Its last condition that holds; how many replicas of a server are ready; or that it is gone."""
+    """Return its last true condition; the ready replicas of a server; or that it is gone."""
     namespace, _, short = name.partition("/")
     told = try_asking(["kubectl", "get", kind, short, "--namespace", namespace, "--output", "json"])
     if told.returncode != 0:

@@ -1,4 +1,4 @@
-"""Starting on Slurm: a script for `sbatch`, checked against what the site has."""
+"""Start on Slurm: a script for `sbatch`, checked against what the site has."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +42,7 @@ class OnSlurm:
         check_partition(read_partitions(), self.partition, self.layout, self.job.num_minutes)
 
     def submit(self) -> Submitted:
-        """Written with the switches that the site has, and handed over."""
+        """Write the script, with the site's switches, and submit it."""
         job = replace(self.job, switches=self.job.switches or fewest_switches(self.layout.num_nodes))
         save_output(self.path, slurm_script(self.work, self.layout, job))
         if job.sweep:
@@ -60,13 +60,13 @@ class OnSlurm:
 
 
 def job_state(number: str) -> str:
-    """One of Slurm's words; COMPLETED of a job that it has forgotten."""
+    """Return Slurm's state of a job; COMPLETED if Slurm has forgotten it."""
     found = find_job(number)
     return "COMPLETED" if found is None else found.get("JobState", "UNKNOWN")
 
 
 def _array_state(number: str) -> str:
-    """Of all tasks together: what one of them still is; else the worst that became of one."""
+    """Return one state for all tasks: that of a task which has not ended; else the worst."""
     told = try_asking(["squeue", "--noheader", "--array", "--states=all", "--format=%T", "--jobs", number])
     states = set(told.stdout.split())
     going = sorted(states - set(OVER))

@@ -1,7 +1,7 @@
-"""How a run stands, from what lies in its folder and what its launcher says: who runs where, since when, and what was.
+"""The status of a run, from its folder and its launcher: which ranks run where, since when, and its history.
 
-submitted   where it was handed to
-starts      one for each time that ranks were started: where from, where to, how it ended
+submitted   where it was submitted
+starts      one for each time that ranks were started: from which step, to which, how it ended
 state       running, waiting, finished, stopped or lost
 """
 
@@ -26,14 +26,14 @@ from shardwise.trace.journal import Event, read_journal
 from shardwise.trace.metrics import read_metrics
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
-#: How long an owner on another machine is watched: it counts up in its lock every 2 s (`training/lock.py`).
+#: How long to watch an owner on another machine: it increments a counter in its lock every 2 s (`training/lock.py`).
 _WATCHED_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """How a run stands. `job` is what its launcher says; `step` is the last that was noted. `copy_step` is that of the
-    newest copy in memory that is whole, and `copies_problem` what the last start had to tell of them."""
+    """The status of a run. `job` is the launcher's state; `step` is the last recorded. `copy_step` is that of the
+    newest complete copy in memory, and `copies_problem` is what the last start reported about copies."""
 
     folder: str
     state: str
@@ -49,15 +49,15 @@ class RunStatus:
     copy_when: str | None = None
     copy_nodes: tuple[str, ...] = ()
     copies_problem: str | None = None
-    #: Lines of the journal: ranks that are slow now, numbers that were wrong.
+    #: Journal entries: ranks that are slow now, numbers that were wrong.
     slow: tuple[Event, ...] = ()
     corrupt: tuple[Event, ...] = ()
-    #: Hosts that the run has ended for, to go on without them.
+    #: Hosts that the run stopped for, to continue without them.
     left_out: tuple[str, ...] = ()
 
 
 def status_of(folder: Path) -> RunStatus:
-    """Read the folder of a run, and ask who runs it."""
+    """Read the folder of a run, and ask its launcher."""
     events = read_journal(folder)
     checkpoint = _last_checkpoint(folder)
     if not folder.is_dir() or not (events or checkpoint or (folder / "recipe.toml").is_file()):
@@ -93,7 +93,7 @@ def status_of(folder: Path) -> RunStatus:
 
 
 def _copies_problem(events: Sequence[Event]) -> str | None:
-    """What was the matter with copies since ranks were last started."""
+    """Return the problem with copies since ranks were last started."""
     begun = max((number for number, each in enumerate(events) if each["event"] == "start"), default=0)
     found = [str(each["problem"]) for each in events[begun:] if each["event"] == "copies" and "problem" in each]
     return found[-1] if found else None
@@ -114,7 +114,7 @@ def _state(starts: Sequence[Start], job_state: str | None, *, is_owned: bool) ->
 
 
 def _is_owned(folder: Path) -> bool:
-    """Whether somebody trains it now. No clock is compared with another machine's."""
+    """Whether a process trains it now. Does not compare clocks of different machines."""
     lock = folder / "lock"
     try:
         before = lock.read_bytes()
@@ -127,12 +127,12 @@ def _is_owned(folder: Path) -> bool:
             if lock.read_bytes() != before:
                 return True
     except (OSError, ValueError, KeyError):
-        return False  # There is none, or it was just let go of.
+        return False  # There is no lock, or it was just released.
     return False
 
 
 def _ask(on: str | None, job: str | None) -> tuple[str | None, str | None]:
-    """What the launcher says of a job, and why it waits."""
+    """Return the launcher's state of a job, and why it waits."""
     if job is None:
         return None, None
     with suppress(ShardwiseError):

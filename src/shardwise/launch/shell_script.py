@@ -1,4 +1,4 @@
-"""A run on this machine, or on given hosts over ssh, as a script for a shell."""
+"""A shell script for a run on this machine, or on given hosts over ssh."""
 
 import re
 import shlex
@@ -21,8 +21,8 @@ _SERVE = """
 exec {start}
 """
 
-#: What only the shell knows of a host that it starts: its name, its number, how many there are, and where they meet. No
-#: word of a user has such letters.
+#: Placeholders for what only the shell knows of a host that it starts: its name, its number, how many there are, and
+#: the rendezvous address. No text of a user contains such characters.
 _HOST, _NUMBER, _COUNT, _ADDRESS = (f"\0{name}\0" for name in ("host", "number", "count", "address"))
 _KNOWN = {
     _HOST: '"$(printf %q "$1")"',
@@ -31,9 +31,9 @@ _KNOWN = {
     _ADDRESS: '"${nodes[0]##*@}"',
 }
 
-#: Every node's processes in the background; the first that fails ends the others, and all are started again: of hosts
-#: those that are left. `exec`: what is ended is what was started, and no shell around it. To go on with hosts that are
-#: back is no failure, and does not count as one.
+#: Every node's processes run in the background. The first that fails ends the others, and all are started again, on the
+#: hosts that remain. `exec` makes the process that is signalled the one that was started, with no shell around it.
+#: Restarting to include hosts that are back is not a failure, and does not count as one.
 _TRAIN = """at_node() {{ "$python" -m shardwise.launch.at_node "$@" --folder "$folder"; }}
 start() {{ {start}; }}
 started=()
@@ -69,7 +69,7 @@ exit "$status"
 """
 
 
-#: Beside them, if some hosts do not take part: somebody who asks for these, and whom no `wait` waits for.
+#: If some hosts do not take part: a process that polls them, which no `wait` waits for.
 _WATCH = """
     "$python" -m shardwise.launch.at_node watch --nodes {nodes} --taking "${{nodes[*]}}" --job $$ \\
         --mark "$mark" --ssh {ssh} --report {report} --folder "$folder" </dev/null &
@@ -80,7 +80,7 @@ _WATCH = """
 def local_script(
     work: Work, layout: Layout, *, python: str, directory: str, port: int | None, restarts: int, save_seconds: int = 120
 ) -> str:
-    """All ranks on this machine."""
+    """Return the script for all ranks on this machine."""
     head = _head(work, "this machine", python, directory)
     if work.kind == "serve":
         return head + _SERVE.format(start=f'"$python" {module_words(work)}')
@@ -98,9 +98,10 @@ def hosts_script(
     python: str, directory: str, ssh: str, port: int, restarts: int, variables: Mapping[str, str], least: int = 1,
     save_seconds: int = 120,
 ) -> str:  # fmt: skip
-    """One node for each host that takes part, numbered as they are named. A host that loses this shell ends its ranks.
+    """Return the script for one node per participating host, in the order given. A host that loses this shell ends its
+    ranks.
 
-    Where ranks meet is a port of the first host, which is no other in the next attempt.
+    Ranks rendezvous at a port of the first host, the same in every attempt.
     """
     known = {SHUTDOWN: str(save_seconds), **variables}
     given = " ".join(f"{name}={shlex.quote(value)}" for name, value in known.items())
@@ -113,7 +114,7 @@ def hosts_script(
         f"cd {shlex.quote(directory)} && env {given} {shlex.quote(python)} -m shardwise.launch.at_node report"
         f" --folder {shlex.quote(str(work.folder))}"
     )
-    # With a terminal of its own, what runs there hears when the connection is gone.
+    # With a terminal of its own (-tt), the remote process is signalled when the connection is lost.
     start = f'exec {ssh} -tt "$1" {_filled(inner)} </dev/null'
     return _head(work, ", ".join(hosts), python, directory) + _TRAIN.format(
         start=start,
@@ -127,7 +128,7 @@ def hosts_script(
 
 
 def _filled(text: str) -> str:
-    """A text for another shell as one word of this one, with what only this one knows put in."""
+    """Quote a text for another shell as one word of this one, with the placeholders filled in."""
     parts = re.split("(" + "|".join(map(re.escape, _KNOWN)) + ")", text)
     return "".join(_KNOWN.get(part) or (shlex.quote(part) if part else "") for part in parts)
 

@@ -1,9 +1,9 @@
-"""A job of Slurm as a script for `sbatch`: `srun` starts one `torchrun` on each node.
+"""A Slurm job as a script for `sbatch`: `srun` starts one `torchrun` on each node.
 
-#SBATCH            what is asked for: nodes, devices, time, switches
-begin, report      the first node chooses a port; all nodes see one folder and have the same versions, or it ends
-srun ... &         the ranks; failed ones are started again, so often
-trap tell USR1     sent before the time limit: ranks save and end, and the job goes back to the queue
+#SBATCH            the request: nodes, devices, time, switches
+begin, report      the first node chooses a port; all nodes must see one folder and have the same versions, or it ends
+srun ... &         the ranks; after a failure they are started again, a limited number of times
+trap tell USR1     sent before the time limit: ranks save and end, and the job is requeued
 """
 
 import shlex
@@ -17,10 +17,10 @@ from shardwise.launch.work import Work, as_comment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """What is asked of Slurm beside nodes and devices. `options` are those of sbatch, as they are written.
+    """What is asked of Slurm beside nodes and devices. `options` are passed to sbatch as they are.
 
-    `switches` are so many that the nodes may hang on, waited for so long; `sweep` has for each task of an array what it
-    changes in the recipe.
+    `switches` is the most leaf switches that the nodes may span, and how long to wait for that; `sweep` has for each
+    task of an array its changes of the recipe.
     """
 
     python: str
@@ -35,12 +35,12 @@ class SlurmJob:
     sweep: tuple[tuple[str, ...], ...] = ()
 
 
-#: How long Slurm may wait for nodes that hang together, before it takes others.
+#: How long Slurm may wait for nodes on few switches before it takes others.
 _SWITCH_WAIT = "12:00:00"
 
 
 def slurm_script(work: Work, layout: Layout, job: SlurmJob) -> str:
-    """The whole script."""
+    """Return the whole script."""
     lines = ["#!/bin/bash", f"# {as_comment(work)}", f"# on {layout}. Written by shardwise launch."]
     lines += [f"#SBATCH {option}" for option in _options(work, layout, job)]
     lines += ["set -uo pipefail", f"python={shlex.quote(job.python)}", *job.setup]
@@ -50,14 +50,14 @@ def slurm_script(work: Work, layout: Layout, job: SlurmJob) -> str:
 
 
 def task_works(work: Work, job: SlurmJob) -> list[Work]:
-    """What each task of an array runs; without a sweep, the one run."""
+    """Return the work of each task of an array; without a sweep, the single run."""
     if not job.sweep:
         return [work]
     return [work.changed(changes, work.folder / _task_name(changes)) for changes in job.sweep]
 
 
 def _task_name(changes: Sequence[str]) -> str:
-    """`rate=1e-3,width=64`: keys without the table that they stand in."""
+    """Return a name such as `rate=1e-3,width=64`: keys without their table."""
     pairs = [change.partition("=") for change in changes]
     return ",".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs)
 
@@ -100,7 +100,7 @@ def _folder_lines(work: Work, job: SlurmJob) -> list[str]:
 def _training(work: Work, layout: Layout, job: SlurmJob) -> list[str]:
     words = list(work.words)
     place = words.index("--folder")
-    del words[place : place + 2]  # It is a variable of the script.
+    del words[place : place + 2]  # The script has it as a variable.
     return _TRAIN.format(
         port="" if job.port is None else f" --port {job.port}",
         options=torchrun_options(layout, address='"$address"', port='"$port"'),

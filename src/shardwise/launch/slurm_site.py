@@ -1,4 +1,4 @@
-"""What Slurm says of itself and of a job, and a job handed to it."""
+"""Query Slurm about the site and a job, and submit a job."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from shardwise.launch.tools import ask, need, try_asking
 from shardwise.units import counted
 
 _ASK_SITE = "sinfo, which says what there is"
-#: States in which a job will not run again by itself.
+#: States in which a job will not run again without intervention.
 OVER = (
     "COMPLETED",
     "FAILED",
@@ -26,7 +26,7 @@ OVER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A queue: its nodes, the GPUs of the fullest of them, and how long a job may take (None: for ever)."""
+    """A partition: its nodes, the most GPUs of a node, and the time limit of a job (None: unlimited)."""
 
     name: str
     is_default: bool
@@ -37,7 +37,7 @@ class Partition:
 
 
 def check_installed() -> None:
-    """Refuse where there is no Slurm."""
+    """Refuse if Slurm is not installed."""
     for program in ("sbatch", "sinfo", "scontrol"):
         need(
             program,
@@ -47,7 +47,7 @@ def check_installed() -> None:
 
 
 def read_partitions() -> list[Partition]:
-    """The queues of this site. A controller that does not answer is told."""
+    """Return the partitions of this site. Raises if the controller does not answer."""
     text = ask(
         ["sinfo", "--noheader", "--format", "%P|%a|%l|%D|%G"], remedy="scontrol ping, which says whether it is up"
     )
@@ -68,7 +68,7 @@ def read_partitions() -> list[Partition]:
 
 
 def check_partition(partitions: list[Partition], name: str | None, layout: Layout, num_minutes: int | None) -> None:
-    """Refuse what the queue cannot give."""
+    """Refuse what the partition cannot provide."""
     if name is None:
         chosen = next((each for each in partitions if each.is_default), None)
         if chosen is None:
@@ -102,7 +102,7 @@ def check_partition(partitions: list[Partition], name: str | None, layout: Layou
 
 
 def fewest_switches(num_nodes: int) -> int | None:
-    """On how few leaf switches so many nodes can hang; None where Slurm knows no switches, or one node is asked for."""
+    """Return the fewest leaf switches that so many nodes can span; None without a topology, or for one node."""
     told = try_asking(["scontrol", "--oneliner", "show", "topology"])
     leaves = re.findall(r"Level=0 .*?Nodes=(\S+)", told.stdout) if told.returncode == 0 else []
     sizes = sorted((_num_nodes_in(each) for each in leaves), reverse=True)
@@ -117,14 +117,14 @@ def fewest_switches(num_nodes: int) -> int | None:
 
 
 def submit(path: str) -> str:
-    """Hand a script over, after Slurm has said that it would take it. Returns the job's number."""
+    """Submit a script, after Slurm's own check of it. Returns the job's number."""
     remedy = "what it names, by --partition, --time, --nodes or --slurm OPTION"
     ask(["sbatch", "--test-only", path], remedy=remedy)
     return ask(["sbatch", "--parsable", path], remedy=remedy).strip().partition(";")[0]
 
 
 def find_job(job: str) -> Mapping[str, str] | None:
-    """What Slurm knows of a job now, by its own words; None when it has forgotten it."""
+    """Return what Slurm knows of a job, in its own words; None when it has forgotten it."""
     told = try_asking(["scontrol", "--oneliner", "show", "job", job])
     lines = told.stdout.strip().splitlines()
     if told.returncode != 0 or not lines:
@@ -133,7 +133,7 @@ def find_job(job: str) -> Mapping[str, str] | None:
 
 
 def minutes_of(limit: str) -> int | None:
-    """`1-02:30:00`, `30:00`, `infinite`."""
+    """Parse `1-02:30:00`, `30:00`, `infinite`."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
     if match is None:
         return None
@@ -142,7 +142,7 @@ def minutes_of(limit: str) -> int | None:
 
 
 def _num_nodes_in(names: str) -> int:
-    """`node[1-3,7],head` are five."""
+    """Count nodes: `node[1-3,7],head` are five."""
     count = 0
     for name in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", names):
         inside = re.search(r"\[(.*)\]", name)

@@ -1,4 +1,4 @@
-"""`shardwise status`: how a run stands, wherever it was started."""
+"""`shardwise status`: the status of a run, wherever it was started."""
 
 import argparse
 from dataclasses import asdict
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def draw(status: RunStatus, canvas: Canvas) -> None:
-    """A few lines, and a table of starts."""
+    """Draw a few lines, and a table of starts."""
     step = "" if status.step is None else f", step {status.step}"
     canvas.print(f"{canvas.paint(status.folder, 'bold')}: {canvas.paint(status.state, 'bold')}{step}")
     if status.job is not None:
@@ -86,7 +86,7 @@ def _slow(event: Event) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """`ranks 0 to 7`, or each of a few that do not follow each other."""
+    """Return `ranks 0 to 7`, or each of a few that are not consecutive."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if ranks == list(range(ranks[0], ranks[-1] + 1)):

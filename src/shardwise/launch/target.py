@@ -1,4 +1,4 @@
-"""What every place where a run can be started offers: a text to show, checks, and a hand-over that can be followed."""
+"""The interface of every place where a run can be started: a text to show, checks, and a job that can be followed."""
 
 import time
 from collections.abc import Callable
@@ -11,10 +11,10 @@ _POLL_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """A job that was handed over: its name there, what it prints, and how it stands.
+    """A submitted job: its name there, its log, and its state.
 
-    `state` is asked again and again; `is_over` says of its answer whether the job has ended, `is_good` whether well.
-    `stop` is what to type to end it.
+    `state` is polled; `is_over` says whether a state means that the job has ended, `is_good` whether it succeeded.
+    `stop` is the command that ends it.
     """
 
     job: str
@@ -42,7 +42,7 @@ class Target(Protocol):
 
 
 def follow(submitted: Submitted, stream: TextIO) -> str:
-    """Print what the job prints, until it is over. Returns its last state."""
+    """Print the job's log until it is over. Returns its last state."""
     place, before = 0, ""
     while True:
         state = submitted.state()
@@ -58,7 +58,7 @@ def follow(submitted: Submitted, stream: TextIO) -> str:
 
 
 def _copy(log: Path | None, place: int, stream: TextIO) -> int:
-    """What came to the log since."""
+    """Copy what was added to the log."""
     if log is None or not log.exists():
         return place
     with log.open("rb") as file:

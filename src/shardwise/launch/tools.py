@@ -1,4 +1,4 @@
-"""Other people's programs, called: what they print, or a sentence on why they did not."""
+"""Call external programs: return what they print, or raise a sentence on why they failed."""
 
 import shutil
 import subprocess
@@ -10,13 +10,13 @@ _PATIENCE_SECONDS = 60
 
 
 def need(program: str, *, problem: str, remedy: str) -> None:
-    """Refuse to go on where a program is not found."""
+    """Refuse to continue if a program is not installed."""
     if shutil.which(program) is None:
         raise ShardwiseError(f"{problem}: {program} is not found", remedy=remedy)
 
 
 def ask(words: Sequence[str], *, remedy: str, given: str | None = None) -> str:
-    """What a program prints. One that fails is told with what it said itself."""
+    """Return what a program prints. If it fails, the error quotes its message."""
     answer = try_asking(words, given=given)
     if answer.returncode != 0:
         said = (answer.stderr or answer.stdout).strip() or f"status {answer.returncode}"
@@ -25,7 +25,7 @@ def ask(words: Sequence[str], *, remedy: str, given: str | None = None) -> str:
 
 
 def try_asking(words: Sequence[str], *, given: str | None = None) -> subprocess.CompletedProcess[str]:
-    """How a program ended, and what it printed."""
+    """Run a program, and return its status and output."""
     try:
         return subprocess.run(
             list(words), input=given or "", capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False

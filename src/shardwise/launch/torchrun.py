@@ -1,7 +1,7 @@
-"""The one command that starts the ranks of a node: torch's own launcher, with every node numbered.
+"""The command that starts the ranks of a node: `torchrun`, with an explicit number for every node.
 
-Nodes are numbered by whoever starts them, so a rank is where the plan has it: `torchrun`'s own meeting would sort nodes
-by their names. It starts nothing again by itself; whoever started it does, on all nodes at once.
+The launcher numbers the nodes, so that each rank is where the plan puts it: `torchrun`'s own rendezvous would sort them
+by name. `torchrun` restarts nothing; the launcher restarts all nodes at once.
 """
 
 import shlex
@@ -9,12 +9,12 @@ import shlex
 from shardwise.launch.layout import Layout
 from shardwise.launch.work import Work
 
-#: How long `torchrun` waits, when it is told to end, for ranks that save; by itself 30 s, and then it kills them.
+#: How long `torchrun` waits for ranks that save when it is told to end; by default it kills them after 30 s.
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def torchrun_options(layout: Layout, *, address: str, port: str | int, num_nodes: str | None = None) -> str:
-    """Its options but for the node's number, for a shell: `address`, `port` and `num_nodes` may be variables of it."""
+    """Return its options but the node's number, for a shell; `address`, `port`, `num_nodes` may be its variables."""
     return (
         f"--nnodes {num_nodes or layout.num_nodes} --nproc-per-node {layout.devices_per_node}"
         f" --master-addr {address} --master-port {port}"
@@ -22,10 +22,10 @@ def torchrun_options(layout: Layout, *, address: str, port: str | int, num_nodes
 
 
 def torchrun_module(work: Work) -> str:
-    """`torchrun` as a module: when it is started again, forked from the process on standby, if the run has one."""
+    """Return `torchrun` as a module; on a restart it forks from the standby process, if the run has one."""
     return f"-m shardwise.standby --folder {shlex.quote(str(work.folder))} torch.distributed.run"
 
 
 def module_words(work: Work) -> str:
-    """What every rank runs, and a server by itself: it starts its ranks, on one node."""
+    """Return what every rank runs; a server runs it once and starts its own ranks, on one node."""
     return f"-m shardwise {work.kind} {shlex.join(work.words)}"

@@ -1,4 +1,4 @@
-"""What is to be started: `train ...` or `serve ...`, read by the options of these commands before anything else."""
+"""The work to start: `train ...` or `serve ...`, parsed by these commands' own options before anything else."""
 
 import argparse
 import re
@@ -20,9 +20,9 @@ _MODULES: dict[str, str] = {"train": "shardwise.training.command", "serve": "sha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A command for the machines. `words` are those after its name; `folder` is where its scripts and logs go, and of a
-    training the run itself. `plan` is None where it is chosen when the ranks are there. `recipe` is a file that the
-    command reads."""
+    """A command for the machines. `words` are its arguments; `folder` is for its scripts and logs, and for a training
+    also the run itself. `plan` is None if it is chosen when the ranks are up. `recipe` is a file that the command
+    reads."""
 
     kind: Kind
     name: str
@@ -34,24 +34,24 @@ class Work:
 
     @property
     def launch_folder(self) -> Path:
-        """Scripts, manifests and what jobs print."""
+        """The folder of scripts, manifests and logs of jobs."""
         return self.folder / "launch"
 
     @property
     def safe_name(self) -> str:
-        """The name as jobs and objects of a cluster may be called."""
+        """The name, as jobs and objects of a cluster may be called."""
         name = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].rstrip("-")
         return name if name[:1].isalpha() else f"{self.kind}-{name}".rstrip("-")
 
     def changed(self, changes: Sequence[str], folder: Path) -> "Work":
-        """The same training with keys of the recipe changed, in another folder."""
+        """Return the same training with changed keys of the recipe, in another folder."""
         words = list(self.words)
         words[words.index("--folder") + 1] = str(folder)
         return replace(self, words=(*words, *(w for change in changes for w in ("--set", change))), folder=folder)
 
 
 def read_work(words: Sequence[str], folder: str | None = None) -> Work:
-    """What stands after the `--`."""
+    """Parse the words after the `--`."""
     if not words:
         raise WrongCallError("nothing is said to be started", remedy="-- train RECIPE, or -- serve MODEL")
     kind, *rest = words
@@ -69,12 +69,12 @@ def read_work(words: Sequence[str], folder: str | None = None) -> Work:
 
 
 def command_line(work: Work) -> str:
-    """What is started, as one would type it."""
+    """Return the command as one would type it."""
     return shlex.join(["shardwise", work.kind, *work.words])
 
 
 def as_comment(work: Work) -> str:
-    """The same in one line, whatever is in its words."""
+    """Return the command in one line, whatever its words contain."""
     return " ".join(command_line(work).split())
 
 
@@ -122,7 +122,7 @@ def _serving(arguments: argparse.Namespace, words: list[str], folder: str | None
 
 
 def _without(words: list[str], *options: str) -> list[str]:
-    """The words less these options and their values."""
+    """Return the words without these options and their values."""
     kept, skip = [], False
     for word in words:
         if skip:

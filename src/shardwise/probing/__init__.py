@@ -1,1 +1,1 @@
-"""Devices, links and collectives measured, on one machine or on all of them."""
+"""Measure devices, links and collectives, on one machine or on all of a cluster."""

@@ -1,6 +1,6 @@
-"""Collectives measured by size over the groups that plans use: inside a domain, across all, one device of each node.
+"""Measure collectives by size over the groups that plans use: inside a domain, across all devices, one device per node.
 
-All groups of a kind work at once, as those of a plan do.
+All groups of a kind run at once, as those of a plan do.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ from shardwise.probing.steady import goes_on, settled
 from shardwise.ranks.collectives import all_gather_single, reduce_scatter_single
 from shardwise.training.world import World
 
-#: One size of one collective takes about so long at most.
+#: The most seconds for one size of one collective, approximately.
 LIMIT_SECONDS = 0.3
-#: Sizes of arrays; on GPUs a larger one too. After one that takes so long there is no larger one.
+#: Sizes of arrays; on GPUs a larger one too. After a size that takes too long, no larger one is measured.
 SIZES: tuple[int, ...] = (4 * 2**10, 32 * 2**10, 256 * 2**10, 2 * 2**20, 16 * 2**20, 64 * 2**20)
 _LARGEST = 2**30
 _LONG_SECONDS = 0.5
@@ -28,7 +28,7 @@ _LONG_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouping:
-    """All devices in groups of one kind."""
+    """All devices, in groups of one kind."""
 
     scope: str
     groups: tuple[tuple[int, ...], ...]
@@ -39,7 +39,7 @@ class Grouping:
 
 
 def groupings_of(domains: Sequence[Sequence[int]]) -> list[Grouping]:
-    """The kinds of groups that plans use, of devices whose domains of fast links (or hosts) are these."""
+    """Return the kinds of groups that plans use, for devices in these domains of fast links (or hosts)."""
     smallest, num_domains = min(map(len, domains)), len(domains)
     sizes = [2**power for power in range(1, smallest.bit_length()) if 2**power < smallest]
     found = []
@@ -57,11 +57,11 @@ def groupings_of(domains: Sequence[Sequence[int]]) -> list[Grouping]:
 
 
 def measure_collectives(world: World, groupings: Sequence[Grouping]) -> tuple[Curve, ...]:
-    """Curves of every collective over every kind of group. Every rank calls this."""
+    """Measure every collective over every kind of group. Every rank calls this."""
     curves = []
     for grouping in groupings:
         mine = None
-        for ranks in grouping.groups:  # Every rank makes every group.
+        for ranks in grouping.groups:  # Every rank must create every group.
             made = dist.new_group(list(ranks))
             if world.rank in ranks:
                 mine = made
@@ -78,7 +78,7 @@ def measure_collectives(world: World, groupings: Sequence[Grouping]) -> tuple[Cu
 
 
 def _curve(grouping: Grouping, name: str, found: Sequence[dict[int, float]]) -> Curve | None:
-    """Of each size that all groups came to, the slowest rank of a group; of groups the median."""
+    """Return a curve over the sizes that all groups measured: the slowest rank of a group, the median of groups."""
     common = [size for size in found[grouping.groups[0][0]] if all(size in found[g[0]] for g in grouping.groups)]
     if len(common) < 2:
         return None
@@ -93,7 +93,7 @@ def _curve(grouping: Grouping, name: str, found: Sequence[dict[int, float]]) -> 
 
 
 def _measure(world: World, group: dist.ProcessGroup, name: str) -> dict[int, float]:
-    """Seconds by size on this rank."""
+    """Return the seconds of each size on this rank."""
     found: dict[int, float] = {}
     sizes = (*SIZES, _LARGEST) if world.device.type == "cuda" else SIZES
     for size in sizes:
@@ -105,7 +105,7 @@ def _measure(world: World, group: dist.ProcessGroup, name: str) -> dict[int, flo
 
 
 def _seconds(run: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
-    """Until the group's first rank finds them stable. The first call connects, and does not count."""
+    """Time a call until the group's first rank finds the times stable. The first call connects, and does not count."""
     seconds, begun = list[float](), perf_counter()
     while True:
         if not _agreed(group, goes_on(seconds[1:], begun, LIMIT_SECONDS)):
@@ -118,7 +118,7 @@ def _seconds(run: Callable[[], object], group: dist.ProcessGroup, device: torch.
 
 
 def _agreed(group: dist.ProcessGroup, goes_on: bool) -> bool:
-    """What the first rank of a group says; and all of them begin what comes next together."""
+    """Broadcast the decision of a group's first rank, which also synchronises the group."""
     told = torch.tensor([int(goes_on)])
     dist.broadcast(told, group=group, group_src=0)
     return bool(told.item())
@@ -130,7 +130,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _call(name: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """One collective of an array of about `size` bytes."""
+    """Return a call of one collective on an array of about `size` bytes."""
     count = group.size()
     part = torch.zeros(max(size // 4 // count, 1), device=device)
     whole = torch.zeros(part.numel() * count, device=device)
@@ -146,7 +146,7 @@ def _call(name: str, size: int, group: dist.ProcessGroup, device: torch.device) 
 
 
 def _shift(mine: Tensor, theirs: Tensor, group: dist.ProcessGroup) -> None:
-    """Every rank sends to the next, and receives from the one before."""
+    """Send to the next rank, and receive from the previous one."""
     ranks = dist.get_process_group_ranks(group)
     place = ranks.index(dist.get_rank())
     after, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]

@@ -1,4 +1,4 @@
-"""`shardwise probe`: this machine, or all machines of a launcher, measured into a cluster.toml."""
+"""`shardwise probe`: measure this machine, or all machines of a launcher, into a cluster.toml."""
 
 import argparse
 from pathlib import Path
@@ -53,9 +53,9 @@ def run(arguments: argparse.Namespace) -> Answer:
 
     num_devices = _count(arguments.devices, count_devices(), subjects)
     gpus: Gpus = "shared" if arguments.share_gpus else "own"
-    step_aside()  # The first rank says how long it takes.
+    step_aside()  # The first rank prints how long it takes.
     found = probe(subjects, num_devices, gpus)
-    if found is None:  # Under torchrun the first rank tells.
+    if found is None:  # Under torchrun, only the first rank prints.
         return Answer(data={}, render=lambda _: None)
     written = [] if save is None else _write(found, save)
     return Answer(data={**_data(found), "written": written}, render=lambda canvas: _draw(canvas, found, written))
@@ -171,7 +171,7 @@ def _draw_devices(canvas: Canvas, found: "Probe") -> None:
 
 
 def _draw_pairs(canvas: Canvas, found: "Probe") -> None:
-    """The matrix as far as it is wide enough to read; else its kinds of links."""
+    """Draw the matrix if it is narrow enough to read; otherwise its kinds of links."""
     from shardwise.cluster.pairs import kinds_of_links
 
     assert found.pairs is not None, "no pairs to draw"

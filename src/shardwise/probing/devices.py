@@ -1,6 +1,6 @@
-"""One device measured: matmuls by type, copies in its memory, the way to the host, and the host's disk.
+"""Measure one device: matmuls by dtype, copies in its memory, transfers from and to the host, and the host's disk.
 
-Matmuls are of random numbers: a GPU that multiplies zeros takes less power, and is faster than it will be.
+Matmuls use random numbers: multiplying zeros takes a GPU less power, so it would run faster than on real data.
 """
 
 import os
@@ -23,15 +23,15 @@ from shardwise.probing.whole_steps import Crowd
 from shardwise.torch_private import scaled_mm
 from shardwise.training.world import World
 
-#: What is measured takes so long at most, each.
+#: The most seconds for each measurement.
 LIMIT_SECONDS = 0.6
-#: Figures of one device: matmuls of four types on a GPU, copies, the way to the host (three), the disk (two).
+#: Measurements per device: matmuls of four dtypes on a GPU, copies, host transfers (three), the disk (two).
 NUM_FIGURES = 10
 _TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _GPU_SIZE, _CPU_SIZE = 8192, 512
 _GPU_COPIED, _CPU_COPIED, _MOVED, _DISK = 2**30, 2**26, 2**28, 2**25
 _BLOCK = 2**20
-#: 8-bit products are from compute capability 8.9 on.
+#: The first compute capability with fp8 matmuls.
 _FP8 = (8, 9)
 
 
@@ -76,13 +76,13 @@ def measure_device(device: torch.device, host: str, name: str, sharing: int, wor
 
 
 def name_device(device: torch.device, host: str, name: str) -> DeviceFigures:
-    """The device with its figures left open."""
+    """Return the device without measurements."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else environment.processor_name()
     return DeviceFigures(host=host, device=name, kind=kind, memory_bytes=0, flops_per_second={}, copied=0.0)
 
 
 def _timed(device: torch.device, run: Callable[[], object]) -> float:
-    """Seconds of one run, by the device's own clock."""
+    """Return the seconds of one run, by the device's own clock."""
     if device.type != "cuda":
         start = perf_counter()
         run()
@@ -96,7 +96,7 @@ def _timed(device: torch.device, run: Callable[[], object]) -> float:
 
 
 def _matmuls(device: torch.device, size: int) -> dict[str, Callable[[], float]]:
-    """By precision, what times one matmul. Processors compute in fp32 here, as plans on them do."""
+    """Return for each precision a function that times one matmul. On CPUs only fp32, as in plans on them."""
     kinds = ["fp32", "tf32", "fp16", "bf16"] if device.type == "cuda" else ["fp32"]
     found: dict[str, Callable[[], float]] = {}
     for kind in kinds:
@@ -121,7 +121,7 @@ def _multiply(multiply: Callable[[], object], *, precise: bool) -> None:
 
 
 def _ways(device: torch.device, rate: Callable[[float, Callable[[], float]], float]) -> tuple[float, float, float]:
-    """Bytes/s to the device, to the host, and each way when both are busy, of pinned memory."""
+    """Return bytes/s to the device, to the host, and per direction when both are busy, with pinned memory."""
     here, there = (torch.empty(_MOVED, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     mine, other = (torch.empty(_MOVED, dtype=torch.uint8, device=device) for _ in range(2))
     down, up = new_stream(device), new_stream(device)
@@ -143,7 +143,7 @@ def _ways(device: torch.device, rate: Callable[[float, Callable[[], float]], flo
 
 
 def _disk() -> tuple[float, float]:
-    """Bytes/s written to the disk beneath the working folder, and read from it; 0 where nothing can be written."""
+    """Return bytes/s written to and read from the disk of the working folder; 0 if it is not writable."""
     block = os.urandom(_BLOCK)
     with suppress(OSError), tempfile.TemporaryDirectory(prefix=".shardwise-probe-", dir=".") as folder:
         path = Path(folder) / "probe"
@@ -163,6 +163,6 @@ def _disk() -> tuple[float, float]:
 
 
 def _forget(handle: int) -> None:
-    """Ask the system to read a file from its disk next time, not from memory."""
+    """Ask the system to drop a file from its page cache, so that the next read comes from the disk."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,8 +1,9 @@
-"""Operations of a transformer on a processor, timed by kind: what the planner prices steps with.
+"""Time a transformer's operations on a CPU by kind: the planner's prices.
 
-Each is called a few times with its results kept, as a forward keeps them, and then the backwards of all are run: so
-memory is as new to a kernel here as it is in a step. Once with much to do for the rate, once with little for the call.
-All ranks of a machine time the same at the same moment, and for as long: caches and memory are shared in a step too.
+Each operation is called a few times with its results kept, as a forward keeps them, and then the backwards of all are
+run: so memory is as cold for a kernel here as it is in a step. A large size gives the rate, a small one the overhead of
+a call. All ranks of a machine time the same operation at the same moment and for as long, because in a step they share
+caches and memory too.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,18 +30,18 @@ from shardwise.probing.whole_steps import Crowd, measure_longer
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.tensor.linear import ColumnParallelLinear, ColumnSet, RowParallelLinear
 
-#: One kind of one size takes so long, on every rank.
+#: Seconds for one size of one kind, on every rank.
 LIMIT_SECONDS = 0.15
 #: Kinds and sizes that are timed; meetings take as long as sixteen of them, and whole models as twenty.
 NUM_FIGURES = 65
 _KEPT = 8
 _TURNS = 3
 _ROWS, _TOKENS, _WIDTH, _MLP, _HEADS, _VOCABULARY = 8, 128, 256, 688, 4, 512
-_FEW = 4  # Tokens of the one row with which calls are timed.
+_FEW = 4  # Tokens of the single row that times the overhead of calls.
 _NARROW, _WIDE = 64, 256
 _SHORT_HEAD, _LONG_HEAD = 32, 128
 _PARAMETERS, _PARAMETER, _SMALL = 16, (512, 512), (16, 16)
-#: Bytes of a parameter that pass through memory in a step of Adam and in the norm, as `cost/` counts them.
+#: Bytes of memory traffic per parameter in a step of Adam and the norm, as `cost/` counts them.
 _OPTIMIZER_BYTES = 38
 
 _LEAST = 4
@@ -59,7 +60,7 @@ class Both(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A kind of operation as torch computes it, and as the cost model counts it, for rows of so many tokens."""
+    """A kind of operation, as torch computes it and as the cost model counts it, for rows of so many tokens."""
 
     operation: Operation
     run: Callable[..., Tensor | list[Tensor]]
@@ -67,7 +68,7 @@ class Trial:
 
 
 def measure_kernels(crowd: Crowd) -> tuple[Kernel, ...]:
-    """Every kind, on this thread. Every rank calls this."""
+    """Time every kind, on this thread. Every rank calls this."""
     found = []
     for kind, trial in _simple().items():
         much, few = (_time(trial, rows, tokens, crowd) for rows, tokens in ((_ROWS, _TOKENS), (1, _FEW)))
@@ -82,7 +83,7 @@ def measure_kernels(crowd: Crowd) -> tuple[Kernel, ...]:
 
 
 def _simple() -> dict[str, Trial]:
-    """Those whose work is counted in one way."""
+    """Return the kinds whose work is counted in one unit."""
     model = load_model({
         "model_type": "llama", "hidden_size": _WIDTH, "intermediate_size": _MLP, "num_attention_heads": _HEADS,
         "num_key_value_heads": _HEADS, "num_hidden_layers": 1, "vocab_size": _VOCABULARY,
@@ -130,7 +131,7 @@ def _loss(logits: Tensor) -> Tensor:
 
 
 def _linear(width: int) -> Trial:
-    """A layer on rows of tokens: with two dims torch may take another way."""
+    """Return a linear layer on [rows, tokens, width]: with two dims torch may use another kernel."""
     return Trial(
         operation=Matmul(name="linear", inputs=Width(width), outputs=(Width(width),)),
         run=functional.linear,
@@ -147,11 +148,11 @@ def _attention(head: int) -> Trial:
 
 
 def _masks(crowd: Crowd) -> Kernel:
-    """What attention takes longer where it is told whom each token sees, than where it sees all before it."""
+    """Time how much longer attention takes with an explicit mask than with a causal one."""
     plain = _attention(_SHORT_HEAD)
     masked = replace(plain, run=_attend_masked)
     pairs = _amount(plain, _ROWS, _TOKENS)[1]
-    # In turn: of two times that are near each other the difference counts.
+    # Alternate the two, because the difference of similar times counts.
     taken = [[_time(trial, _ROWS, _TOKENS, crowd) for trial in (plain, masked)] for _ in range(_TURNS)]
     rates = []
     for index in range(2):  # Forward, then backward.
@@ -166,12 +167,12 @@ def _attend_masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @cache
 def _seen(rows: int, tokens: int) -> Tensor:
-    """A mask as rows with documents have it: made once for all layers."""
+    """Return a mask as for rows with several documents: made once for all layers."""
     return torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(rows, 1, tokens, tokens).contiguous()
 
 
 def _sharded(crowd: Crowd) -> Kernel:
-    """What a layer that is cut over ranks takes longer to call than a plain one, by columns or by rows: Python, and an
+    """Time how much longer a call of a sharded layer takes than of a plain one, by columns or by rows: Python, and an
     autograd function of its own. Nothing is sent."""
     group, plain = Group(), _time(_linear(_NARROW), 1, _FEW, crowd)
 
@@ -186,7 +187,7 @@ def _sharded(crowd: Crowd) -> Kernel:
 
     longer = []
     for make in (columns, rows):
-        layers = cycle([make() for _ in range(_KEPT)])  # Each is called once in a step.
+        layers = cycle([make() for _ in range(_KEPT)])  # Each layer is called once in a step.
         trial = replace(
             _linear(_NARROW),
             run=lambda given, layers=layers: next(layers)(given),
@@ -199,7 +200,7 @@ def _sharded(crowd: Crowd) -> Kernel:
 
 
 def _amount(trial: Trial, rows: int, tokens: int) -> list[Both]:
-    """What the cost model counts, in each of its ways."""
+    """Return the work that the cost model counts, in each of its units."""
     share = Share(sequence=tokens, microbatch=rows, width=4)
     return [
         Both(float(passes.forward), float(passes.input + passes.weight))
@@ -208,7 +209,7 @@ def _amount(trial: Trial, rows: int, tokens: int) -> list[Both]:
 
 
 def _time(trial: Trial, rows: int, tokens: int, crowd: Crowd) -> Both:
-    """Seconds of one call, of several whose results are kept."""
+    """Return the seconds per call, over several calls whose results are kept."""
     inputs = [[each.requires_grad_() for each in trial.inputs(rows, tokens)] for _ in range(_KEPT)]
     crowd.meet()
     forward, backward, begun = list[float](), list[float](), perf_counter()
@@ -230,7 +231,7 @@ def _time(trial: Trial, rows: int, tokens: int, crowd: Crowd) -> Both:
 
 
 def _kernel(kind: str, much: Both, seconds: Both, few: Both, little: Both) -> Kernel:
-    """The rate and the call that explain both sizes."""
+    """Fit a rate and a call overhead to both sizes."""
     lines = [_line(*each) for each in zip(much, seconds, few, little, strict=True)]
     return Kernel(
         kind=kind,
@@ -242,14 +243,14 @@ def _kernel(kind: str, much: Both, seconds: Both, few: Both, little: Both) -> Ke
 
 
 def _line(much: float, seconds: float, few: float, little: float) -> tuple[float, float]:
-    """Rate and call: `seconds = call + amount / rate` for both amounts, with a call that is not negative."""
+    """Solve `seconds = call + amount / rate` for both amounts, with a call that is not negative."""
     rate = (much - few) / max(seconds - little, 1e-9)
     call = little - few / rate
     return (rate, call) if call > 0 else (much / seconds, 0.0)
 
 
 def _two_ways(first: str, second: str, trials: Sequence[Trial], crowd: Crowd) -> list[Kernel]:
-    """Kinds whose work is counted in two ways: both rates, of two shapes that have them in different parts."""
+    """Fit kinds whose work is counted in two units: both rates, from two shapes with different shares of them."""
     seconds = [_time(trial, _ROWS, _TOKENS, crowd) for trial in trials]
     calls = _time(trials[0], 1, _FEW, crowd)
     amount = [_amount(trial, _ROWS, _TOKENS) for trial in trials]
@@ -270,12 +271,12 @@ def _two_ways(first: str, second: str, trials: Sequence[Trial], crowd: Crowd) ->
     ]
 
 
-#: What costs nothing, as a rate.
+#: The rate of work that costs nothing.
 _FREE = 1e18
 
 
 def _rates(work: list[list[float]], seconds: list[float]) -> tuple[float, float]:
-    """`seconds = a / rate + b / other rate` of two shapes. Where noise would have one below zero, it costs nothing."""
+    """Solve `seconds = a / rate + b / other rate` for two shapes. If noise makes a rate negative, it is free."""
     (a, b), (c, d) = work
     determinant = a * d - b * c
     first, second = (
@@ -288,14 +289,14 @@ def _rates(work: list[list[float]], seconds: list[float]) -> tuple[float, float]
 
 
 def _optimizer(crowd: Crowd) -> Kernel:
-    """AdamW's step and the norm before it: the rate of bytes, of more than a cache holds, and the call of a tensor."""
+    """Time AdamW's step and the norm before it: bytes/s beyond the cache's size, and the call per tensor."""
     (much, seconds), (few, little) = (_time_optimizer(shape, crowd) for shape in (_PARAMETER, _SMALL))
     rate, call = _line(much, seconds, few, little)
     return Kernel(kind="optimizer", forward=rate, backward=rate, forward_call=call)
 
 
 def _time_optimizer(shape: tuple[int, int], crowd: Crowd) -> tuple[float, float]:
-    """Bytes of a tensor, as `cost/` counts them, and its seconds."""
+    """Return a tensor's bytes, as `cost/` counts them, and its seconds."""
     parameters = [nn.Parameter(torch.randn(shape)) for _ in range(_PARAMETERS)]
     for each in parameters:
         each.grad = torch.ones_like(each)

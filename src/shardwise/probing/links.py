@@ -1,7 +1,8 @@
-"""Every pair of devices measured, each way: tiny messages for its latency, long ones for its rate.
+"""Measure every pair of devices in each direction: tiny messages for the latency, long ones for the rate.
 
-A message goes one way and a byte comes back, so both clocks are the sender's. Pairs are measured in rounds, no host in
-two of them at once: what hosts share would slow both down. A host's own pairs are measured one after the other.
+A message goes one way and a byte comes back, so that both times are from the sender's clock. Pairs are measured in
+rounds with no host in two pairs at once, because what hosts share would slow both down. A host's own pairs are measured
+one after the other.
 """
 
 from collections.abc import Sequence
@@ -16,21 +17,21 @@ from shardwise.cluster.pairs import Pairs, kinds_of_links
 from shardwise.probing.steady import goes_on
 from shardwise.training.world import World
 
-#: One way of one pair takes about so long at most, where a link is not slow.
+#: The most seconds for one direction of one pair, approximately, if the link is not slow.
 LIMIT_SECONDS = 1.0
-#: Messages of one size take so long together at most.
+#: The most seconds for all messages of one size.
 _SIZE_SECONDS = 0.6
-#: A first size tells about how fast a link is; then comes one that should take so long. What starting and answering a
-#: message takes, and what buffers on the way swallow, is little beside it.
+#: The first size estimates the rate of a link. The next is chosen to take so long that the overhead of starting and
+#: answering a message, and what buffers on the way absorb, are small beside it.
 _FIRST, _LONG_SECONDS, _LARGEST = 2**19, 0.15, 2**28
-#: What is below this share of the median of its kind is measured again, so often.
+#: A rate below this share of the median of its kind is measured again, so many times.
 _BEHIND, _AGAIN = 0.95, 2
-#: Beyond so many devices, of two hosts only the first devices are measured, and the others are taken to be alike.
+#: Above so many devices, only the first devices of two hosts are measured, and the others are assumed to be equal.
 _MOST_DEVICES = 64
 
 
 def rounds_of(hosts: Sequence[str], *, among: set[tuple[int, int]] | None = None) -> list[list[tuple[int, int]]]:
-    """Pairs of devices (all, or those `among`) in rounds, no host twice in one."""
+    """Return pairs of devices (all, or those `among`) in rounds, with no host twice in one round."""
     first = {host: number for number, host in reversed(list(enumerate(hosts)))}
     everyone = len(hosts) <= _MOST_DEVICES
     left = [
@@ -54,19 +55,19 @@ def rounds_of(hosts: Sequence[str], *, among: set[tuple[int, int]] | None = None
 
 
 def measure_pairs(world: World, group: dist.ProcessGroup, hosts: Sequence[str], devices: Sequence[str]) -> Pairs:
-    """What every device sends to every other. Every rank calls this; `group` is of all of them, and guarded."""
+    """Measure every device to every other. Every rank calls this; `group` has all of them, and is guarded."""
     found: dict[int, tuple[float, float]] = {}
     _measure(world, group, rounds_of(hosts), found)
     pairs = _gathered(world, found, hosts, devices)
     for _ in range(_AGAIN):
-        # What else a machine does can make a link look slow. It is named only if it is slow each time.
+        # Other load on a machine can make a link look slow. It is reported only if it is slow each time.
         _measure(world, group, rounds_of(hosts, among=_behind(pairs)), found)
         pairs = _gathered(world, found, hosts, devices)
     return pairs
 
 
 def _behind(pairs: Pairs) -> set[tuple[int, int]]:
-    """Pairs one of whose ways is slower than is usual of its kind."""
+    """Return the pairs with a direction that is slower than usual for its kind."""
     rates, kinds = pairs.rates(), kinds_of_links(pairs)
     found = set[tuple[int, int]]()
     for kind in range(int(kinds.max(initial=-1)) + 1):
@@ -79,7 +80,7 @@ def _behind(pairs: Pairs) -> set[tuple[int, int]]:
 def _measure(
     world: World, group: dist.ProcessGroup, rounds: list[list[tuple[int, int]]], found: dict[int, tuple[float, float]]
 ) -> None:
-    """Measure pairs, round by round. Of a way that was measured before, the better latency and rate stay."""
+    """Measure pairs, round by round. If a direction was measured before, the better latency and rate are kept."""
     for pairs in rounds:
         mine = next((pair for pair in pairs if world.rank in pair), None)
         for sends_first in (True, False):
@@ -98,7 +99,7 @@ def _measure(
 def _gathered(
     world: World, found: dict[int, tuple[float, float]], hosts: Sequence[str], devices: Sequence[str]
 ) -> Pairs:
-    """What all ranks have found."""
+    """Gather the measurements of all ranks."""
     rows: list[dict[int, tuple[float, float]]] = world.gather(found)
     first = {host: number for number, host in reversed(list(enumerate(hosts)))}
 
@@ -117,10 +118,10 @@ def _gathered(
 
 
 def _send(world: World, group: dist.ProcessGroup, other: int) -> tuple[float, float]:
-    """Seconds of a tiny message one way, and bytes/s of a large one, beyond what the tiny one takes.
+    """Return the seconds of a tiny message one way, and bytes/s of a large one, without the time of the tiny one.
 
-    Both are the quickest: whatever else a machine does makes a message later. A line through many sizes is too steep
-    or too flat if small ones were held up and large ones not.
+    Both are minima, because other load only makes messages slower. A line fitted through many sizes would be too steep
+    or too flat if small messages were delayed and large ones not.
     """
     tiny = min(_quickest(world, group, other, 8) for _ in range(3))
     about = _FIRST / max(_quickest(world, group, other, _FIRST) - tiny, 1e-9)
@@ -131,10 +132,10 @@ def _send(world: World, group: dist.ProcessGroup, other: int) -> tuple[float, fl
 
 
 def _quickest(world: World, group: dist.ProcessGroup, other: int, size: int) -> float:
-    """Seconds there, and of the byte back, of the quickest of several: until those at the lower end are stable."""
+    """Return the fewest seconds of a message there and a byte back, repeated until the lowest times are stable."""
     message, back = torch.zeros(size, dtype=torch.uint8, device=world.device), torch.zeros(1, dtype=torch.uint8)
     asked, seconds, begun = torch.tensor([1, size]), list[float](), perf_counter()
-    while goes_on(seconds[1:], begun, _SIZE_SECONDS):  # The first connects.
+    while goes_on(seconds[1:], begun, _SIZE_SECONDS):  # The first message connects.
         dist.send(asked, other, group=group)
         start = perf_counter()
         dist.send(message, other, group=group)
@@ -144,7 +145,7 @@ def _quickest(world: World, group: dist.ProcessGroup, other: int, size: int) -> 
 
 
 def _answer(world: World, group: dist.ProcessGroup, other: int) -> None:
-    """The other side: take messages and answer each, until none is coming."""
+    """The receiving side: receive messages and answer each, until the sender ends."""
     asked, back = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.uint8)
     message = torch.empty(0, dtype=torch.uint8, device=world.device)
     while True:

@@ -1,4 +1,4 @@
-"""A probe from beginning to end, however its ranks are started: as processes of this machine, or by `torchrun`."""
+"""A probe from beginning to end, with ranks started as processes of this machine or by `torchrun`."""
 
 import socket
 import sys
@@ -26,7 +26,7 @@ SUBJECTS = ("devices", "links", "collectives")
 
 
 def probe(subjects: Sequence[str], num_devices: int, gpus: Gpus = "own") -> Probe | None:
-    """Measure. Under `torchrun`, None on all ranks but the first."""
+    """Run the probe. Under `torchrun`, returns None on all ranks but the first."""
     if environment.place_under_torchrun() is not None:
         if gpus == "shared":
             environment.ask_for_shared_gpus()
@@ -46,7 +46,7 @@ def probe(subjects: Sequence[str], num_devices: int, gpus: Gpus = "own") -> Prob
 
 
 def probe_rank(subjects: Sequence[str]) -> Probe | None:
-    """What every rank does. Only the first gives what was found."""
+    """Measure on one rank. Only the first returns the result."""
     world = World()
     with world.telling():
         begun = perf_counter()
@@ -83,7 +83,7 @@ def probe_rank(subjects: Sequence[str]) -> Probe | None:
 
 
 def most_seconds(subjects: Sequence[str], hosts: Sequence[str], *, on_gpus: bool) -> float:
-    """How long it takes on a quiet machine without slow links: every figure has its limit, and stops when stable."""
+    """Return the most seconds on an idle machine without slow links: each measurement has a limit, or ends early."""
     total = 0.0
     if "devices" in subjects:
         total += devices.NUM_FIGURES * devices.LIMIT_SECONDS
@@ -114,9 +114,9 @@ def _backend(world: World) -> str:
 
 
 def _everyone(world: World) -> tuple[list[str], list[str]]:
-    """Of each rank the name of its host, and of its device there.
+    """Return the names of every rank's host, and of its device there.
 
-    Two network namespaces of one machine, as containers have them, are two hosts: what joins them is a network.
+    Two network namespaces of one machine, such as containers, count as two hosts: a network connects them.
     """
     told = world.gather((socket.gethostname(), network_namespace(), str(world.device)))
     spaces: dict[str, list[int]] = {}
@@ -128,7 +128,7 @@ def _everyone(world: World) -> tuple[list[str], list[str]]:
     shared = Counter((host, device) for host, (_, _, device) in zip(hosts, told, strict=True))
     names = []
     for host, (_, _, device) in zip(hosts, told, strict=True):
-        # Processes that compute on one processor, or share a GPU, are told apart by number.
+        # Processes on one CPU, or on a shared GPU, are distinguished by number.
         is_one = shared[host, device] == 1 and device != "cpu"
         mark = ":" if device == "cpu" else "#"
         names.append(device if is_one else f"{device}{mark}{seen[host, device]}")
@@ -137,7 +137,7 @@ def _everyone(world: World) -> tuple[list[str], list[str]]:
 
 
 def _domains(hosts: Sequence[str], pairs: Pairs | None) -> list[list[int]]:
-    """Devices that fast links join: the neighbours that were found, where their groups are equal; else hosts."""
+    """Return groups of devices with fast links: the neighbours found, if groups are of equal size; else hosts."""
     groups = [] if pairs is None else [list(group) for group in neighbours(pairs)]
     if len({len(group) for group in groups}) == 1:
         return groups

@@ -1,12 +1,12 @@
-"""What ranks of a processor lose where they wait for each other again and again.
+"""Measure the time that ranks on CPUs lose when they synchronise again and again.
 
-Something always comes between: the system, the host of a virtual machine, the threads that carry messages. Where ranks
-meet after every piece, all of them wait for whoever was disturbed:
+Something always interferes: the operating system, the host of a virtual machine, the threads that carry messages. If
+ranks synchronise ("meet") after every piece of work, all of them wait for the one that was delayed:
 
     by themselves   |--a--|--b--|----c----|--d--|
     with meetings   |--a--|..|--b--|..|----c----|..|--d--|..|      of two ranks, each as long as its slower one
 
-All ranks measure it at once, each on one thread.
+All ranks measure at once, each on one thread.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ import torch
 
 from shardwise.probing.steady import settled
 
-#: About what a step computes between two sums of tensor parallelism: some milliseconds; and a step has so many.
+#: Roughly the work between two all-reduces of tensor parallelism, some milliseconds; and how many of them a step has.
 _ROWS, _WIDTH, _PRODUCTS, _PIECES = 1024, 256, 4, 16
 _TURNS = 12
 
 
 def measure_meetings(meet: Callable[[], object]) -> float:
-    """Seconds that are lost at a meeting beside those of its message. Every rank calls this; `meet` returns when all
-    have called it."""
+    """Return the seconds lost per meeting, beyond the time of its message. Every rank calls this; `meet` returns when
+    all ranks have called it."""
     left, right, into = torch.randn(_ROWS, _WIDTH), torch.randn(_WIDTH, _WIDTH), torch.empty(_ROWS, _WIDTH)
 
     def compute() -> None:
@@ -42,10 +42,10 @@ def measure_meetings(meet: Callable[[], object]) -> float:
         meet()
         met = [_seconds(compute_and_meet) for _ in range(_PIECES)]
         messages = [_seconds(meet) for _ in range(_PIECES)]
-        # Of one turn: a machine that is slower for a while is so in all three.
+        # Compare within one turn: a machine that is slower for a while is slower in all three.
         lost.append((sum(met) - sum(alone) - sum(messages)) / _PIECES)
         pieces += alone
-    # Where more than a piece is lost, somebody else computes on the machine, who may be gone when a step is taken.
+    # If more than a piece is lost, another process is using the machine, and may be gone when a step runs.
     return min(max(median(lost), 0.0), settled(pieces).seconds)
 
 

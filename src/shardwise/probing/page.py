@@ -1,4 +1,4 @@
-"""The page of a probe: what stands out, heat maps of every pair, curves of every collective. It needs no script."""
+"""The HTML page of a probe: findings, heat maps of every pair, curves of every collective. It needs no script."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _INKS = ("--F", "--B", "--I", "--W", "--S", "--exposed")
 
 
 def make_probe_page(probe: Probe) -> str:
-    """One file that asks nothing of a network."""
+    """Make a self-contained file."""
     colours = (files("shardwise.explain.report") / "assets" / "colours.css").read_text(encoding="utf-8")
     name = title(probe)
     found = "".join(f"<li>{escape(each)}</li>" for each in findings(probe))
@@ -74,7 +74,7 @@ def _maps(probe: Probe, pairs: Pairs) -> str:
 
 
 def _heat_map(caption: str, rows: Sequence[Sequence[float]], slow: set[tuple[int, int]], names: Sequence[str]) -> str:
-    """A square of cells, by the logarithm of their numbers; links that are slow have a frame."""
+    """Draw a square of cells, colored by the logarithm of their numbers; slow links are framed."""
     count = len(rows)
     values = [value for i, row in enumerate(rows) for j, value in enumerate(row) if i != j and value > 0]
     low, high = math.log(min(values)), math.log(max(values))
@@ -110,7 +110,7 @@ def _charts(curves: Sequence[Curve]) -> list[str]:
 
 
 def _chart(curves: Sequence[Curve]) -> str:
-    """Bus bandwidth over size, both by their logarithms, a line for each collective."""
+    """Draw bus bandwidth over size, both logarithmic, with a line for each collective."""
     rates = [rate for curve in curves for rate in curve.bus_rates()]
     sizes = [size for curve in curves for size in curve.sizes]
     low, high = math.log10(min(rates)), math.log10(max(rates)) + 0.05

@@ -1,8 +1,8 @@
-"""How many times as long ranks take for a model as its kernels take by themselves.
+"""Measure how many times as long ranks take for a model as its kernels take separately.
 
-A kernel is timed again and again on the same few tensors, in moments in which nothing came between. In a step what it
-reads was written by another kernel, or long ago, and a step is over when its slowest rank is done: of two that have the
-same to do, another one is late each time, as the system and the host of a virtual machine have it.
+A kernel is timed again and again on the same few tensors, in moments without interference. In a step its inputs were
+written by another kernel, or long ago, and the step is over when its slowest rank is done: of two ranks with equal
+work, a different one is late each time, depending on the operating system and the host of a virtual machine.
 
     by themselves   |norm| |linear| |attention| |linear| ...       added up, as the planner does
     rank 0          |norm|linear--|attention|linear|....|          in a step: longer by a share of what is computed
@@ -25,23 +25,23 @@ from shardwise.nets.settings import Heads, Mlp, Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.probing.steady import settled
 
-#: How often a model of a width is passed through. Narrow and wide: calls weigh more in one, work in the other.
+#: Passes through a model, by its width. Call overheads weigh more in the narrow one, work in the wide one.
 PASSES = {128: 12, 256: 6}
 _ROWS, _TOKENS, _VOCABULARY, _LAYERS, _HEADS = 8, 128, 256, 4, 4
-#: Beyond these, somebody else has computed on the machine at one of the two times.
+#: Bounds of the factor: outside of them, another process used the machine during one of the two measurements.
 _LEAST_LONGER, _MOST_LONGER = 1.0, 1.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crowd:
-    """The ranks that measure at once: `meet` returns when all have called it, `gather` with what each has given."""
+    """The ranks that measure at once: `meet` is a barrier, `gather` returns what each rank has given."""
 
     meet: Callable[[], object] = lambda: None
     gather: Callable[[list[float]], Sequence[list[float]]] = lambda mine: [mine]
 
 
 def measure_longer(kernels: Sequence[Kernel], crowd: Crowd) -> float:
-    """Seconds of a model's forward and backward over those of its kernels. Every rank calls this."""
+    """Return the seconds of a model's forward and backward divided by those of its kernels. Every rank calls this."""
     taken, priced = 0.0, 0.0
     for width, count in PASSES.items():
         settings = _settings(width)
@@ -63,12 +63,12 @@ def _settings(width: int) -> Settings:
 
 
 def _time(settings: Settings, count: int, meet: Callable[[], object]) -> list[float]:
-    """Seconds of passes forward and backward of rows of tokens, which all ranks begin together."""
+    """Return the seconds of forward and backward passes over rows of tokens, which all ranks begin together."""
     model = Transformer(settings)
     tokens = torch.randint(_VOCABULARY, (_ROWS, _TOKENS))
     seconds = list[float]()
     for _ in range(count + 1):
-        model.zero_grad(set_to_none=False)  # As in an engine: gradients are added to what is there.
+        model.zero_grad(set_to_none=False)  # As in an engine: gradients accumulate in place.
         meet()
         start = perf_counter()
         total, labels = next_token_loss(model(tokens), {"labels": tokens})
@@ -78,7 +78,7 @@ def _time(settings: Settings, count: int, meet: Callable[[], object]) -> list[fl
 
 
 def _price(settings: Settings, kernels: Sequence[Kernel]) -> float:
-    """The same, from its kernels alone."""
+    """Return the same from the kernels' times alone."""
     model = load_model(config_for(settings)[1])
     share = Share(sequence=_TOKENS, microbatch=_ROWS, width=4)
     return sum(

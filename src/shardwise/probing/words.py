@@ -1,4 +1,4 @@
-"""A probe in words: what it is of, and what stands out, by host and device."""
+"""A probe in words: its subject, and its findings by host and device."""
 
 from shardwise.cluster.pairs import levels
 from shardwise.cluster.probe import Probe
@@ -9,14 +9,14 @@ _MOST = 8
 
 
 def title(probe: Probe) -> str:
-    """What was measured, in a line."""
+    """Say what was measured, in a line."""
     kinds = ", ".join(dict.fromkeys(each.kind for each in probe.devices))
     hosts = counted(len(probe.hosts), "host")
     return f"{counted(len(probe.devices), 'device')} ({kinds}) on {hosts}, measured in {probe.seconds:.0f} s"
 
 
 def findings(probe: Probe) -> list[str]:
-    """Neighbours, slow links and slow devices, a sentence each."""
+    """Describe neighbours, slow links and slow devices, a sentence each."""
     found = []
     if probe.pairs is not None and len(probe.devices) > 1:
         inner = levels(probe.pairs)[0]

@@ -95,7 +95,7 @@ class Tiers:
         """Move a block that leaves the cache to the host, which may evict another one to the files."""
         was_moved = self._keep(block, name)
         self.store.let_go(block)
-        # It was not in a tier, so `write_ahead` had not counted it: start counting from the first block again.
+        # It was not written ahead, as the blocks counted before it were taken meanwhile: count from the first again.
         self._num_beneath = 0 if was_moved else max(self._num_beneath - 1, 0)
 
     def write_ahead(self, num_tokens: int) -> None:

@@ -1,6 +1,6 @@
-"""The pod of one node: its container, what it may use, where its data lies, and near whom it should stand.
+"""The pod of one node: its container, its resources, its volumes, and its affinity.
 
-A pod has the devices of one node, so ranks of a tensor group are on one host: ranks are numbered node by node.
+A pod has the devices of one node. Ranks are numbered node by node, so the ranks of a tensor group are on one host.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ from shardwise.launch.work import Work
 
 RUNS, RECIPES = "/runs", "/etc/shardwise"
 _USER = 1000
-#: What a pod may write to its node's disk: caches of compilers, and logs. Beyond, it is evicted, and no neighbour is.
+#: What a pod may write to its node's disk: compiler caches, and logs. Above it this pod is evicted, no neighbour.
 _SCRATCH = "16Gi"
-#: What is left of the time to end when ranks have been waited for.
+#: Seconds of the grace period that remain after ranks have been waited for.
 _LAST_SECONDS = 10
 
 Tree = dict[str, Any]
@@ -24,11 +24,11 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfCluster:
-    """What is said of the cluster beside nodes and devices.
+    """The cluster's parameters beside nodes and devices.
 
-    `image` is by its digest. `claim` is a PersistentVolumeClaim that all nodes share. `rack` is the label by which
-    nodes say in which rack they stand; `queue` one of Kueue's. `secret` has a server's API key under `key`. Ranks that
-    are told to end have `save_seconds` to save.
+    `image` is by its digest. `claim` is a PersistentVolumeClaim that all nodes share. `rack` is the label for a node's
+    rack; `queue` is one of Kueue's. `secret` has a server's API key under `key`. Ranks that are told to end have
+    `save_seconds` to save.
     """
 
     image: str
@@ -46,27 +46,27 @@ class OfCluster:
 
 
 def words_in_pod(work: Work) -> list[str]:
-    """The command's words with its files where the pod has them."""
+    """Return the command's words, with its files at their paths in the pod."""
     words = list(work.words)
     if work.kind == "train":
         words[words.index("--folder") + 1] = folder_in_pod(work)
         if not any(word.partition("=")[0] == "--copies-every" for word in words):
-            # Memory goes with the pod, and all pods of a run are made anew together: copies there would save nothing.
+            # Memory is lost with the pod, and all pods of a run are recreated together: copies there would be useless.
             words += ["--copies-every", "0"]
     if work.recipe is not None:
         words = [f"{RECIPES}/{work.recipe.name}" if Path(word) == work.recipe else word for word in words]
-    # What looks like a variable of Kubernetes' own is none.
+    # Escape what Kubernetes would expand as a variable.
     return [word.replace("$(", "$$(") for word in words]
 
 
 def folder_in_pod(work: Work) -> str:
-    """That of the run, on the claim."""
+    """Return the run's folder, on the claim."""
     folder = PurePosixPath(work.folder.as_posix())
     return str(folder) if folder.is_relative_to(RUNS) else f"{RUNS}/{folder.name}"
 
 
 def metadata(work: Work, cluster: OfCluster, **more: object) -> Tree:
-    """A name, and labels that tools know."""
+    """Return a name, and the recommended labels."""
     labels = {
         "app.kubernetes.io/name": "shardwise",
         "app.kubernetes.io/component": work.kind,
@@ -78,7 +78,7 @@ def metadata(work: Work, cluster: OfCluster, **more: object) -> Tree:
 
 
 def container(work: Work, layout: Layout, cluster: OfCluster, command: Sequence[str], env: Sequence[Tree] = ()) -> Tree:
-    """What runs in the pod, without any privilege."""
+    """Return the container of the pod, without any privilege."""
     given: Tree = {}
     if layout.has_gpus:
         given["nvidia.com/gpu"] = layout.devices_per_node
@@ -101,12 +101,12 @@ def container(work: Work, layout: Layout, cluster: OfCluster, command: Sequence[
 
 
 def pod_spec(work: Work, layout: Layout, cluster: OfCluster, inside: Tree, near: Tree | None) -> Tree:
-    """A pod around one container. It is not root, and knows nothing of the cluster."""
+    """Return a pod around one container. It is not root, and has no access to the cluster's API."""
     spec: Tree = {
         "automountServiceAccountToken": False,
-        # No variables of every service of the namespace.
+        # No environment variables for every service of the namespace.
         "enableServiceLinks": False,
-        # A signal to end: ranks save first.
+        # On SIGTERM, ranks save first.
         "terminationGracePeriodSeconds": cluster.save_seconds,
         "securityContext": pod_security(),
         "containers": [inside],
@@ -120,7 +120,7 @@ def pod_spec(work: Work, layout: Layout, cluster: OfCluster, inside: Tree, near:
 
 
 def tolerations() -> list[Tree]:
-    """Nodes with GPUs are often kept for those who ask for GPUs."""
+    """Tolerate the taint of GPU nodes, which are often reserved for pods that request GPUs."""
     return [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
 
 
@@ -130,14 +130,14 @@ def pod_security() -> Tree:
         "runAsUser": _USER,
         "runAsGroup": _USER,
         "fsGroup": _USER,
-        # Else every file of the claim changes hands, one by one, before a pod starts.
+        # Otherwise the owner of every file of the claim is changed, one by one, before a pod starts.
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
 
 
 def volumes_of(work: Work, cluster: OfCluster) -> list[tuple[Tree, str]]:
-    """Volumes, and where each is seen: shared memory, room for what is not kept, runs and recipe."""
+    """Return volumes and their mount paths: shared memory, scratch space, runs and recipe."""
     found: list[tuple[Tree, str]] = [
         ({"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, "/dev/shm"),
         ({"name": "scratch", "emptyDir": {"sizeLimit": _SCRATCH}}, "/tmp"),
@@ -150,8 +150,8 @@ def volumes_of(work: Work, cluster: OfCluster) -> list[tuple[Tree, str]]:
 
 
 def affinity(work: Work, layout: Layout, cluster: OfCluster, pods: Mapping[str, str]) -> Tree | None:
-    """Near the others of this run: pipeline neighbours in one rack if that can be, tensor groups that need several
-    hosts in any case."""
+    """Return the affinity to the other pods of this run: one rack, preferred for pipeline neighbours, required for
+    tensor groups that span several hosts."""
     if cluster.rack is None or layout.num_nodes == 1:
         return None
     term = {"labelSelector": {"matchLabels": dict(pods)}, "topologyKey": cluster.rack}
@@ -163,12 +163,12 @@ def affinity(work: Work, layout: Layout, cluster: OfCluster, pods: Mapping[str, 
 
 
 def must_share_rack(work: Work, layout: Layout) -> bool:
-    """Whether a tensor group is on several hosts: its links must at least be those of a rack."""
+    """Whether a tensor group spans several hosts, which must then at least share a rack."""
     return work.plan is not None and work.plan.tp > 1 and bool(layout.devices_per_node % work.plan.tp)
 
 
 def topology_annotations(work: Work, layout: Layout, cluster: OfCluster) -> dict[str, str]:
-    """The same for Kueue, which places all pods of a run at once."""
+    """Return the same for Kueue, which places all pods of a run at once."""
     if cluster.queue is None or cluster.rack is None or layout.num_nodes == 1:
         return {}
     word = "required" if must_share_rack(work, layout) else "preferred"
@@ -178,7 +178,7 @@ def topology_annotations(work: Work, layout: Layout, cluster: OfCluster) -> dict
 def _variables(work: Work, cluster: OfCluster) -> list[Tree]:
     patience = str(max(cluster.save_seconds - _LAST_SECONDS, 1))
     return [
-        # The root file system is read-only: caches of compilers go to the scratch volume.
+        # The root file system is read-only, so compiler caches go to the scratch volume.
         {"name": "HOME", "value": "/tmp"},
         {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         *([{"name": SHUTDOWN, "value": patience}] if work.kind == "train" else []),

@@ -4,14 +4,14 @@ from shardwise.launch.kubernetes.pod import OfCluster, Tree, container, metadata
 from shardwise.launch.layout import Layout
 from shardwise.launch.work import Work
 
-#: How long weights may take to be read before the first answer: so many times so many seconds.
+#: How long loading weights may take before the first answer: so many probes, so many seconds apart.
 _STARTS, _START_SECONDS = 180, 10
-#: How long a busy server may take to answer, and how long requests may still come to one that is to end.
+#: How long a busy server may take to answer a probe, and how long requests may still reach one that is about to end.
 _ANSWER_SECONDS, _LATE_SECONDS = 5, 5
 
 
 def leaderworkerset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree]:
-    """Replicas of one pod each, which has all ranks of its plan. Those that answer /health get requests."""
+    """Return replicas of one pod each, with all ranks of its plan. Those that answer /health get requests."""
     assert work.port is not None, "a server has a port"
     inside = container(
         work, layout, cluster, ["python", "-m", "shardwise", "serve", *words_in_pod(work)], _key(cluster)
@@ -24,7 +24,7 @@ def leaderworkerset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree
         },
         "readinessProbe": {**health, "periodSeconds": 5, "timeoutSeconds": _ANSWER_SECONDS, "failureThreshold": 2},
         "livenessProbe": {**health, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 6},
-        # It is told to end when others have learnt that it gets no more requests.
+        # Delay SIGTERM until others have learnt that it gets no more requests.
         "lifecycle": {"preStop": {"sleep": {"seconds": _LATE_SECONDS}}},
     }  # fmt: skip
     labels = {"app.kubernetes.io/instance": work.safe_name, "app.kubernetes.io/name": "shardwise"}
@@ -35,7 +35,7 @@ def leaderworkerset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree
     }
     spec = pod_spec(work, layout, cluster, inside, None)
     if cluster.replicas > 1:
-        # Replicas apart: a host that is lost takes one of them.
+        # Spread replicas over hosts: a lost host then takes only one of them.
         spec["topologySpreadConstraints"] = [
             {
                 "maxSkew": 1,
@@ -58,7 +58,7 @@ def leaderworkerset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree
             },
         },
     }
-    # The set makes a headless service of its own name.
+    # The LeaderWorkerSet creates a headless service of its own name.
     about = metadata(work, cluster)
     about["name"] = f"{work.safe_name}-http"
     service: Tree = {
@@ -77,7 +77,7 @@ def leaderworkerset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree
 
 
 def _budget(work: Work, cluster: OfCluster, pods: dict[str, str]) -> list[Tree]:
-    """Of several replicas, who empties nodes takes one at a time."""
+    """Return a budget: when nodes are drained, only one of several replicas is taken down at a time."""
     if cluster.replicas == 1:
         return []
     spec = {"maxUnavailable": 1, "selector": {"matchLabels": pods}}
@@ -87,6 +87,6 @@ def _budget(work: Work, cluster: OfCluster, pods: dict[str, str]) -> list[Tree]:
 
 
 def _key(cluster: OfCluster) -> list[Tree]:
-    """Others can reach it, so there is an API key."""
+    """Return the API key's variable: others can reach the server, so it needs one."""
     source = {"secretKeyRef": {"name": cluster.secret, "key": "key"}}
     return [{"name": "SHARDWISE_API_KEY", "valueFrom": source}]

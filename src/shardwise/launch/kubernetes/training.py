@@ -17,21 +17,21 @@ from shardwise.launch.layout import Layout
 from shardwise.launch.work import Work
 
 _PORT = 29500
-#: Where Kubeflow's runtime has its pods, and the runtime itself.
+#: Kubeflow's runtime, and its job that has the pods.
 _RUNTIME, _JOB = "torch-distributed", "node"
-#: How long what has ended stays to be looked at: a week.
+#: How long an ended job is kept for inspection: a week.
 _KEPT_SECONDS = 7 * 24 * 3600
 
 
 def jobset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree]:
-    """One Job whose pods are the nodes, by their index. If one fails all are made anew, and go on from a checkpoint.
+    """Return one Job whose pods are the nodes, by index. If one fails, all are recreated, and resume from a checkpoint.
 
-    A pod that is evicted, preempted or lost with its node has not failed by itself: that is not counted."""
+    Pods that are evicted, preempted or lost with their node have not failed by themselves: that is not counted."""
     name = work.safe_name
     command = [
         "python", "-m", "torch.distributed.run", "--nnodes", str(layout.num_nodes),
         "--nproc-per-node", str(layout.devices_per_node), "--node-rank", "$(JOB_COMPLETION_INDEX)",
-        # The first pod, by the name that the JobSet gives it.
+        # The first pod, by the host name that the JobSet gives it.
         "--master-addr", f"{name}-ranks-0-0.{name}", "--master-port", str(_PORT),
         "-m", "shardwise", work.kind, *words_in_pod(work),
     ]  # fmt: skip
@@ -82,7 +82,7 @@ def jobset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree]:
 
 
 def trainjob(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree]:
-    """The same for Kubeflow, whose runtime `torch-distributed` numbers the nodes and tells torchrun where they meet."""
+    """The same for Kubeflow, whose runtime `torch-distributed` numbers the nodes and sets torchrun's rendezvous."""
     command = ["python", "-m", "torch.distributed.run", "-m", "shardwise", work.kind, *words_in_pod(work)]
     inside = container(work, layout, cluster, command)
     near = affinity(work, layout, cluster, {"jobset.sigs.k8s.io/jobset-name": work.safe_name})
@@ -121,7 +121,7 @@ def trainjob(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree]:
 
 
 def recipe_map(work: Work, cluster: OfCluster) -> list[Tree]:
-    """The recipe's file for the pods, if there is one."""
+    """Return a ConfigMap with the recipe's file for the pods, if there is one."""
     if work.recipe is None:
         return []
     return [

@@ -1,15 +1,15 @@
-"""Plain values as YAML that a person can read. Every text that could be taken for something else is quoted."""
+"""Write plain values as readable YAML. Every string that could be parsed as something else is quoted."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 
-# Letters that mean nothing to YAML, and no word that it reads as a boolean or as nothing.
+# Characters without a meaning in YAML, and no word that it parses as a boolean or null.
 _PLAIN = re.compile(r"(?!(?:true|false|yes|no|on|off|null|y|n)$)[A-Za-z/][\w./-]*", re.IGNORECASE)
 
 
 def to_yaml(documents: Sequence[Mapping[str, object]]) -> str:
-    """Several documents as one file."""
+    """Return several documents as one file."""
     return "---\n".join("\n".join(_lines(document)) + "\n" for document in documents)
 
 
@@ -38,7 +38,7 @@ def _item(item: object) -> list[str]:
 
 
 def _is_block(text: str) -> bool:
-    """Whether a text can be written as it is, line by line: YAML reads much into space at the ends of lines."""
+    """Whether a text can be a literal block: YAML treats spaces at the ends of lines specially."""
     lines = text.split("\n")
     return (
         len(lines) > 2

@@ -1,1 +1,1 @@
-"""What asks a server over HTTP: a small client, a server started for a model, and what measures one."""
+"""Clients of a server over HTTP: a small client, a server process for a model, and a benchmark."""

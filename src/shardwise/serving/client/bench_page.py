@@ -1,4 +1,4 @@
-"""The page of a benchmark: a table, and curves that need no script."""
+"""The HTML page of a benchmark: a table, and curves that need no script."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -23,7 +23,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def make_bench_page(title: str, measured: Sequence[Measured]) -> str:
-    """One file. With several rates curves are over rates, else over the requests of the one."""
+    """Make one file. With several rates, curves are over rates; otherwise over the requests of the one."""
     colours = (files("shardwise.explain.report") / "assets" / "colours.css").read_text(encoding="utf-8")
     charts = _over_rates(measured) if len(measured) > 1 else _of_one(measured[0])
     return (
@@ -84,7 +84,7 @@ def _of_one(measured: Measured) -> list[str]:
 
 
 def _rates(measured: Measured) -> Points:
-    """Tokens a second, in 40 pieces of the run."""
+    """Return tokens per second, in 40 intervals of the run."""
     width = measured.seconds / 40 or 1.0
     counts = [0] * 40
     for each in measured.answered:

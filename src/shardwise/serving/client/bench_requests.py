@@ -1,11 +1,11 @@
-"""What a benchmark asks: requests by name, always the same for the same seed."""
+"""The requests of a benchmark, by name: always the same for the same seed."""
 
 import random
 from dataclasses import dataclass
 
 from shardwise.errors import ShardwiseError, unknown
 
-#: By name: how many requests, and of how many tokens prompts and answers are, drawn evenly between two numbers.
+#: By name: the number of requests, and the ranges of prompt and answer tokens, drawn uniformly.
 SHAPES = {
     "256-requests": (256, (100, 1024), (100, 1024)),
     "32-sequences": (32, (128, 128), (256, 256)),
@@ -17,16 +17,17 @@ _LARGEST_TOKEN = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest:
-    """A prompt as tokens, and how many tokens follow, whatever they are."""
+    """A prompt as tokens, and how many tokens to generate, whatever they are."""
 
     prompt: tuple[int, ...]
     max_tokens: int
 
 
 def make_requests(name: str, *, vocabulary: int | None = None, count: int | None = None) -> list[BenchRequest]:
-    """The requests of this name. Tokens are below the vocabulary's size, where that is known.
+    """Return the requests of this name. Tokens are below the vocabulary's size, if that is known.
 
-    `256-requests` are those that nano-vllm and others are measured with: seed 0, all prompts drawn before all lengths.
+    `256-requests` are those that nano-vllm and others are benchmarked with: seed 0, all prompts drawn before all
+    lengths.
     """
     if name not in SHAPES:
         raise unknown("workload", name, SHAPES)

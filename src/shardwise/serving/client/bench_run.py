@@ -1,4 +1,4 @@
-"""Requests sent to a server, at a rate or as fast as possible, and when each token came back."""
+"""Send requests to a server, at a rate or as fast as possible, and record when each token arrives."""
 
 import asyncio
 import random
@@ -15,7 +15,7 @@ from shardwise.serving.client.http_client import Address, HttpStatusError
 
 @dataclass(slots=True, kw_only=True)
 class Timed:
-    """One request: when it was sent, when each token came, in seconds of the run; or what was answered instead."""
+    """One request: when it was sent and when each token arrived, in seconds of the run; or the error returned."""
 
     sent: float
     tokens: list[float] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """All requests at one rate (none: all at once)."""
+    """All requests at one rate (None: all at once)."""
 
     rate: float | None
     requests: tuple[Timed, ...]
@@ -47,7 +47,7 @@ class Measured:
         return max((each.tokens[-1] for each in self.answered), default=0.0)
 
     def figures(self) -> dict[str, Any]:
-        """For machines: seconds by quantile, and tokens a second."""
+        """Return the figures for machines: seconds by quantile, and tokens per second."""
         firsts = [each.first for each in self.answered]
         between = [gap for each in self.answered for gap in each.between]
         output = sum(len(each.tokens) for each in self.answered)
@@ -67,7 +67,7 @@ class Measured:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, and how long it took at most for half, nine in ten, and 99 in a hundred."""
+    """Return the mean, and the 50th, 90th and 99th percentiles."""
     if not values:
         return None
     ranked = sorted(values)
@@ -76,7 +76,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 async def measure(address: Address, requests: Sequence[BenchRequest], rate: float | None) -> Measured:
-    """Send them all. At a rate they come at random times, as from many who know nothing of each other."""
+    """Send all requests. At a rate they arrive at random times (Poisson), as from independent clients."""
     draw, begun = random.Random(1), time.perf_counter()
     timed, tasks, due = list[Timed](), list[asyncio.Task[None]](), 0.0
     for request in requests:

@@ -1,6 +1,6 @@
-"""One request over HTTP/1.1, whole or as the events of a stream, with asyncio alone.
+"""One HTTP/1.1 request, with a whole answer or a stream of events, using asyncio only.
 
-A benchmark wants to know when each event came, with hundreds of connections at once, and needs nothing else.
+A benchmark must know when each event arrived, over hundreds of connections at once, and needs nothing else.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ class HttpStatusError(Exception):
 
 
 class Address:
-    """Where a server is, and what it is shown."""
+    """The address of a server, and the API key sent to it."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         parts = urlsplit(url)
@@ -38,7 +38,7 @@ class Address:
         return json.loads(b"".join([part async for part in self._ask("POST", path, body)]))
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The events of a stream, as they come."""
+        """Yield the events of a stream as they arrive."""
         rest = b""
         async for part in self._ask("POST", path, body):
             *lines, rest = (rest + part).split(b"\n\n")
@@ -85,7 +85,7 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
 
 
 async def _parts(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
-    """The body, however its length is told."""
+    """Yield the body, however its length is encoded."""
     if headers.get("transfer-encoding", "").lower() == "chunked":
         while (size := int((await reader.readline()).split(b";")[0], 16)) > 0:
             yield await reader.readexactly(size)

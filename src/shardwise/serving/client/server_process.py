@@ -1,4 +1,4 @@
-"""A server for a model, in a process of its own, for as long as it is needed."""
+"""A server for a model, in a process of its own, that lives as long as it is needed."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ _STOP_SECONDS = 20
 
 @contextmanager
 def server_for(target: str | None, options: Sequence[str] = (), key: str | None = None) -> Iterator[Address]:
-    """Where to ask: an address as it is, or a model, which is served meanwhile. None: the newest run."""
+    """Yield the address to ask: a given one, or that of a model served meanwhile. None: the newest run."""
     if target is not None and target.startswith(("http://", "https://")):
         yield Address(target, key)
         return
@@ -35,7 +35,7 @@ def server_for(target: str | None, options: Sequence[str] = (), key: str | None 
 
 
 def _ready(serving: "subprocess.Popen[str]") -> dict[str, Any]:
-    """The line that it prints when it is ready; what it refuses is refused here in the same words."""
+    """Return the line that it prints when it is ready; its refusals are raised here in the same words."""
     assert serving.stdout is not None, "its output is read"
     line = serving.stdout.readline()
     try:

@@ -1,4 +1,4 @@
-"""OpenAI's API over HTTP: requests checked and queued, tokens streamed back as text, and what the engine does shown.
+"""OpenAI's API over HTTP: check and queue requests, stream tokens back as text, and show what the engine does.
 
 body --> fields --> Asked --> FairQueue --> EngineLoop's thread --> engine
                                                  |

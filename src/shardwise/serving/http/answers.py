@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: whole, and as events of a stream, for both endpoints."""
+"""Answers in OpenAI's form, whole and as events of a stream, for both endpoints."""
 
 import time
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from shardwise.serving.request import Logprob
 
 
 def usage_of(asked: Asked, written: Sequence[Written]) -> dict[str, Any]:
-    """A prompt counts once, however many answers it has."""
+    """Return the usage. A prompt counts once, however many answers it has."""
     firsts = written[:: asked.num_choices]
     prompt = sum(len(each) for each in asked.prompts)
     completion = sum(each.num_tokens for each in written)
@@ -27,7 +27,7 @@ def usage_of(asked: Asked, written: Sequence[Written]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
-    """One answer's name and time, and how its endpoint writes it."""
+    """One answer's id and time, and how its endpoint formats it."""
 
     kind: ClassVar[str]
     part_kind: ClassVar[str]
@@ -46,7 +46,7 @@ class AnswerForm:
         return {**self._head(self.part_kind), "choices": [choice]}
 
     def with_usage(self, event: dict[str, Any], written: Sequence[Written]) -> dict[str, Any]:
-        """The event, with the usage so far where that was asked for; where it comes last, it is null until then."""
+        """Return the event with the usage so far, if requested; if usage comes last, it is null until then."""
         if self.asked.has_usage_in_events:
             return {**event, "usage": usage_of(self.asked, written)}
         return {**event, "usage": None} if self.asked.has_usage_event else event

@@ -9,7 +9,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ApiError(Exception):
-    """What a client is answered instead of what it asked for."""
+    """An error response to a client."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None,
@@ -26,11 +26,11 @@ class ApiError(Exception):
 
 
 def _as_text(said: str) -> str:
-    """What is said of a client's words may have half a surrogate pair, which cannot be sent."""
+    """Replace lone surrogates, which may be in quoted client text and cannot be sent."""
     return said.encode(errors="backslashreplace").decode()
 
 
 def refused(error: ShardwiseError, *, param: str | None = None, code: str | None = None) -> ApiError:
-    """What the engine, a template or a grammar refuses, as the client's mistake."""
+    """Turn a refusal of the engine, a template or a grammar into a client error."""
     message = error.problem if error.remedy is None else f"{error.problem}; try: {error.remedy}"
     return ApiError(400, message, param=param, code=code)

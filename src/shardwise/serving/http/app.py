@@ -1,6 +1,6 @@
-"""The routes: OpenAI's endpoints, health, metrics, the description, and the page.
+"""The routes: OpenAI's endpoints, health, metrics, the API description, and the page.
 
-Who may ask is looked at before anything else; what goes wrong is told in OpenAI's form, whatever it was.
+Authorisation comes before anything else. Every error is returned in OpenAI's form.
 """
 
 import asyncio
@@ -37,15 +37,15 @@ from shardwise.serving.http.written import Written
 from shardwise.serving.request import Answering
 
 _LOG = logging.getLogger("shardwise.serving")
-#: What anybody may see: whether it is up, what it takes, and the page, which asks for the key itself.
+#: Paths that need no key: whether it is up, the API description, and the page, which asks for the key itself.
 _OPEN_PATHS = ("/health", "/openapi.json", "/")
 _ANSWERED_PATHS = ("/v1/completions", "/v1/chat/completions")
-#: Longer texts are turned into tokens beside the loop that everybody waits for.
+#: Longer texts are tokenised in a thread, because the event loop serves all requests.
 _LONG_BYTES = 20_000
 
 
 class Server:
-    """All that the routes share. `key` is what clients must show; without one, only this machine's may ask."""
+    """State that the routes share. Clients must send `key`; without one, only clients of this machine may ask."""
 
     def __init__(self, engine: Answering, served: Served, *, key: str | None = None, most_waiting: int = 256) -> None:
         self.served, self._key, self._created = served, key, int(time.time())
@@ -84,7 +84,7 @@ class Server:
         self.live.add(num_tokens)
 
     def _look_at(self, request: HttpRequest) -> None:
-        """Who may not ask, and who asks where there is no room for anybody, costs next to nothing."""
+        """Refuse unauthorised requests, and generation requests if the queue is full, at almost no cost."""
         self._check_allowed(request)
         if request.method == "POST" and request.scope["path"] in _ANSWERED_PATHS:
             try:
@@ -98,13 +98,13 @@ class Server:
             host = request.headers.get("host", "localhost")
             name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
             if not is_loopback(name.lower().removeprefix("[").removesuffix("]")):
-                # A page of another site may have its own name resolve to this machine.
+                # DNS rebinding: a page of another site may have its own name resolve to this machine.
                 raise ApiError(
                     403, f"asked for as {host[:80]!r}; without an API key only 127.0.0.1 and localhost answer"
                 )
         elif request.scope["path"] not in _OPEN_PATHS:
             kind, _, shown = request.headers.get("authorization", "").partition(" ")
-            # Headers are bytes; they come here as Latin-1, whatever they were.
+            # Headers are bytes, decoded as Latin-1 whatever they were.
             if kind.lower() != "bearer" or not hmac.compare_digest(shown.encode("latin-1").strip(), self._key.encode()):
                 raise ApiError(
                     401, "the API key is missing or wrong", code="invalid_api_key",
@@ -115,7 +115,7 @@ class Server:
         self.metrics.refused(error.status)
         return told(error)
 
-    # What can be read.
+    # Routes that show something.
 
     async def _page(self, request: HttpRequest) -> Response:  # noqa: ARG002
         return HTMLResponse(make_page(self.served.name, needs_key=self._key is not None))
@@ -151,7 +151,7 @@ class Server:
             "vocabulary_size": self.served.vocabulary_size,
         }  # fmt: skip
 
-    # What is answered.
+    # Routes that generate.
 
     def _answer(
         self, schema: dict[str, Any], make: Callable[..., Asked], *, is_chat: bool
@@ -169,14 +169,14 @@ class Server:
                 )
                 return await self._begin(request, make_form(is_chat, asked, self.served))
             except (ClientDisconnect, ClientLeftError):
-                return Response(status_code=499)  # Nobody reads it.
+                return Response(status_code=499)  # The client has left.
 
         return answer
 
     async def _begin(self, request: HttpRequest, form: AnswerForm) -> Response | EventStream:
         if form.asked.schema is None:
             requests = form.asked.requests(form.id, self.served.grammars)
-        else:  # Schemas are compiled, and the first one needs the whole vocabulary: others do not wait for it.
+        else:  # Compiling a schema is slow, and the first one needs the whole vocabulary: do not block others.
             requests = await asyncio.to_thread(form.asked.requests, form.id, self.served.grammars)
         with _as_api_errors():
             tickets = self.loop.ask(requests, client=form.asked.client)
@@ -189,7 +189,7 @@ class Server:
                 self.loop.cancel(tickets)
             return JSONResponse(form.whole(answering.written))
         try:
-            # What can be refused is refused with its status, before the stream begins.
+            # Errors before the first token are returned with their status, before the stream begins.
             with _as_api_errors():
                 await unless_it_leaves(request.receive, answering.first())
         except BaseException:
@@ -199,7 +199,7 @@ class Server:
 
 
 class Answered:
-    """The sequences of one request, and what they have written so far."""
+    """The sequences of one request, and their text so far."""
 
     def __init__(self, server: Server, form: AnswerForm, tickets: Sequence[Ticket]) -> None:
         self._server, self._form, self._tickets = server, form, tickets
@@ -208,7 +208,7 @@ class Answered:
         self._early: tuple[int, Any] | None = None
 
     async def all(self) -> None:
-        """To the end of all."""
+        """Run all sequences to their end."""
         await asyncio.gather(*(self._finish(place) for place in range(len(self._tickets))))
 
     async def _finish(self, place: int) -> None:
@@ -216,7 +216,7 @@ class Answered:
             await self._next(place)
 
     async def first(self) -> None:
-        """Until the first sequence has something, or something has gone wrong."""
+        """Wait until the first sequence has output, or an error is raised."""
         self._early = (0, await self._next(0))
 
     async def _next(self, place: int) -> Any:
@@ -237,7 +237,7 @@ class Answered:
         return piece
 
     async def write(self, event: Callable[[str], Awaitable[None]]) -> None:
-        """All of it as events, as it comes; an error that comes later is an event too."""
+        """Write everything as events, as it arrives; a later error is an event too."""
         try:
             streams = [asyncio.ensure_future(self._stream(place, event)) for place in range(len(self._tickets))]
             try:
@@ -272,7 +272,7 @@ class Answered:
 
 
 class _as_api_errors:  # noqa: N801 - reads as a verb where it is used
-    """Within it, what goes wrong in the engine's loop is an `ApiError`."""
+    """Turns errors of the engine's loop inside it into `ApiError`s."""
 
     def __enter__(self) -> None: ...
 
@@ -305,7 +305,7 @@ def _line(data: dict[str, Any]) -> str:
 
 
 class _Guard:
-    """Who may not ask is told before anything else is done; what nobody foresaw is a 500 that says so."""
+    """Refuses unauthorised requests before anything else; an unexpected exception becomes a 500 that says so."""
 
     def __init__(self, app: ASGIApp, look: Callable[[HttpRequest], None]) -> None:
         self._app, self._look = app, look

@@ -1,4 +1,4 @@
-"""What a client asked for, from a body that `fields.py` allows: tokens, sampling, and how it is to be answered."""
+"""Parse a body that `fields.py` allows into what a client asked for: tokens, sampling, and the form of the answer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,17 +13,17 @@ from shardwise.serving.text.grammar import Grammars
 from shardwise.serving.text.tokenizer import Text
 from shardwise.serving.text.tool_calls import call_schema
 
-#: What OpenAI writes if a completion does not say how much.
+#: OpenAI's default of `max_tokens` for completions.
 _COMPLETION_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """The model that is served, as far as requests need to know it."""
+    """The part of the served model that requests need."""
 
     name: str
     text: Text
-    #: None where nobody chats.
+    #: None if chats are not served.
     template: ChatTemplate | None
     grammars: Grammars
     max_length: int
@@ -32,7 +32,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request that can be answered. `schema` is what each answer has to follow."""
+    """A request that can be answered. `schema` constrains each answer."""
 
     prompts: tuple[tuple[int, ...], ...]
     num_choices: int
@@ -42,7 +42,7 @@ class Asked:
     has_usage_event: bool = False
     has_usage_in_events: bool = False
     echo: bool = False
-    #: Only the prompt is asked for: `max_tokens` of 0.
+    #: Only the prompt is wanted: `max_tokens` is 0.
     is_prompt_alone: bool = False
     return_token_ids: bool = False
     priority: int = 0
@@ -50,13 +50,13 @@ class Asked:
     client: str = ""
     schema: Mapping[str, Any] | None = None
     tool_names: tuple[str, ...] = ()
-    #: At most one function is called in an answer.
+    #: An answer may call at most one function.
     calls_one: bool = False
-    #: The answer is a call and nothing else.
+    #: The answer must be a call and nothing else.
     must_call: bool = False
 
     def requests(self, name: str, grammars: Grammars) -> list[Request]:
-        """One for each choice, with seeds and guides of their own."""
+        """Return one request for each choice, with seeds and guides of their own."""
         made = []
         for place, prompt in enumerate(self.prompts):
             for choice in range(self.num_choices):
@@ -76,7 +76,7 @@ class Asked:
 
 
 def asked_for_completion(body: Mapping[str, Any], served: Served, *, client: str) -> Asked:
-    """A body of `/v1/completions`."""
+    """Parse a body of `/v1/completions`."""
     fields = without_nulls(dict(body))
     _check_model(fields, served)
     echo, logprobs = bool(fields.get("echo")), fields.get("logprobs")
@@ -93,7 +93,7 @@ def asked_for_completion(body: Mapping[str, Any], served: Served, *, client: str
 
 
 def asked_for_chat(body: Mapping[str, Any], served: Served, *, client: str) -> Asked:
-    """A body of `/v1/chat/completions`."""
+    """Parse a body of `/v1/chat/completions`."""
     fields = without_nulls(dict(body))
     _check_model(fields, served)
     tools, schema, must_call = _tools(fields)
@@ -139,7 +139,7 @@ def asked_for_chat(body: Mapping[str, Any], served: Served, *, client: str) -> A
 def _asked(
     fields: Mapping[str, Any], served: Served, prompts: tuple[tuple[int, ...], ...], written: int, *, client: str
 ) -> Asked:
-    """What both endpoints have. `written` is how many tokens are written if nobody says."""
+    """Parse what both endpoints share. `written` is the default number of tokens."""
     num_choices = int(fields.get("n", 1))
     if num_choices * len(prompts) > MOST_CHOICES:
         raise ApiError(
@@ -176,14 +176,14 @@ def _asked(
 
 
 def _max_tokens(said: float | None, prompt: int, longest: int, otherwise: int) -> int:
-    """How many tokens may be written. Prompt and answer together have a limit, which is told."""
+    """Return how many tokens may be generated. Refuses a prompt and answer above the model's length, which is named."""
     if prompt >= longest or (said is not None and prompt + said > longest):
         more = "" if said is None else f" and max_tokens is {int(said):,}"
         raise ApiError(
             400, f"the prompt has {prompt:,} tokens{more}; prompt and answer together have at most {longest:,}",
             param="prompt" if said is None or prompt >= longest else "max_tokens", code="context_length_exceeded",
         )  # fmt: skip
-    # Of no token, one is computed and not shown: the prompt's own log-probabilities come with it.
+    # For 0 tokens, one is computed and not shown: the prompt's own log-probabilities come with it.
     return max(1, int(said)) if said is not None else min(otherwise, longest - prompt)
 
 
@@ -208,7 +208,7 @@ def _sampling(fields: Mapping[str, Any], served: Served, max_tokens: int) -> Sam
         frequency_penalty=float(fields.get("frequency_penalty", 0.0)),
         repetition_penalty=float(fields.get("repetition_penalty", 1.0)),
         logit_bias=bias,
-        # A negative seed is one of the others: engines count from 0.
+        # Map a negative seed to a nonnegative one, as the engine requires.
         seed=None if "seed" not in fields else int(fields["seed"]) % (1 << 63),
         min_tokens=int(fields.get("min_tokens", 0)),
         stop_token_ids=frozenset(stop_tokens),
@@ -235,7 +235,7 @@ def _prompts(prompt: Any, served: Served) -> tuple[tuple[int, ...], ...]:
 
 
 def _tools(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any] | None, bool]:
-    """The functions that may be called, what an answer has to be if one must be, and whether one must."""
+    """Return the functions that may be called, the schema of an answer if one must be, and whether one must."""
     tools, choice = list(fields.get("tools", ())), fields.get("tool_choice", "auto")
     if "tool_choice" in fields and not tools and choice != "none":
         raise ApiError(400, "tool_choice is given without tools", param="tool_choice")
@@ -258,7 +258,7 @@ def _message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
         at = f"messages[{place}].content"
         raise ApiError(400, f"the field {at!r} is missing", param=at, code="missing_field")
     if kept["role"] == "developer":
-        kept["role"] = "system"  # OpenAI's newer word for it. Templates know the older.
+        kept["role"] = "system"  # "developer" is OpenAI's newer name for it. Templates know the older.
     return kept
 
 
@@ -280,7 +280,7 @@ def _check_tokens(tokens: Sequence[int], served: Served, param: str) -> None:
 
 
 def _check_unicode(value: Any, param: str) -> None:
-    """Half a surrogate pair is a string to JSON and Python, and no text."""
+    """Refuse lone surrogates: they are valid in JSON and Python strings, but not in text."""
     if isinstance(value, str):
         try:
             value.encode()

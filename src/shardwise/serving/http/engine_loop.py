@@ -1,13 +1,13 @@
-"""The one thread that calls the engine, and what connects it with asyncio's.
+"""The one thread that calls the engine, and its connection to asyncio's thread.
 
-A request is a `Ticket` from the moment it is asked for to its last token:
+A request is a `Ticket` from its arrival to its last token:
 
     state      where                        leaves it
     waiting    in the fair queue            when the engine has room to queue it, or the client is gone
     running    in the engine                with its last token, or the client is gone
     over       nowhere
 
-All of a ticket's news come through `Ticket.news`, as lists: a step's tokens are told to asyncio in one call.
+All results of a ticket come through `Ticket.news`, as lists: a step's tokens are handed to asyncio in one call.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ from shardwise.serving.http.fair_queue import FairQueue
 from shardwise.serving.http.retry_after import RetryAfter
 from shardwise.serving.request import Answering, Load, Request, Token, describe
 
-#: What the engine may have waiting at least, so that it can plan and prefetch. More wait here, where all have turns.
+#: The least number of requests queued in the engine, so that it can plan and prefetch. More wait here, in fair order.
 _AHEAD = 8
-#: Between two tries to bring an engine back that has failed.
+#: Seconds between two attempts to recover a failed engine.
 _PAUSE_SECONDS = 1.0
 _IDLE_SECONDS = 0.2
 _JOIN_SECONDS = 30.0
 
 
 class EngineFailedError(Exception):
-    """The engine has raised: its requests cannot be answered."""
+    """The engine has raised, so its requests cannot be answered."""
 
 
 class OverloadedError(Exception):
-    """There is no room to wait. `seconds` later there may be."""
+    """The queue is full. There may be room after `seconds`."""
 
     def __init__(self, why: str, seconds: int) -> None:
         super().__init__(why)
@@ -43,7 +43,7 @@ class OverloadedError(Exception):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Ticket:
-    """One sequence on its way. Times are of `time.monotonic`."""
+    """One sequence from its arrival to its end. Times are of `time.monotonic`."""
 
     request: Request
     client: str
@@ -56,7 +56,7 @@ class Ticket:
     _has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def news(self) -> list[Token]:
-        """What has come since. Raises what has gone wrong."""
+        """Wait for the tokens since the last call. Raises the request's error, if any."""
         await self._has_news.wait()
         self._has_news.clear()
         found, self._news = self._news, []
@@ -67,7 +67,7 @@ class Ticket:
         return tokens
 
     def tell(self, news: Token | Exception) -> None:
-        """In asyncio's thread."""
+        """Deliver a token or an error. Called in asyncio's thread."""
         self._news.append(news)
         self._has_news.set()
 
@@ -79,14 +79,14 @@ class EngineLoop:
         self, engine: Answering, *, most_waiting: int = 256, watch: Callable[[int], None] | None = None
     ) -> None:
         self.engine = engine
-        #: The engine's load after its last step; and what it failed with, until it is back.
+        #: The engine's load after its last step; and its error, until it has recovered.
         self.load: Load = engine.load()
         self.failure: str | None = None
         self._queue, self._retry = FairQueue[Ticket](most_waiting), RetryAfter()
         self._tickets: dict[str, Ticket] = {}
         self._gone: list[str] = []
         self._watch = watch
-        #: An engine elsewhere waits for its own tokens, not for our requests: it is told when there is one.
+        #: An engine in another process waits for its own tokens, not for our requests: `wake` interrupts that.
         self._wake: Callable[[], None] = getattr(engine, "wake", lambda: None)
         self._lock = threading.Condition()
         self._is_closing = False
@@ -98,7 +98,7 @@ class EngineLoop:
         self._thread.start()
 
     async def close(self) -> None:
-        """Stop: who still waits is told, and the engine is closed by its own thread."""
+        """Stop: waiting requests get an error, and the engine is closed by its own thread."""
         with self._lock:
             self._is_closing = True
             self._lock.notify()
@@ -107,7 +107,7 @@ class EngineLoop:
             await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)
 
     def tickets(self) -> list[Ticket]:
-        """Those that are not over."""
+        """Return the tickets that are not over."""
         with self._lock:
             return list(self._tickets.values())
 
@@ -117,7 +117,7 @@ class EngineLoop:
             return len(self._queue)
 
     def check_room(self) -> None:
-        """Raise what `ask` would, if that is sure whoever asks, and for what."""
+        """Raise what `ask` would raise, if that is certain for any client and request."""
         with self._lock:
             if self.failure is None and not self._is_closing and self._queue.refuses_all():
                 raise self._overloaded()
@@ -127,7 +127,7 @@ class EngineLoop:
         return OverloadedError(why, self._retry.refused(len(self._queue), time.monotonic()))
 
     def ask(self, requests: Sequence[Request], *, client: str) -> list[Ticket]:
-        """Let requests wait for their turn. All of them, or none: `OverloadedError`."""
+        """Queue requests: all of them, or none and `OverloadedError`."""
         now = time.monotonic()
         made = [Ticket(request=request, client=client, asked_at=now) for request in requests]
         left = list[Ticket]()
@@ -161,7 +161,7 @@ class EngineLoop:
             raise EngineFailedError(self.failure)
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Nobody wants them any more. The engine has let go of them before its next step."""
+        """Cancel tickets. The engine drops them before its next step."""
         with self._lock:
             num_gone = len(self._gone)
             for ticket in tickets:
@@ -180,7 +180,7 @@ class EngineLoop:
         if not self._queue.remove(ticket):
             self._gone.append(ticket.request.id)
 
-    # In the engine's thread.
+    # The methods below run in the engine's thread.
 
     def _run(self) -> None:
         while not self._is_closing:
@@ -197,19 +197,19 @@ class EngineLoop:
         self._end()
 
     def _prepare(self) -> bool:
-        """Cancel who is gone, add who is next, and wait a moment if there is nothing. False: it is over."""
+        """Cancel and add requests, and wait a moment if there is nothing to do. Returns False when stopping."""
         with self._lock:
             if not (self._is_closing or self._gone or len(self._queue) or self.engine.has_work()):
                 self._lock.wait(_IDLE_SECONDS)
             if self._is_closing:
                 return False
             gone, self._gone = self._gone, []
-            # As many as have a place, and a few more: those who end a step together are followed in the next.
+            # As many as can run, and a few more: when several end in one step, others replace them in the next.
             ahead = max(_AHEAD, self.load.max_running // 4)
             room = max(0, self.load.max_running - self.load.num_running) + ahead - self.load.num_waiting
             added = [ticket for _ in range(max(0, room)) if (ticket := self._queue.take()) is not None]
             for ticket in added:
-                ticket.begun_at = time.monotonic()  # From here on a failure of the engine is theirs too.
+                ticket.begun_at = time.monotonic()  # From here on, a failure of the engine fails it too.
         for name in gone:
             self.engine.cancel(name)
         for ticket in added:
@@ -218,7 +218,7 @@ class EngineLoop:
 
     def _add(self, ticket: Ticket) -> None:
         if ticket.is_over:
-            return  # It left between the queue and here.
+            return  # The client left between the queue and here.
         try:
             self.engine.add(replace(ticket.request, asked_at=ticket.asked_at))
         except ShardwiseError as error:
@@ -243,7 +243,7 @@ class EngineLoop:
                     del self._tickets[token.request]
                 told.append((ticket, EngineFailedError(token.failure) if token.finish == "failed" else token))
             self._retry.ended(num_ended, now)
-        if self._watch is not None and tokens:  # Without any, it was woken amid a step.
+        if self._watch is not None and tokens:  # Without tokens, it was woken during a step.
             self._watch(num_tokens)
         self._to_asyncio(told)
 
@@ -258,7 +258,7 @@ class EngineLoop:
             self._asyncio.call_soon_threadsafe(_tell_all, told)
 
     def _fail(self, error: Exception) -> None:
-        """All who are in the engine are told; who waits has another try when it is back."""
+        """Fail all requests that are in the engine; those that wait are tried when it has recovered."""
         failure = f"the engine has failed: {describe(error)}"
         with self._lock:
             self.failure = failure
@@ -269,7 +269,7 @@ class EngineLoop:
         self._to_asyncio([(ticket, EngineFailedError(failure)) for ticket in hit])
 
     def _recover(self) -> None:
-        """Bring the engine back: try until it is, or the server stops. It knows no requests then."""
+        """Recover the engine, retrying until it is up or the server stops. It then has no requests."""
         while not self._is_closing:
             try:
                 self.engine.recover()

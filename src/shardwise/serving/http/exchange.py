@@ -1,4 +1,4 @@
-"""One exchange with a client: its body read within limits, events sent, and nothing kept if it leaves."""
+"""One exchange with a client: read its body within limits, send events, and release everything if it leaves."""
 
 import asyncio
 import json
@@ -12,22 +12,22 @@ from starlette.types import Receive, Scope, Send
 from shardwise.serving.http.api_error import ApiError
 
 T = TypeVar("T")
-#: A body that is larger is not read. 8 MiB are a million tokens as numbers.
+#: The largest body that is read. 8 MiB are about a million tokens as numbers.
 MOST_BODY_BYTES = 8 << 20
-#: A client has this long to send its body, and to take what was sent to it.
+#: How long a client may take to send its body, and to receive what was sent to it.
 BODY_SECONDS = 30.0
 TAKING_SECONDS = 60.0
 
 
 class ClientLeftError(Exception):
-    """Nobody is there to be answered."""
+    """The client has disconnected."""
 
 
 async def read_json(request: HttpRequest) -> dict[str, Any]:
-    """The body as a JSON object."""
+    """Read the body as a JSON object."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # Also: a page of another site cannot send this type without asking, and is not allowed to.
+        # This also blocks other sites: a page cannot send this type without a CORS preflight, which is not allowed.
         raise ApiError(415, f"the body must be application/json, not {kind[:60]!r}", code="unsupported_media_type")
     try:
         raw = await asyncio.wait_for(_read(request), BODY_SECONDS)
@@ -72,7 +72,7 @@ def _no_constant(word: str) -> None:
 
 
 async def unless_it_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do it while the client is there. If it leaves, the work is cancelled."""
+    """Do the work while the client is connected. If it disconnects, the work is cancelled."""
     working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +93,7 @@ async def _left(receive: Receive) -> None:
 
 
 class EventStream:
-    """Server-sent events, written by `write`, which is given a function that sends one."""
+    """Server-sent events, written by `write`, which gets a function that sends one."""
 
     def __init__(self, write: Callable[[Callable[[str], Awaitable[None]]], Coroutine[Any, Any, None]]) -> None:
         self._write = write
@@ -107,7 +107,7 @@ class EventStream:
 
         async def event(data: str) -> None:
             body = f"data: {data}\n\n".encode()
-            # One that takes nothing does not keep its place for ever.
+            # A client that stops reading does not keep its connection for ever.
             async with asyncio.timeout(TAKING_SECONDS):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
 

@@ -1,7 +1,7 @@
-"""Who waits for the engine. Lower priority comes first; among equals all clients have their turn, one request each.
+"""The queue before the engine. Lower priority comes first; among equals, clients take turns, one request each.
 
-A full queue refuses whoever has most in it: a client that asks for a thousand answers does not keep out one that asks
-for one.
+A full queue refuses the client with the most entries: one that asks for a thousand answers does not keep out one that
+asks for a single answer.
 """
 
 from collections import OrderedDict, deque
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """At most `most` entries. Not for several threads at once."""
+    """At most `most` entries. Not thread-safe."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -23,11 +23,11 @@ class FairQueue(Generic[T]):
         return self._num_entries
 
     def refuses_all(self) -> bool:
-        """Whether it is full and nobody has more than one in it: then nobody has to leave, whoever comes."""
+        """Whether it is full and no client has more than one entry: then any new entry is refused."""
         return self._num_entries >= self.most and not self._num_crowds
 
     def put(self, entry: T, *, client: str, priority: int = 0) -> T | None:
-        """Let it wait. Return who has to leave for it: nobody, the newest of whoever has most, or itself."""
+        """Add an entry. Return the one removed for it: none, the newest of the client with the most, or itself."""
         leaves = None
         if len(self) >= self.most:
             crowd = max(self._counts, key=lambda each: self._counts[each], default=client)
@@ -41,7 +41,7 @@ class FairQueue(Generic[T]):
         return leaves
 
     def take(self) -> T | None:
-        """Whoever is next."""
+        """Remove and return the next entry."""
         if not self._by_priority:
             return None
         priority = min(self._by_priority)
@@ -53,7 +53,7 @@ class FairQueue(Generic[T]):
         return entry
 
     def remove(self, entry: T) -> bool:
-        """Take one out that has left. Return whether it was here."""
+        """Remove an entry whose client has left. Return whether it was here."""
         for priority, clients in self._by_priority.items():
             for client, waiting in clients.items():
                 if entry in waiting:
@@ -69,7 +69,7 @@ class FairQueue(Generic[T]):
         return entry
 
     def _forget(self, priority: int, client: str) -> None:
-        """One of a client's is gone; what is empty goes as well."""
+        """Count one entry of a client less, and remove empty containers."""
         self._num_entries -= 1
         self._counts[client] -= 1
         self._num_crowds -= self._counts[client] == 1

@@ -1,4 +1,4 @@
-"""The fields of the two endpoints, as JSON schemas: what is checked, and what `/openapi.json` says."""
+"""The fields of the two endpoints as JSON schemas: used for checking, and published in `/openapi.json`."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _LARGEST_SEED = (1 << 63) - 1
 
 
 def _or_null(schema: Schema) -> Schema:
-    """Clients send null for what they leave open."""
+    """Also allow null, which clients send for fields they leave open."""
     return {
         "anyOf": [schema, {"type": "null"}],
         **({"description": schema["description"]} if "description" in schema else {}),
@@ -227,5 +227,5 @@ CHAT: Schema = {
 
 
 def without_nulls(body: dict[str, Any]) -> dict[str, Any]:
-    """A field that is null is a field that was left out."""
+    """Remove null fields, which mean the same as missing ones."""
     return {name: value for name, value in body.items() if value is not None}

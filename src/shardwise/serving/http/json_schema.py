@@ -1,6 +1,7 @@
-"""Values held against the JSON schemas that `/openapi.json` publishes, with a sentence for what is wrong.
+"""Check values against the JSON schemas that `/openapi.json` publishes, with a sentence for what is wrong.
 
-One truth: the tables in `fields.py` are what is checked here and what is published. Only what they use is known.
+The tables in `fields.py` are the single source: they are checked here and published. Only the keywords that they use
+are supported.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ _KINDS = {
 
 
 def check(value: Any, schema: Schema, *, at: str = "") -> None:
-    """Raise an `ApiError` with the first thing that the schema does not allow."""
+    """Raise an `ApiError` for the first violation of the schema."""
     if "anyOf" in schema:
         _check_any(value, schema["anyOf"], at)
         return
@@ -48,7 +49,7 @@ def check(value: Any, schema: Schema, *, at: str = "") -> None:
 
 
 def _are_plain_tokens(values: list[Any], schema: Schema) -> bool:
-    """Whether all are whole numbers in range: prompts have many, and one look at each is enough."""
+    """Whether all are integers in range: a fast path, because prompts have many."""
     if schema.get("type") != "integer" or not all(type(each) is int for each in values):
         return False
     return not values or (schema["minimum"] <= min(values) and max(values) <= schema["maximum"])
@@ -77,7 +78,7 @@ def _check_object(value: dict[str, Any], schema: Schema, at: str) -> None:
 
 
 def _check_any(value: Any, schemas: list[Schema], at: str) -> None:
-    """One of them has to fit. If one alone is of the value's kind, or has its `const`, what it says is told."""
+    """Require one of the schemas. If only one has the value's type, or its `const`, report that one's error."""
     errors = []
     for schema in schemas:
         try:
@@ -88,14 +89,14 @@ def _check_any(value: Any, schemas: list[Schema], at: str) -> None:
             return
     alike = [error for schema, error in errors if _is(value, schema.get("type", "")) and _has_tag(value, schema)]
     if alike:
-        # Whichever came furthest is what was meant.
+        # The schema that matched furthest is probably the one that was meant.
         raise max(alike, key=lambda error: (len(error.param or ""), error.param or ""))
     kinds = list(dict.fromkeys(_KINDS[schema["type"]] for schema, _ in errors if "type" in schema))
     raise _wrong(at, f"wants {' or '.join(kinds)}, not {_shown(value)}")
 
 
 def _has_tag(value: Any, schema: Schema) -> bool:
-    """Whether an object says by its `type` that it is meant to be this one."""
+    """Whether an object's `type` field selects this schema."""
     tags = schema.get("properties", {}).get("type", {}).get("enum")
     return tags is None or not isinstance(value, dict) or value.get("type") in tags
 
@@ -103,7 +104,7 @@ def _has_tag(value: Any, schema: Schema) -> bool:
 def _check_number(value: float, schema: Schema, at: str) -> None:
     low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
     high = schema.get("maximum")
-    # What is no number is neither below nor above anything.
+    # NaN is neither below nor above a limit, so it is checked separately.
     if value != value or (low is not None and value < low) or (above is not None and value <= above):
         least = f"at least {low}" if above is None else f"more than {above}"
         raise _wrong(at, f"is {_shown(value)}; it must be {least}")
@@ -121,7 +122,7 @@ def _check_length(length: int, schema: Schema, at: str, noun: str, what: str) ->
 
 def _is(value: Any, kind: str) -> bool:
     if kind == "integer":
-        # JSON has one kind of number: 1.0 is whole.
+        # JSON has one number type: 1.0 is an integer.
         return (isinstance(value, int) and not isinstance(value, bool)) or (
             isinstance(value, float) and value.is_integer()
         )

@@ -1,4 +1,4 @@
-"""What the engine does now, for the page: requests as bars, blocks in use, tokens a second."""
+"""The engine's live state for the page: requests as bars, blocks in use, tokens per second."""
 
 import time
 from collections import deque
@@ -6,19 +6,19 @@ from typing import Any
 
 from shardwise.serving.http.engine_loop import EngineLoop
 
-#: Tokens a second are counted over the last two seconds; bars are shown of so many requests.
+#: The window for tokens per second, two seconds; and the most requests shown as bars.
 _SECONDS = 2.0
 _MOST_BARS = 64
 
 
 class LiveView:
-    """Counts tokens as they come; the rest is looked up when somebody asks."""
+    """Counts tokens as they come; the rest is looked up on request."""
 
     def __init__(self) -> None:
         self._steps = deque[tuple[float, int]](maxlen=100_000)
 
     def add(self, num_tokens: int) -> None:
-        """In the engine's thread."""
+        """Count tokens. Called in the engine's thread."""
         self._steps.append((time.monotonic(), num_tokens))
 
     def rate(self) -> float:

@@ -1,4 +1,4 @@
-"""What Prometheus reads at `/metrics`. Names are vLLM's after the prefix, so that dashboards port."""
+"""Metrics for Prometheus at `/metrics`. Names are vLLM's after the prefix, so that dashboards can be reused."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,14 +13,14 @@ _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-#: Fields of the engine's load that only grow.
+#: Monotonic fields of the engine's load.
 _COUNTERS = ("num_preemptions", "prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
 _RENAMED = {"num_running": "num_requests_running", "num_waiting": "num_requests_waiting"}
 _SHOWN_OTHERWISE = ("num_blocks", "num_used_blocks")
 
 
 class ServerMetrics:
-    """Counted here: times of requests. Read from the engine when somebody asks: what it holds."""
+    """Request times are counted here; the engine's state is read at each scrape."""
 
     def __init__(self, model: str) -> None:
         from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -47,7 +47,7 @@ class ServerMetrics:
         )  # fmt: skip
 
     def watch(self, loop: EngineLoop) -> None:
-        """Tell of this engine from now on."""
+        """Report this engine from now on."""
         self.registry.register(_LoadCollector(loop, self._model))
 
     def stepped(self, num_tokens: int) -> None:
@@ -76,7 +76,7 @@ class ServerMetrics:
 
 
 class NoMetrics:
-    """Without prometheus_client nothing is counted, and who asks is told so."""
+    """Without prometheus_client nothing is counted, and a scrape returns an error that says so."""
 
     def watch(self, loop: EngineLoop) -> None: ...
 
@@ -103,7 +103,7 @@ def make_metrics(model: str) -> ServerMetrics | NoMetrics:
 
 
 class _LoadCollector:
-    """The engine's load as Prometheus wants it. Fields that a later engine adds are shown under their own names."""
+    """The engine's load in Prometheus's form. Fields that a later engine adds appear under their own names."""
 
     def __init__(self, loop: EngineLoop, model: str) -> None:
         self._loop, self._model = loop, model

@@ -1,4 +1,4 @@
-"""The page at `/`: a chat, and live what the engine does. One file, with nothing from elsewhere."""
+"""The page at `/`: a chat, and the engine's live state. One self-contained file."""
 
 import json
 from functools import lru_cache
@@ -15,9 +15,9 @@ def _parts() -> tuple[str, str, str]:
 
 
 def make_page(model: str, *, needs_key: bool) -> str:
-    """The page for one model. Each `@name@` of its text is filled in once."""
+    """Return the page for one model. Each `@name@` in its text is filled in once."""
     page, style, script = _parts()
-    # `</script>` in a name would end the element that the data is in.
+    # `</script>` in a name would end the element that contains the data.
     data = json.dumps({"model": model, "needsKey": needs_key}).replace("<", "\\u003c")
     values = {"model": escape(model), "style": style, "script": script, "data": data}
     filled = [values[piece] if place % 2 else piece for place, piece in enumerate(page.split("@"))]

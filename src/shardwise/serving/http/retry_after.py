@@ -1,14 +1,14 @@
-"""When whoever is refused should ask again: when those before them will have been answered, at the speed of now."""
+"""When a refused client should retry: when the requests before it will be answered, at the current speed."""
 
 from math import ceil
 
 _MOST_SECONDS = 60
-#: Speeds are of the last so many seconds at least.
+#: The shortest window over which speeds are measured.
 _WINDOW_SECONDS = 1.0
 
 
 class RetryAfter:
-    """Counts requests that come to an end, and those that are refused."""
+    """Counts requests that end, and those that are refused."""
 
     def __init__(self) -> None:
         self._since, self._num_ended, self._num_refused = 0.0, 0, 0
@@ -19,9 +19,9 @@ class RetryAfter:
         self._turn_over(now)
 
     def refused(self, num_waiting: int, now: float) -> int:
-        """One more is refused, while so many wait. After how many seconds it should ask again.
+        """Count a refusal while so many wait, and return after how many seconds to retry.
 
-        Others who were refused come back too: as many as in the last seconds are before it.
+        Other refused clients retry too: as many as in the last window are assumed to come first.
         """
         self._num_refused += 1
         self._turn_over(now)

@@ -1,4 +1,4 @@
-"""The server's socket and its end: a port that is free, connections that say nothing closed, signals obeyed."""
+"""The server's socket and shutdown: a free port, timeouts for silent connections, and signals."""
 
 import asyncio
 import ipaddress
@@ -13,13 +13,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shardwise.errors import ShardwiseError
 
-#: A connection has this long to send the head of a request, however slowly it does.
+#: How long a connection may take to send the head of a request, however slowly it arrives.
 _HEAD_SECONDS = 20.0
 _BACKLOG = 2048
 
 
 class PatientProtocol(H11Protocol):
-    """uvicorn's, but who connects and does not send the head of a request in time is let go."""
+    """uvicorn's protocol, which also closes a connection that does not send the head of a request in time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,12 +44,12 @@ class PatientProtocol(H11Protocol):
             self._deadline = None
 
     def _end(self) -> None:
-        # The timer is gone when a head has come.
+        # The timer is cancelled once a head has arrived.
         self.transport.close()
 
 
 def check_address(host: str, key: str | None) -> None:
-    """Only this machine's programs may ask without a key."""
+    """Refuse to listen beyond this machine without a key."""
     if key is not None or is_loopback(host):
         return
     raise ShardwiseError(
@@ -68,7 +68,7 @@ def is_loopback(host: str) -> bool:
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens. Port 0 takes a free one."""
+    """Return a listening socket. Port 0 takes a free one."""
     if not 0 <= port < 1 << 16:
         raise ShardwiseError(f"--port {port}: ports are from 0 to 65535", remedy="--port 0 takes a free one")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -92,7 +92,7 @@ def url_of(listening: socket.socket) -> str:
 
 
 def serve_app(app: ASGIApp, listening: socket.socket, *, ready: Callable[[], None]) -> None:
-    """Serve until a signal comes. `ready` is called when the first request can be answered."""
+    """Serve until a signal arrives. `ready` is called when the first request can be answered."""
     _allow_many_connections()
 
     class _Serving(uvicorn.Server):
@@ -106,12 +106,12 @@ def serve_app(app: ASGIApp, listening: socket.socket, *, ready: Callable[[], Non
         timeout_keep_alive=30, timeout_graceful_shutdown=5, backlog=_BACKLOG, server_header=False,
     )  # fmt: skip
     server: Any = _Serving(config)
-    with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped.
+    with suppress(KeyboardInterrupt):  # uvicorn raises the signal again after it has stopped.
         server.run(sockets=[listening])
 
 
 def _allow_many_connections() -> None:
-    """Every connection is a file: as many as the system lets this process have."""
+    """Raise the limit of open files to the system's maximum, because every connection is a file."""
     try:
         import resource
     except ImportError:  # Windows.

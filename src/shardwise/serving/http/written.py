@@ -1,4 +1,4 @@
-"""What one sequence has written: tokens into text that may be shown, with log-probabilities beside it."""
+"""The output of one sequence: tokens into text that may be shown, with log-probabilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from shardwise.serving.text.text_stream import StopStrings, TextStream
 from shardwise.serving.text.tokenizer import Text
 from shardwise.serving.text.tool_calls import ToolCall, ToolCallStream
 
-_LOWEST = -9999.0  # JSON has no minus infinity; OpenAI gives this.
+_LOWEST = -9999.0  # OpenAI's substitute for minus infinity, which JSON does not have.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenPart:
-    """What is new: shown text, tokens, their log-probabilities with where each token's text begins, and the end."""
+    """New output: shown text, tokens, their log-probabilities with each token's text offset, and the finish."""
 
     text: str = ""
     tokens: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class _Total:
 
 
 class Written:
-    """One sequence's answer so far. `finish` is set when there is no more to come."""
+    """One sequence's answer so far. `finish` is set when it is complete."""
 
     def __init__(self, text: Text, asked: Asked, request: Request) -> None:
         self.request, self._asked = request, asked
@@ -52,7 +52,7 @@ class Written:
         return 0 if self._asked.is_prompt_alone else len(self._total.tokens)
 
     def add(self, news: Sequence[Token]) -> WrittenPart:
-        """Take some tokens. What comes after the end is not looked at."""
+        """Add tokens and return the new output. Tokens after the end are ignored."""
         shown, tokens, logprobs = "", list[int](), list[tuple[Logprob, int]]()
         calls = list[ToolCall]()
         for token in news:
@@ -83,7 +83,7 @@ class Written:
         return piece
 
     def whole(self) -> WrittenPart:
-        """All of it."""
+        """Return all of the output."""
         total = self._total
         return WrittenPart(
             text="".join(total.text), tokens=tuple(total.tokens), logprobs=tuple(total.logprobs),
@@ -94,7 +94,7 @@ class Written:
         return self.finish is not None
 
     def _is_end(self, token: Token) -> bool:
-        """The token that ends a text is no part of it."""
+        """Whether the token ends the text; such a token is not part of it."""
         return token.finish == "stop"
 
     def _show(self, text: str) -> str:
@@ -124,7 +124,7 @@ class Written:
 
 
 def token_text(text: Text, token: int) -> str:
-    """A token by itself: its characters, or its bytes if it is none or a part of one."""
+    """Return a single token's characters, or its bytes if they are not whole characters."""
     raw = text.bytes_of(token)
     try:
         return raw.decode()
@@ -133,7 +133,7 @@ def token_text(text: Text, token: int) -> str:
 
 
 def completion_logprobs(text: Text, found: Sequence[tuple[Logprob | None, int, int]], num_top: int) -> dict[str, Any]:
-    """The form of `/v1/completions`, of tokens with their log-probability (none: the first of a prompt) and offset."""
+    """Format log-probabilities for `/v1/completions`; None is the first token of a prompt. Each has its text offset."""
     top = [
         None
         if each is None
@@ -149,7 +149,7 @@ def completion_logprobs(text: Text, found: Sequence[tuple[Logprob | None, int, i
 
 
 def chat_logprobs(text: Text, found: Sequence[tuple[Logprob, int]], num_top: int) -> dict[str, Any]:
-    """The form of `/v1/chat/completions`."""
+    """Format log-probabilities for `/v1/chat/completions`."""
 
     def one(token: int, value: float) -> dict[str, Any]:
         return {"token": token_text(text, token), "logprob": _finite(value), "bytes": list(text.bytes_of(token))}

@@ -1,6 +1,6 @@
-"""Messages to the text that a model was trained on, by its Jinja template, in a sandbox: it is a file of others.
+"""Render messages into a model's prompt format with its Jinja template, in a sandbox, because the file is untrusted.
 
-A model that has no template gets a plain one: `role: content`, a line each.
+A model without a template gets a plain one: `role: content`, a line each.
 """
 
 import json
@@ -14,7 +14,7 @@ from shardwise.serving.text.tokenizer import Text
 
 PLAIN = """{% for message in messages %}{{ message.role }}: {{ message.content }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
-#: For templates that know nothing of tools.
+#: Instructions for templates without support for tools.
 _TOOLS = (
     "You may call functions. To call one, answer with nothing but\n"
     '<tool_call>{"name": "...", "arguments": {...}}</tool_call>\nThe functions:\n'
@@ -48,7 +48,7 @@ class ChatTemplate:
         self._named, self._knows_tools = text.named, "tools" in source
 
     def apply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The prompt. A template that refuses what it is given raises, in its own words."""
+        """Render the prompt. If the template refuses its input, this raises with the template's words."""
         given: list[Mapping[str, Any]] = [_plain_message(message) for message in messages]
         if tools and not self._knows_tools:
             listed = "\n".join(json.dumps(tool["function"]) for tool in tools)
@@ -62,7 +62,7 @@ class ChatTemplate:
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Content in parts as one text; arguments of calls as values, which templates write as they like."""
+    """Join content parts into one text; parse call arguments into values, which templates format themselves."""
     plain = dict(message)
     content = plain.get("content")
     if isinstance(content, list):
@@ -72,7 +72,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = []
     for call in plain.get("tool_calls") or ():
         function = dict(call["function"])
-        with suppress(ValueError):  # As it came: the model wrote it so.
+        with suppress(ValueError):  # Not JSON: keep it as the model wrote it.
             function["arguments"] = json.loads(function["arguments"])
         calls.append({**call, "function": function})
     if calls:
@@ -81,7 +81,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """As transformers has it: characters as they are, and nothing escaped for HTML."""
+    """Serialise as transformers does: non-ASCII characters unchanged, and no HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

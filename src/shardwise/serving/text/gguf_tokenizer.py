@@ -7,7 +7,7 @@ from shardwise.errors import ShardwiseError
 
 #: Kinds of tokens, as GGUF numbers them.
 _UNKNOWN, _CONTROL, _BYTE = 2, 3, 6
-#: How text is cut before byte pairs are merged, by the name that `tokenizer.ggml.pre` gives. Sources: llama.cpp's
+#: How text is split before byte pairs are merged, by the name in `tokenizer.ggml.pre`. Sources: llama.cpp's
 #: `llama-vocab.cpp`, and the `tokenizer.json` of the models.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -23,7 +23,7 @@ _CUTS = {
 
 
 def load_gguf(path: Path) -> tuple[Any, str | None, dict[str, str]]:
-    """The tokenizer, the chat template, and the named tokens of a file."""
+    """Load the tokenizer, the chat template, and the named tokens of a file."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -91,7 +91,7 @@ def _sentencepiece(read: dict[str, Any], tokens: list[str], named: dict[str, str
 
 
 def _merges_by_score(tokens: list[str], scores: list[float], places: dict[str, int]) -> list[tuple[str, str]]:
-    """Which two pieces make a third, the best third first, and of one third the best halves first."""
+    """Return the merges, those with the best result first, and for one result the best halves first."""
     found = []
     for token, score in zip(tokens, scores, strict=True):
         halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
@@ -103,7 +103,7 @@ def _merges_by_score(tokens: list[str], scores: list[float], places: dict[str, i
 
 
 def _finish(made: Any, read: dict[str, Any], tokens: list[str], named: dict[str, str], *, adds_bos: bool) -> None:
-    """Tokens that text is not split through, and what stands around a text."""
+    """Add special tokens, which are never split, and the tokens around a text."""
     from tokenizers import AddedToken, processors
 
     kinds = read.get("tokenizer.ggml.token_type", [])

@@ -1,4 +1,4 @@
-"""Answers that a JSON schema allows: which tokens may come next, by llguidance."""
+"""Constrain answers to a JSON schema: the tokens that may come next, by llguidance."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from shardwise.serving.text.tokenizer import Text
 
 
 class Grammars:
-    """Makes guides for one tokenizer. `size` is the length of a row of logits, which may be more than it has tokens."""
+    """Makes guides for one tokenizer. `size` is the length of a row of logits, which may exceed the vocabulary."""
 
     def __init__(self, text: Text, *, size: int, end_tokens: Sequence[int]) -> None:
         self._text, self._size, self._end_tokens = text, size, list(end_tokens)
         self._made: Any = None
 
     def guide(self, schema: Mapping[str, Any]) -> "SchemaGuide":
-        """A guide of one sequence. A schema that llguidance cannot follow is refused in its words."""
+        """Make a guide for one sequence. A schema that llguidance does not support is refused with its message."""
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ImportError:
@@ -28,7 +28,7 @@ class Grammars:
                 "schemas are followed by llguidance, which is not installed", remedy="pip install 'shardwise[serve]'"
             ) from None
         if self._made is None:
-            # A vocabulary of bytes has no token that ends a text: one beyond it stands for the end.
+            # A byte vocabulary has no end token: one beyond it stands for the end.
             vocabulary = max(self._size, self._text.vocabulary, *(token + 1 for token in self._end_tokens or [0]))
             ends = self._end_tokens or [vocabulary]
             self._made = LLTokenizer(
@@ -48,24 +48,24 @@ class Grammars:
 
 @dataclass(frozen=True, slots=True)
 class SentGuide:
-    """A guide on its way to another process, which makes one of its own of the schema."""
+    """A guide sent to another process, which makes one of its own from the schema."""
 
     schema: Mapping[str, Any]
 
 
 class SchemaGuide:
-    """What narrows the tokens of one sequence to a schema. It is the engine's thread that calls it."""
+    """Constrains the tokens of one sequence to a schema. Called in the engine's thread."""
 
     def __init__(
         self, matcher: Any, schema: Mapping[str, Any], *, size: int, num_bits: int, end_tokens: Sequence[int]
     ) -> None:
         self._matcher, self._schema, self._size = matcher, schema, size
         self._bits = np.zeros(-(-num_bits // 32), dtype=np.int32)
-        # Where no token that the model can draw ends a text, all may follow: the reader ends it.
+        # If the model has no end token, all tokens are allowed after the end: the reader ends the text.
         ends = [token for token in end_tokens if token < size]
         self._after = np.full(size, not ends)
         self._after[ends] = True
-        #: Whether nothing may follow but an end, if the model has one.
+        #: Whether nothing may follow but an end token, if the model has one.
         self.is_complete = False
 
     def __reduce__(self) -> tuple[object, ...]:

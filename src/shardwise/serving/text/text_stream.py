@@ -1,24 +1,24 @@
-"""Text out of tokens that come one after the other: whole characters, and no stop string, not even a part of one.
+"""Text from a stream of tokens: only whole characters, and no stop string, not even a part of one.
 
-tokens --> TextStream --> text that is whole --> StopStrings --> text that may be shown
+tokens --> TextStream --> whole characters --> StopStrings --> text that may be shown
 """
 
 from collections.abc import Sequence
 
 from shardwise.serving.text.tokenizer import Text
 
-#: A character of UTF-8 has at most 4 bytes. What is no character after 4 more tokens never becomes one.
+#: A UTF-8 character has at most 4 bytes. What is not a character after 4 more tokens never becomes one.
 _MOST_TOKENS_OF_A_CHARACTER = 4
 _REPLACED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """The text of tokens so far. Each call gives what is new; a character that is not whole yet is kept back.
+    """The text of the tokens so far. Each call returns what is new; an incomplete character is held back.
 
-    A token's text depends on those before it (spaces at the beginning, bytes of one character), so a few of them are
-    decoded again with it:
+    A token's text depends on those before it (leading spaces, bytes of one character), so a few of them are decoded
+    again with it:
 
-        tokens   ... a b c | d e | f        begin: where decoding begins; shown: up to where text was given out
+        tokens   ... a b c | d e | f        begin: where decoding begins; shown: up to where text was returned
                      begin   shown
     """
 
@@ -37,7 +37,7 @@ class TextStream:
         return now[len(before) :]
 
     def end(self) -> str:
-        """What was kept back and will not be completed."""
+        """Return what was held back and will not be completed."""
         before = self._text.decode(self._tokens[self._begin : self._shown])
         now = self._text.decode(self._tokens[self._begin :])
         self._begin = self._shown = len(self._tokens)
@@ -45,14 +45,14 @@ class TextStream:
 
 
 class StopStrings:
-    """Text up to the first of some strings. What may be the beginning of one is kept back."""
+    """Text up to the first stop string. A possible beginning of one is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self._held = tuple(stops), ""
         self.has_stopped = False
 
     def add(self, text: str) -> str:
-        """What may be shown now. After a stop string there is nothing more."""
+        """Return what may be shown now. After a stop string there is nothing more."""
         if self.has_stopped:
             return ""
         self._held += text
@@ -67,11 +67,11 @@ class StopStrings:
         return shown
 
     def end(self) -> str:
-        """What was kept back, and was no stop string after all."""
+        """Return what was held back and is not a stop string after all."""
         shown, self._held = self._held, ""
         return shown
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many of the last characters of a text begin a stop string."""
+    """Return how many of the last characters of a text begin a stop string."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,6 +1,6 @@
-"""Text to tokens and tokens to bytes: bytes as they are, or a tokenizer of Hugging Face's `tokenizers`.
+"""Text to tokens and tokens to bytes: raw bytes, or a tokenizer of Hugging Face's `tokenizers`.
 
-`load_tokenizer` takes what an engine's `tokenizer_source` says: "bytes", a folder or `tokenizer.json`, or a GGUF file.
+`load_tokenizer` takes an engine's `tokenizer_source`: "bytes", a folder or `tokenizer.json`, or a GGUF file.
 """
 
 import json
@@ -18,7 +18,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Text(Protocol):
-    """What the HTTP side needs of a tokenizer."""
+    """The part of a tokenizer that the HTTP side uses."""
 
     #: Where it came from.
     name: str
@@ -30,20 +30,20 @@ class Text(Protocol):
     named: dict[str, str]
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Tokens of a text. With `special`, also those that the tokenizer puts around every text."""
+        """Return the tokens of a text. With `special`, also those that the tokenizer puts around every text."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, those with a meaning of their own left out. Bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of tokens, without special tokens. Invalid UTF-8 becomes U+FFFD."""
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for, wherever it stands. Tokens with a meaning of their own have their name."""
+        """Return the bytes of a token, independent of its position. For a special token, its name."""
 
     def grammar_source(self) -> str:
-        """How llguidance is told of it."""
+        """Return the tokenizer's description for llguidance."""
 
 
 class ByteText:
-    """Every byte is a token; tokens above have no text."""
+    """Every byte is a token; larger tokens have no text."""
 
     name = BYTES
     vocabulary = 256
@@ -66,7 +66,7 @@ class ByteText:
 
 
 class LibraryText:
-    """A tokenizer of the library `tokenizers`, with what lies beside it."""
+    """A tokenizer of the library `tokenizers`, with its chat template and named tokens."""
 
     def __init__(self, loaded: Any, *, name: str, template: str | None = None, named: dict[str, str] | None = None):
         self._loaded, self.name, self.template = loaded, name, template
@@ -101,14 +101,14 @@ class LibraryText:
 
 @lru_cache(maxsize=1)
 def byte_level_table() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes as (GPT-2's `bytes_to_unicode`, turned round)."""
+    """Return the byte of each character in byte-level tokenizers (the inverse of GPT-2's `bytes_to_unicode`)."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
 
 
 def load_tokenizer(source: str | Path) -> Text:
-    """The tokenizer of a model, from where its engine says that it is."""
+    """Load the tokenizer of a model from its engine's source."""
     if str(source) == BYTES:
         return ByteText()
     path = Path(source)
@@ -135,7 +135,7 @@ def load_tokenizer(source: str | Path) -> Text:
 
 
 def _read_settings(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """The chat template and the named tokens that lie beside a `tokenizer.json`."""
+    """Read the chat template and the named tokens beside a `tokenizer.json`."""
     config: dict[str, Any] = {}
     file = folder / "tokenizer_config.json"
     if file.is_file():
@@ -150,7 +150,7 @@ def _read_settings(folder: Path) -> tuple[str | None, dict[str, str]]:
         if isinstance(value, str):
             named[key] = value
     template = config.get("chat_template")
-    if isinstance(template, list):  # Several by name.
+    if isinstance(template, list):  # Several templates, by name.
         by_name = {each.get("name"): each.get("template") for each in template}
         template = by_name.get("default") or next(iter(by_name.values()), None)
     alone = folder / "chat_template.jinja"

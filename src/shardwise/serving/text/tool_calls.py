@@ -1,6 +1,6 @@
-"""Calls of functions in what a model has written. Three forms are common:
+"""Function calls in a model's output. Three forms are common:
 
-<tool_call>{"name": "f", "arguments": {...}}</tool_call>      Hermes, Qwen, and models that know of none
+<tool_call>{"name": "f", "arguments": {...}}</tool_call>      Hermes, Qwen, and models without a form of their own
 [TOOL_CALLS][{"name": "f", "arguments": {...}}]               Mistral
 {"name": "f", "parameters": {...}}                            Llama 3, whole, or after <|python_tag|>
 """
@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-#: What begins a call. The brace counts only where it is the first thing that was written.
+#: Openings of a call. A brace counts only as the first character of the output.
 _OPENINGS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 _CLOSING = "</tool_call>"
 
@@ -22,19 +22,19 @@ class ToolCall(NamedTuple):
 
 
 class ToolCallStream:
-    """Text as it comes: what is plainly no call is given on, the rest is kept for the end."""
+    """Streams text: passes on what cannot be a call, and holds the rest until the end."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self._held, self._is_call = frozenset(names), "", False
         self._has_shown = False
 
     def add(self, text: str) -> str:
-        """What may be shown now."""
+        """Return what may be shown now."""
         self._held += text
         if self._is_call or not self._held:
             return ""
         if not self._has_shown and self._held.lstrip()[:1] in ("", "{"):
-            return ""  # Perhaps a call that is all of the answer.
+            return ""  # The whole answer may be a call.
         places = [place for opening in _OPENINGS if (place := self._held.find(opening)) >= 0]
         if places:
             self._is_call, cut = True, min(places)
@@ -46,14 +46,14 @@ class ToolCallStream:
         return shown
 
     def end(self) -> tuple[str, list[ToolCall]]:
-        """The rest: text, or calls. What is no call of a function that there is stays text."""
+        """Return the rest: text, or calls. A call of an unknown function stays text."""
         text, calls = find_calls(self._held, self._names)
         self._held = ""
         return text, calls
 
 
 def find_calls(text: str, names: frozenset[str]) -> tuple[str, list[ToolCall]]:
-    """The calls in a text, and the text without them; the text as it is if any of it is no call that can be made."""
+    """Return the calls in a text, and the text without them; the unchanged text if any part is not a valid call."""
     rest, found = "", list[Any]()
     left = text
     try:
@@ -79,7 +79,7 @@ def find_calls(text: str, names: frozenset[str]) -> tuple[str, list[ToolCall]]:
 
 
 def call_schema(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The schema of one call of any of these functions, for an answer that must be one."""
+    """Return the schema of one call of any of these functions, for an answer that must be a call."""
     calls = [
         {
             "type": "object",

@@ -65,9 +65,9 @@ ASKED = (
 _INTRODUCTION = """# Twenty configurations
 
 What `shardwise plan` says for models and clusters that people ask about, beside what was published for the same model,
-devices and batch. Published layouts are given as plans of ours and priced for our own engine, which keeps fp32 masters
-and gradients, casts of weights and gathered inputs: where another program fits, ours may not, and the column says by
-how much. What was measured is of the program that is named, with its own kernels. LoRA is `--lora 16`.
+devices and batch. Published layouts are given as plans of ours and priced for our own engine, which keeps masters and
+gradients in fp32 beside weights in 16 bits, and gathered inputs: where another program fits, ours may not, and the
+column says by how much. What was measured is of the program that is named, with its own kernels. LoRA is `--lora 16`.
 
 The plainest within 3 % of the fastest is the answer, and contexts shorter than anybody has published, and what is on
 the host, have to gain more ([planning.md](planning.md)). A 405B on 1,024 H100 as `dp=2,tp=4,pp=32,cp=4`, contexts of

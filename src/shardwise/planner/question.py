@@ -130,6 +130,10 @@ class Question:
         ]
         return min(counts, default=1)
 
+    @property
+    def experts_text(self) -> str:
+        return f"has {self.num_experts} experts in a layer" if self.num_experts > 1 else "has no experts"
+
 
 def usual_software(device: Device, *, is_wide: bool = False) -> Software:
     """Kernels that torch has for a device today; sequence parallelism, autocast, recomputation as the engine has them.

@@ -13,6 +13,7 @@ from shardwise.cost.software import Software
 from shardwise.cost.stage import share_of
 from shardwise.model.describe import Sizes, describe
 from shardwise.model.model import Model
+from shardwise.planner.question import usual_software
 from tests.cost.priced import ask
 
 GIB = 2**30
@@ -93,6 +94,16 @@ def test_casts_of_gathered_weights_are_whole_where_they_are_saved_for_the_backwa
     assert plain.bytes.parts["weights"].max() == 0
     assert engines.bytes.parts["weights"].max() == pytest.approx(2 * numbers)
     assert engines.bytes.parts["masters"].max() == pytest.approx(4 * numbers / 8)
+
+
+def test_weights_are_held_as_two_ranks_of_the_engine_held_them() -> None:
+    """Bytes of a parameter over two replicas, counted on CPU ranks in bf16 of a module in bf16 and of one in fp32."""
+    sixteen, wide = (usual_software(get_device("h100"), is_wide=is_wide) for is_wide in (False, True))
+    for software, zero, weights, masters in ((sixteen, 1, 2, 2), (sixteen, 3, 1, 2), (wide, 1, 2, 4), (wide, 3, 2, 2)):
+        parts = ask("2xh100", dp=2, zero=zero, software=software).bytes.parts
+        numbers = count_blocks(_llama(), Layouts.of(dp=2), whole_model(Layouts.of(dp=2))).dense[0, 0]
+        assert parts["weights"].max() == pytest.approx(weights * numbers)  # Of the wide one, what is cast of them.
+        assert parts["masters"].max() == pytest.approx(masters * numbers)
 
 
 def whole_model(layouts: Layouts) -> Places:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from shardwise.cluster.catalogue import NODES
+from shardwise.cluster.cluster import Cluster
 from shardwise.cost.host import link_rate
 from shardwise.planner.account import Account, account
 from shardwise.planner.plan import Plan
-from shardwise.planner.question import make_question
+from shardwise.planner.question import make_question, usual_software
 
 _RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # The models of benchmarks/offload.py and benchmarks/gpu_traces.py.
@@ -31,7 +32,8 @@ def _results(name: str) -> dict[str, Any]:
 
 
 def _account(model: dict[str, Any], plan: str, batch: int, cluster: str = "1xh200") -> Account:
-    return account(make_question(model, cluster=cluster, batch=batch, sequence=2048), Plan.parse(plan))
+    wide = usual_software(Cluster.parse(cluster).pools[0].device, is_wide=True)  # As the modules were that ran.
+    return account(make_question(model, cluster=cluster, batch=batch, sequence=2048, software=wide), Plan.parse(plan))
 
 
 @pytest.mark.parametrize("name", ["optimizer", "parameters", "parameters_at_once"])

@@ -32,13 +32,15 @@ def test_the_parts_add_up_to_the_step_and_the_interval_is_around_it() -> None:
 @pytest.mark.parametrize("steps_overlap", [False, True])
 def test_schedules_cost_and_hold_the_same_one_by_one_as_all_at_once(steps_overlap: bool) -> None:
     pp, steps, codes = np.array([1, 2, 4, 8]), np.array([4, 4, 2, 32]), np.arange(len(SCHEDULES))
-    stages = [Seconds(*(np.full(4, each) for each in times)) for times in ((1.1, 1.0, 0.9), (1, 1.2, 1), (1, 1, 1.4))]
+    first, middle, last = [
+        Seconds(*(np.full(4, each) for each in times)) for times in ((1.1, 1.0, 0.9), (1, 1.2, 1), (1, 1, 1.4))
+    ]
     chunks, hop, ranks = np.where(codes % 2, 2, 4), np.full(4, 0.1), [np.zeros(4), pp - 1.0]
-    together = spans(codes, chunks, pp, steps, *stages, hop, steps_overlap=steps_overlap)
+    together = spans(codes, chunks, pp, steps, first, middle, last, hop, steps_overlap=steps_overlap)
     layouts = Layouts.of(pp=pp, num_microbatches=steps)
     held = in_flight_under(codes, chunks, layouts, ranks)
     for code, number in zip(codes, chunks, strict=True):
-        alone = span(np.full(4, code), pp, number, steps, *stages, hop, steps_overlap=steps_overlap)
+        alone = span(np.full(4, code), pp, number, steps, first, middle, last, hop, steps_overlap=steps_overlap)
         assert (together[:, code] == alone.seconds).all()
         under = replace(layouts, schedule=np.full(4, code), chunks=np.full(4, number))
         for place, rank in enumerate(ranks):

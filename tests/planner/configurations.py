@@ -65,9 +65,9 @@ ASKED = (
 _INTRODUCTION = """# Twenty configurations
 
 What `shardwise plan` answers for common models and clusters, beside what was published for the same model, devices and
-batch. Published layouts are written as our plans and priced for our own engine. It keeps fp32 masters and gradients,
-casts of weights and gathered inputs, so it may not fit where another program does; the column says by how much. The
-measured times are those of the named program, with its own kernels. LoRA is `--lora 16`.
+batch. Published layouts are written as our plans and priced for our own engine. It keeps fp32 masters and gradients
+beside 16-bit weights, and gathered inputs, so it may not fit where another program does; the column says by how much.
+The measured times are those of the named program, with its own kernels. LoRA is `--lora 16`.
 
 The answer is the simplest plan within 3 % of the fastest. Contexts shorter than any that were published, and anything
 on the host, have to gain more ([planning.md](planning.md)). For a 405B on 1,024 H100, `dp=2,tp=4,pp=32,cp=4` is

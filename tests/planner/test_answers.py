@@ -30,6 +30,8 @@ _ASK = ["--cluster", "8xh100", "--sequence", "4096"]
         (["fit", "llama3-8b", *_ASK, "--plan", "dp=4 tp=2"], "has a space between two keys", "dp=4,tp=2"),
         (["fit", "gpt2", *_ASK, "--plan", "dp=8"], "has learned 1024 positions", "--sequence 1024"),
         (["plan", "llama3-8b", *_ASK, "--batch", "64", "--fix", "ep=2"], "has no experts", "ep=1"),
+        (["fit", "llama3-8b", *_ASK, "--plan", "dp=8,ep=2"], "has no experts", "ep=1"),
+        (["fit", "llama3-8b", *_ASK, "--plan", "dp=8,precision=int4"], "unknown precision", "precision=bf16"),
         (["plan", "llama3-8b", *_ASK, "--batch", "64", "--fix", "zero=0,zero_group=4"], "under zero=0 none", "zero=1"),
         (["plan", "llama3-8b", *_ASK, "--batch", "64", "--weights", "fp8"], "is for serving", "--task serve"),
         (["plan", "llama3-8b", *_ASK, "--task", "serve", "--weights", "int3"], "unknown kind of weights", "int4"),

@@ -336,3 +336,12 @@ def test_microbatches_that_are_decided_divide_the_batch() -> None:
 def test_a_schedule_that_is_decided_has_a_pipeline() -> None:
     chosen = find_plan(ask("qwen3-0.6b", "2xh100", 8, fixed={"schedule": "zb-v"})).plan
     assert (chosen.pp, chosen.schedule) == (2, "zb-v")
+
+
+def test_what_leaves_less_memory_free_is_rather_taken_than_the_host() -> None:
+    question = make_question("qwen3-8b", cluster="1xrtx4090", batch=1, sequence=2048, lora=16)
+    found = find_plan(question)
+    assert found.plan.offload == Offload()
+    assert 0.65 < found.best.odds < 0.8
+    assert found.others[0].plan.offload != Offload()
+    assert found.others[0].seconds > found.best.seconds

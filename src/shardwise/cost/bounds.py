@@ -63,7 +63,9 @@ def _lean(
     # Some rank has its share of the layers; the ends have none at best.
     dealt = Deal(nothing, model.num_layers / layouts.pp, nothing, nothing)
     places = typical_places(model, lean, dealt)
-    held = step_bytes(model, pool.device, lean, places, sequence=sequence, software=software)
+    # Weights in fp32, which are their own masters, are shared out under ZeRO-3 too.
+    shared = replace(software, saves_casts=False)
+    held = step_bytes(model, pool.device, lean, places, sequence=sequence, software=shared)
     # Under ZeRO-3 there are no whole weights. What it gathers instead is left out here, and so are fragments.
     alone = (layouts.dp * layouts.cp == 1)[:, None]
     parts = {name: part for name, part in held.parts.items() if name != "fragments"}

@@ -136,7 +136,7 @@ def step_bytes(
     if np.any(layouts.zero == 3):
         # Two layers gathered (one ahead), the gradients of one as they are made and as they are reduced, and both ends.
         made = counts.trained.layer * (software.width + software.reduce_bytes)
-        gathered = counts.layer * 2 * software.width + made + counts.ends * software.width
+        gathered = counts.layer * 2 * software.held_width + made + counts.ends * software.held_width
         parts["gathered"] = np.where(layouts.zero == 3, gathered, 0.0)[:, None] * every
     if device.architecture != "cpu":
         axes = (layouts.tp, layouts.replicas, layouts.pp, layouts.ep)
@@ -195,7 +195,8 @@ def _states(layouts: Layouts, counts: Counts, software: Software) -> dict[str, F
         # Under ZeRO-3 the shards are the masters: fp32, and cast when they are gathered (FSDP, facts 4.2). Where casts
         # are saved, all of a stage are there between its forward and its backward; so are those of offloaded weights.
         casts = (layouts.zero < 3) | (layouts.offload_parameters > 0) | software.saves_casts
-        weights = np.where((casts | stays)[:, None], counts.trained.dense + counts.trained.expert, 0.0)
+        shards = counts.trained.spread(layouts, 3) * software.shards_both
+        weights = np.where((casts | stays)[:, None], counts.trained.dense + counts.trained.expert, shards)
         # What does not train is held as it is computed with, and has no masters and no casts.
         gathered = np.where((stays & (layouts.zero == 3))[:, None], counts.frozen, 0.0)
         weights = weights + _frozen_here(layouts, counts) + gathered
@@ -211,7 +212,8 @@ def _states(layouts: Layouts, counts: Counts, software: Software) -> dict[str, F
         "weights": weights * software.width,
         "gradients": gradients,
         "optimizer": counts.trained.spread(layouts, 1) * (software.state_bytes - 4.0),
-        "masters": counts.trained.spread(layouts, 1) * masters,
+        # Weights in fp32 are their own masters, whole until ZeRO-3 shares weights out.
+        "masters": counts.trained.spread(layouts, 3 if software.saves_casts else 1) * masters,
     }
 
 

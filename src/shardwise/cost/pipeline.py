@@ -136,7 +136,7 @@ def spans(
     work, least_split = of.m * of.slowest, _least_split(of)
     found = np.empty((len(work), len(schedules)))
     for index, (code, number) in enumerate(zip(schedules, chunks, strict=True)):
-        name, under = SCHEDULES[code], of._replace(v=np.float64(number))
+        name, under = SCHEDULES[code], of._replace(v=np.array(number, dtype=np.float64))
         bubble = np.zeros(()) if steps_overlap and code == _WITHOUT_BUBBLE else _IDEAL[name](under)
         bubble = np.maximum(bubble, (least_split if code in SPLITS_BACKWARD else through) - work)
         found[:, index] = work + bubble + 2 * hop * _WAITS[name](under)

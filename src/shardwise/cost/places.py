@@ -97,7 +97,7 @@ def in_flight_under(schedules: Ints, chunks: Ints, layouts: Layouts, ranks: Sequ
     for index, (code, number) in enumerate(zip(schedules, chunks, strict=True)):
         form = _IN_FLIGHT[SCHEDULES[code]]
         for place, rank in enumerate(ranks):
-            found[:, place, index] = np.minimum(form(_Held(p, np.float64(number), m, rank)), m)
+            found[:, place, index] = np.minimum(form(_Held(p, np.array(number, dtype=np.float64), m, rank)), m)
     return found
 
 

@@ -32,9 +32,13 @@ class Software:
     # Experts are shared out over replicas, and each is cut over tensor parallel ranks (ours); else they are shared out
     # over these too, and are whole (Megatron with expert tensor parallelism of 1).
     cuts_experts: bool = False
-    # What a forward casts of weights is saved for its backward (autocast: ours), also of weights that ZeRO-3 gathered;
-    # else they are cast when they are gathered, and freed with what was gathered (FSDP).
+    # Weights are in fp32 and are what the optimizer works on; what a forward casts of them is saved for its backward
+    # (autocast: ours, of modules in fp32), also of weights that ZeRO-3 gathered; else they are cast when they are
+    # gathered, and freed with what was gathered (FSDP).
     saves_casts: bool = False
+    # Weights are in 16 bits, with masters beside them that ZeRO shares out too (ours, of modules in 16 bits); else the
+    # shards of ZeRO-3 are the masters, and nothing but these (FSDP).
+    shards_both: bool = False
     # What selective recomputation means: matmuls and attention are kept and the rest is made again (`by_operation`:
     # torch's, and ours); else the scores of attention are made again, and nothing else (Korthikanti et al. 2022).
     by_operation: bool = False
@@ -111,7 +115,12 @@ class Software:
     @property
     def gather_bytes(self) -> int:
         """Bytes of a weight as it is gathered."""
-        return 1 if self.narrow_gathers and self.precision == "fp8" else self.width
+        return 1 if self.narrow_gathers and self.precision == "fp8" else self.held_width
+
+    @property
+    def held_width(self) -> int:
+        """Bytes of a weight as a rank holds it to compute with, before it is cast."""
+        return 4 if self.saves_casts else self.width
 
     @property
     def matmul_precision(self) -> str:

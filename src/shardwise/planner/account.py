@@ -123,7 +123,7 @@ def account(question: Question, plan: Plan) -> Account:
 
 
 def check_question(question: Question, plan: Plan) -> None:
-    """Refuse a plan for another number of devices, another batch, or more stages than there are layers."""
+    """Refuse a plan for another number of devices, another batch, or more stages or ranks than layers or experts."""
     devices = question.cluster.num_devices
     if plan.num_ranks != devices:
         sizes = " x ".join(f"{axis}={getattr(plan, axis)}" for axis in ("dp", "tp", "pp", "cp"))
@@ -147,6 +147,11 @@ def check_question(question: Question, plan: Plan) -> None:
         raise ShardwiseError(
             "schedule=pipedream-2bw trains with weights that are one step old, and its step is not priced",
             remedy="schedule=1f1b",
+        )
+    if question.num_experts % plan.ep and question.cuts_layers:  # Of a traced module it is not known what are experts.
+        raise ShardwiseError(
+            f"{question.model.name} {question.experts_text}, which ep={plan.ep} cannot share out",
+            remedy=f"ep={largest_divisor(question.num_experts, plan.ep)}",
         )
     num_layers = question.model.num_layers
     stages = plan.num_stages or plan.pp

@@ -90,6 +90,12 @@ def _odds_text(account: Account) -> str:
 def assumptions(account: Account) -> str:
     """What the answer rests on and nobody said: precision, links, the host."""
     told = [f"precision={account.plan.precision}"]
+    if account.plan.precision != "fp32":
+        software = account.question.software_in(account.plan.precision)
+        if software.saves_casts:
+            told.append("weights in fp32")
+        elif software.shards_both:
+            told.append("weights in 16 bits with masters in fp32")
     if account.question.model.is_partly_frozen:
         told.append(f"weights that do not train held in {account.plan.precision}, since not in 8 or 4 bits")
     for pool in account.question.cluster.pools:

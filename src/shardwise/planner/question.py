@@ -23,6 +23,7 @@ from shardwise.model.model import Model
 from shardwise.model.operations import Attention, Scan
 from shardwise.planner.plan import AXES, FP8_SCALES, Offload, Plan
 
+_FLOAT32_BYTES = 4
 _COUNTED = (*AXES, "chunks", "microbatches", "zero_group", "recompute_layers")
 _KERNELS = {"hopper": "flash3", "blackwell": "flash3", "volta": "torch"}
 # A third of the operations by which a layer chooses experts, sends rows and brings them back, without the experts' own
@@ -129,11 +130,16 @@ class Question:
         ]
         return min(counts, default=1)
 
+    @property
+    def experts_text(self) -> str:
+        return f"has {self.num_experts} experts in a layer" if self.num_experts > 1 else "has no experts"
 
-def usual_software(device: Device) -> Software:
+
+def usual_software(device: Device, *, is_wide: bool = False) -> Software:
     """Kernels that torch has for a device today; sequence parallelism, autocast, recomputation as the engine has them.
 
-    On processors nothing but attention is fused, so norms and activation functions keep what they make on the way.
+    On processors nothing but attention is fused, so norms and activation functions keep what they make on the way. A
+    module that `is_wide` has its weights in fp32, also where it computes in 16 bits.
     """
     is_fused = device.architecture != "cpu"
     kernel = _KERNELS.get(device.architecture, "flash2")
@@ -143,7 +149,8 @@ def usual_software(device: Device) -> Software:
         repeats_keys=True,
         gathered_once=True,
         cuts_experts=True,
-        saves_casts=True,
+        saves_casts=is_wide,
+        shards_both=not is_wide,
         by_operation=True,
         fp8_layers=True,
         recomputes_stages=True,
@@ -173,7 +180,8 @@ def make_question(
     traced with `example`, and planned without those that cut layers. `usual_sequence` is taken where none is said.
     With `lora`, adapters of that rank train and nothing else does.
     """
-    described = _model_of(model, example)
+    source, shown = _made_by(model, example) if _is_factory(model) else (model, example)
+    described = _model_of(source, shown)
     if lora is not None:
         described = with_lora(described, lora)
     if batch < 1:
@@ -181,7 +189,7 @@ def make_question(
     if usual_sequence is not None:  # No more than the model knows.
         usual_sequence = min(usual_sequence, described.max_sequence or usual_sequence)
     said = (number for number in (sequence, _length_of(example), usual_sequence) if number is not None)
-    return Question(
+    question = Question(
         model=described,
         cluster=_cluster_of(cluster) if isinstance(cluster, str) else cluster,
         batch=batch,
@@ -190,6 +198,9 @@ def make_question(
         runnable=runnable,
         software=software,
     )
+    if software is None and _is_wide(source):
+        return replace(question, software=usual_software(question.device, is_wide=True))
+    return question
 
 
 def _checked(fixed: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -213,8 +224,6 @@ def _checked(fixed: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _model_of(source: Any, example: Any) -> Model:
-    if isinstance(source, str) and re.fullmatch(r"[\w.]+:\w+", source):
-        source, example = _made_by(source, example)
     if hasattr(source, "named_parameters"):
         config: Any = getattr(source, "config", None)
         if hasattr(config, "to_dict"):
@@ -229,6 +238,16 @@ def _model_of(source: Any, example: Any) -> Model:
             )
         return load_model(source, batch=example)
     return load_model(source)
+
+
+def _is_factory(source: Any) -> bool:
+    return isinstance(source, str) and re.fullmatch(r"[\w.]+:\w+", source) is not None
+
+
+def _is_wide(source: Any) -> bool:
+    """Whether a module is given whose weights are in fp32."""
+    parameters = source.parameters() if hasattr(source, "named_parameters") else ()
+    return any(each.dtype.itemsize >= _FLOAT32_BYTES for each in parameters)
 
 
 def _made_by(text: str, example: Any) -> tuple[Any, Any]:

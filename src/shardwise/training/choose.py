@@ -64,7 +64,7 @@ def check_host(job: Job) -> None:
 def software_for(recipe: Recipe, device: Device) -> Software:
     """What our own software does on a device, with what the recipe's optimizer keeps, and the masks of its rows."""
     return replace(
-        usual_software(device),
+        usual_software(device, is_wide=True),  # Modules are made in fp32, whatever they compute in.
         state_bytes=_STATE_BYTES[recipe.optimizer.name, recipe.optimizer.states],
         # Where it is left open: transformers of ours take them. Modules of users were asked before.
         masks_documents=recipe.model.source is None if recipe.data.masks is None else recipe.data.masks,

@@ -90,9 +90,9 @@ def _no_experts(question: Question) -> ShardwiseError | None:
     ep, have = int(question.fixed.get("ep", 1)), question.num_experts
     if have % ep == 0:
         return None
-    has = f"has {have} experts in a layer" if have > 1 else "has no experts"
     return ShardwiseError(
-        f"{question.model.name} {has}, which ep={ep} cannot share out", remedy=f"--fix ep={largest_divisor(have, ep)}"
+        f"{question.model.name} {question.experts_text}, which ep={ep} cannot share out",
+        remedy=f"--fix ep={largest_divisor(have, ep)}",
     )
 
 

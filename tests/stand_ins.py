@@ -73,6 +73,13 @@ STAND_INS = {
     "tests/promises/test_commands.py"
     "::test_every_example_answers_in_json_and_has_no_colour_in_a_pipe_unless_it_is_forced[train]":
         "tests/training/test_train.py::test_a_run_leaves_all_that_is_needed_to_run_it_again",
+    "tests/conformance/test_processes.py::test_no_rank_holds_the_whole_model":
+        "tests/engine/test_process_engine.py"
+        "::test_initial_weights_depend_on_the_seed_alone_and_no_rank_ever_holds_the_whole",
+    "tests/explain/report/test_page.py::test_64_ranks_and_256_microbatches_open":
+        "tests/explain/report/test_page.py::test_8_ranks_and_64_microbatches_are_under_3_megabytes",
+    "tests/model/test_trace.py::test_networks_of_filters_are_traced_too[resnet-50]":
+        "tests/training/test_images.py::test_a_resnet_50_has_its_parameters_and_its_flops",
     "tests/serving/test_overlap.py::test_greedy_tokens_are_those_of_transformers":
         "tests/serving/test_exact.py::test_greedy_tokens_are_those_of_transformers_on_every_path",
 }  # fmt: skip

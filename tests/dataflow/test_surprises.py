@@ -1,8 +1,5 @@
 """What happens to tasks between being submitted and being run, and arguments that hold data inside of others."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +11,7 @@ from shardwise.dataflow.launch import Call
 from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.task_errors import TaskError
 from shardwise.errors import ShardwiseError
+from tests.apart import run_script
 from tests.dataflow import kernels
 from tests.dataflow.machines import Shuffle
 
@@ -107,16 +105,13 @@ with Machine(["cpu:0"], budget={"cpu:0": 2000, "host": 1000}, disk=sys.argv[1]) 
     machine.submit(torch.add, values[1], values[2], into=values[1], place="cpu:0")
     print(values[1].get()[0].item())
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=dict(os.environ),
-    )
+    script, disk = tmp_path / "full.py", tmp_path / "disk"
+    script.write_text(program, encoding="utf-8")
+    disk.mkdir()
+    ran = run_script(script, str(disk), folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     sentence, remedy, values, total = ran.stdout.splitlines()
-    assert sentence == f"the disk has no room for 1000 B in {tmp_path}: File too large"
+    assert sentence == f"the disk has no room for 1000 B in {disk}: File too large"
     assert remedy.startswith("  try: Machine(disk=FOLDER) on a larger disk")
     assert (values, total) == ("[0, 1, 2] 0.0 3.0", "3.0")
-    assert list(tmp_path.iterdir()) == []
+    assert list(disk.iterdir()) == []

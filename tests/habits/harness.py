@@ -46,7 +46,7 @@ TWO = (
 FOUR = ("dp=2,pp=2,microbatches=2,zero=1", "dp=2,tp=2,zero=3")
 #: Of a file with more programs than each of these every other, one in three and so on is tried by default: each takes
 #: an engine's time or more, on every rank.
-_MANY = (2, 3, 5, 7, 9, 12, 15, 19, 24, 30)
+_MANY = (3, 5, 7, 10, 14, 19, 26)
 _TOLERANCE = 1e-5
 
 Result = Mapping[str, Any]

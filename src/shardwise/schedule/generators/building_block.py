@@ -126,7 +126,8 @@ def _squeeze(ranks: list[Slots]) -> list[Slots]:
 
 
 class _SlotMemory:
-    """A rank's memory after each slot, and its due weight gradients. Those without a slot of their own use free ones."""
+    """A rank's memory after each slot, and its due weight gradients. Those without a slot of their own use free slots
+    implicitly."""
 
     def __init__(self, slots: Slots) -> None:
         self._implied = len(slots) == _WEIGHTS

@@ -63,9 +63,8 @@ def _at_step(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concat
 class Engine:
     """Trains a module under a plan. If ranks are processes, each has an engine, and all call its methods alike.
 
-    `parameters` and `buffers` are those that this process holds. After a step with clipping, `gradient_norm` is the
-    norm of the whole batch's gradient before it was clipped. A step that is not finite leaves the weights unchanged,
-    and sets `was_finite` to False.
+    `parameters` and `buffers` are those that this process holds. With clipping, `gradient_norm` is the norm of the last
+    step before it was clipped. A step that is not finite leaves the weights unchanged: `was_finite` is False then.
     """
 
     def __init__(self, parts: Parts, execution: Execution, states: States, *, owns_wires: bool) -> None:
@@ -134,9 +133,8 @@ class Engine:
     def launch_step(self, batch: Batch) -> LaunchedStep:
         """Take one step like `train_step`; its numbers can be read later, after the next step was launched.
 
-        If one process has all state on its GPU, and fused optimizers that have state already, this does not wait for
-        the GPU: after a step that was not finite, all steps are skipped until `go_on`. Otherwise the step is over on
-        return."""
+        If one process has all state on its GPU, and fused optimizers that have state, this does not wait for the GPU:
+        after a step that was not finite, all are skipped until `go_on`. Otherwise the step is over on return."""
         return self.steps.launch(batch)
 
     def go_on(self) -> None:

@@ -218,7 +218,7 @@ class Watch:
         lookout.publish(describe_failure(self.rank, error))
 
     def all_refuse(self) -> bool:
-        """Wait for a time whether all ranks refuse like this one: then all guarded connections stay usable."""
+        """Wait, up to the limit, and return whether all ranks refuse like this one: then connections stay usable."""
         lookout = self._lookout
         return lookout.told.is_set() or self._meeting.all_refuse(self._limit, lambda: lookout.verdict is not None)
 

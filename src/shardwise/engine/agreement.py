@@ -1,4 +1,4 @@
-"""What ranks agree on before a module is cut: what its units cost, and whether anything speaks against the cut."""
+"""Agreements between ranks before a module is cut: the costs of its units, and whether any rank refuses the cut."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,10 +21,10 @@ Gather = Callable[[Any], list[Any]]
 
 
 def agree_on_costs(gather: Gather, calls: Sequence[UnitCall]) -> None:
-    """Let all ranks have the same costs of the units that they have seen called, the mean. All call this alike.
+    """Replace the costs of units by their mean over all ranks. All ranks call this alike.
 
-    Where to cut is decided by what units cost, and ranks of a mesh see different costs: one has more heads than
-    another, or more experts, or more tokens came to its experts.
+    Costs decide where to cut, and ranks of a mesh measure different ones: one may have more heads or experts than
+    another, or its experts more tokens.
     """
     costs = [[each.flops, each.bytes, each.weight_bytes, each.seconds or 0.0] for each in calls]
     told = gather(([each.name for each in calls], costs))
@@ -57,11 +57,11 @@ def _agree_on_cut(gather: Gather, split: Split) -> None:
 
 
 def tried_by_first(gather: Gather, rank: int, device: torch.device, attempt: Callable[[Any], _T]) -> _T:
-    """What comes of a trial by the first rank, for all have the same module; where ranks talk to each other in it, all
-    try. All call this alike.
+    """Return the result of a trial by the first rank: all have the same module. If ranks communicate in it, all try.
+    All ranks call this alike.
 
-    `attempt` is given what its first runs are to be run in: where one tries for all, no collective begins there. What
-    it draws is given back: others have not drawn it.
+    `attempt` is called with a context for its first runs: in it, if one rank tries for all, no collective may start.
+    Random number generators are restored afterwards, because the other ranks have not drawn.
     """
     mine: tuple[bool, Any] | None = None
     if rank == 0:

@@ -1,8 +1,8 @@
-"""An optimizer's `state` between steps: asked for by the module's parameters, where it is kept by pieces of them.
+"""Guard an optimizer's `state` between steps: its keys may be pieces, not the module's parameters.
 
-`optimizer.state[p]` of a parameter that this rank updates a piece of (zero, tp), or a copy in full precision, would be
-an empty entry that nobody steps with: what a script writes there, resets or takes away is lost. So it raises. State
-that is on its way to or from the host is waited for.
+If this rank updates a piece of a parameter `p` (zero, tp), or a copy in full precision, `optimizer.state[p]` would be
+an empty entry that no step uses: a script's writes and resets there would be lost. So it raises. State in transit to or
+from the host is waited for.
 """
 
 from collections import defaultdict
@@ -20,12 +20,12 @@ from shardwise.errors import ShardwiseError
 def ask_of_state(
     optimizer: Optimizer, shown: Shown, cut: Mapping[int, str], has: str, wait: Callable[[], None] | None
 ) -> None:
-    """Have an optimizer's state be asked for. `cut` has the names of parameters that it `has` something else of."""
+    """Guard an optimizer's state. `cut` names the parameters for which it holds something else: `has` says what."""
     optimizer.state = AskedState(optimizer.state, shown, cut, has, wait)
 
 
 class AskedState(defaultdict[Any, Any]):
-    """The same entries; whoever looks at one between steps is told if it is none."""
+    """The same entries. Between steps, access by a parameter that is not a key raises."""
 
     def __init__(
         self, state: Mapping[Any, Any], shown: Shown, cut: Mapping[int, str], has: str,

@@ -1,4 +1,4 @@
-"""An engine put together for a plan: the module cut, its states moved to where they live, executors made."""
+"""Assemble an engine for a plan: cut the module, move its state to where it lives, make the executors."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.stages.stage import Batch, Loss
 from shardwise.states.make_optimizers import MadeOptimizer, Optimizers, make_optimizers
 
-# Stages whose weights are gathered at a time, where a stage's come at once.
+# The number of stages gathered at a time, if the weights of a stage are gathered together.
 _MAX_GATHERED = 2
 
 
@@ -36,7 +36,7 @@ def assemble(
     wires: OneProcess | ManyProcesses,
     owns_wires: bool,
 ) -> Engine:
-    """Put an engine together. Every process of the plan calls this alike."""
+    """Assemble an engine. Every process of the plan calls this alike."""
     Sharded.undo(module)  # An engine that was not closed may have left layers in 8 bits.
     fused = settle_kernels(module, loss, example, kernels=options.kernels)
     try:
@@ -61,14 +61,14 @@ def _parts(
     order = tuple(name for name, _ in module.named_parameters())
     shapes = {name: each.shape for name, each in module.state_dict().items() if isinstance(each, Tensor)}
     if not any(each.training for each in module.modules()):
-        # What is dropped in training is seen in training mode only. Of one that is partly so the user has said which.
+        # Dropout acts in training mode only. In a module with mixed modes, the user chose the mode of each part.
         module.train()
     (microbatch, *others), device, rule, kind, loss, weighed, is_quiet, by_first, settings = check_example(
         module, plan, loss, example, options, wires
     )
     sharded = Sharded(module, plan, wires.mesh, microbatch, options, loss, by_first)
     if sharded.tensor is not None:
-        # What could not be shared out along the sequence is whole on every rank.
+        # A layer that could not be sharded along the sequence is whole on every rank.
         plan = replace(plan, sp=sharded.tensor.is_along_sequence)
     sharded.attach_fp8(module, device, options)
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
@@ -99,7 +99,7 @@ def _parts(
 
 
 def from_parts(parts: Parts, optimizers: Sequence[MadeOptimizer], *, owns_wires: bool) -> Engine:
-    """Put an engine together for stages that have been cut, and a schedule of computation only."""
+    """Assemble an engine from stages that have been cut and a compute-only schedule."""
     sharing = sharing_of(parts)
     schedule = complete(
         parts.schedule,

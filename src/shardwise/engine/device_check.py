@@ -1,7 +1,7 @@
-"""Tensors on another device than they should be, found before the first step, with the line to edit.
+"""Find tensors on the wrong device before the first step, with the line to edit.
 
-torch says of them, in the middle of a step, that some two tensors are on two devices. Here it is said which they are,
-where each is and should be, which line of the user's own source has put it there, and what to write instead.
+Torch only reports, in the middle of a step, that two tensors are on different devices. The error here names them, where
+each is and should be, the line of the user's source that put it there, and what to write instead.
 """
 
 import inspect

@@ -1,12 +1,12 @@
-"""The engine: a schedule run over stages, step by step, with states that live where the plan has them.
+"""The engine: runs a schedule over stages, step by step, with model state placed as the plan says.
 
 batch ── rows of this replica (dp) ── microbatches ── tokens of this rank (cp) ──┐
                                                                                 executor (pp)
 module ── its part of layers (tp) ── its experts (ep) ── its stages (pp) ────────┘     │
                                                        REDUCE, GATHER, RELEASE: states (dp, ZeRO, host)
 
-It is the same for one process, for a pipeline and for a mesh. What differs is in what it is put together from
-(`assemble.py`): executors that run one rank or all, and wires to others or to nobody.
+The engine is the same for one process, for a pipeline and for a mesh. Only its components differ (`assemble.py`):
+executors of one rank or of all ranks, and wires to other processes or to none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ _R = TypeVar("_R")
 
 
 def _at_work(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concatenate["Engine", _P], _R]:
-    """A method that needs the module's tensors as they are. Of a rank that fails in it the others are told."""
+    """Wrap a method that needs the module's plain tensors. If it fails on a rank, the other ranks are notified."""
 
     @wraps(method)
     def run(self: "Engine", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -47,7 +47,7 @@ def _at_work(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concat
 
 
 def _at_step(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concatenate["Engine", _P], _R]:
-    """The same of a method that takes a step, which begins without gradients."""
+    """Wrap a method that takes a step, like `_at_work`. A step begins without gradients."""
 
     @_at_work
     @wraps(method)
@@ -61,37 +61,37 @@ def _at_step(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concat
 
 
 class Engine:
-    """Trains a module under a plan. Where ranks are processes, each has one and all call it alike.
+    """Trains a module under a plan. If ranks are processes, each has an engine, and all call its methods alike.
 
-    `parameters` and `buffers` are those that this process holds. After a step `gradient_norm` is that of the whole
-    batch before it was clipped, if it was to be. One that is not finite leaves the weights: `was_finite` says so.
+    `parameters` and `buffers` are those that this process holds. With clipping, `gradient_norm` is the norm of the last
+    step before it was clipped. A step that is not finite leaves the weights unchanged: `was_finite` is False then.
     """
 
     def __init__(self, parts: Parts, execution: Execution, states: States, *, owns_wires: bool) -> None:
         self.module, self.plan, self.split, self.schedule = parts.module, parts.plan, parts.split, parts.schedule
         self.parameters, self._owns_wires = states.parameters, owns_wires
         self.execution, self.states, self.sharded, self.wires = execution, states, parts.sharded, parts.wires
-        #: The ranks of the pipeline that this process runs; how experts lie on ranks, where they are shared out.
+        #: The ranks of the pipeline that this process runs; the placement of experts, if they are sharded.
         self.ranks, self.experts = parts.wires.ranks, parts.sharded.experts
         self.steps, self._parts = Steps(parts, execution, states), parts
         self.shown = make_shown(parts, states.parameters, states.buffers, states.data, execution.batches.outside)
         self.shown.guard()
-        #: The data parallel replica that this process is a part of, and how many there are.
+        #: The data parallel replica that this process belongs to, and the number of replicas.
         self.replica, self.num_replicas = parts.wires.mesh.coordinates["dp"], parts.plan.dp
         self.loads = Loads(self.module, self.experts, self.wires.sum, num_alike=self.plan.tp)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Those that this process holds. A forward, or a user, may have put others in their places."""
+        """The buffers that this process holds, read anew: a forward or a user may have replaced them."""
         return {name: self.module.get_buffer(name) for name in self.states.buffers}
 
     def explain(self) -> str:
-        """What became of the module (its stages, how layers are cut), of batches and of the loss."""
+        """Describe how the module (its stages, its sharded layers), batches and the loss are treated."""
         return "\n".join([explain(self._parts), *self.execution.batches.explain(), *self.steps.graphs.explain()])
 
     @property
     def num_steps(self) -> int:
-        """How many steps have been begun: masks of dropout depend on it. One that goes on with a training sets it."""
+        """The number of steps begun; dropout masks depend on it. Set it to resume a training."""
         return self.steps.num_begun
 
     @num_steps.setter
@@ -108,12 +108,12 @@ class Engine:
 
     @property
     def trace(self) -> Trace | None:
-        """What happened on all ranks in the last step that was recorded."""
+        """The trace of all ranks of the last recorded step."""
         return self.execution.recorder.trace
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Those of the last step or evaluation, over the whole batch, on every rank: means by name."""
+        """The metrics of the last step or evaluation, on every rank: means over the whole batch, by name."""
         return self.steps.metrics.means
 
     @_at_step
@@ -121,59 +121,59 @@ class Engine:
         self, batch: Batch, *, metrics: Metrics | None = None, trace: bool = False, data_wait: float = 0.0,
         streams: StreamCollector | None = None,
     ) -> float:  # fmt: skip
-        """Take one step on a batch and return its loss. With `trace` it is recorded.
+        """Take one step on a batch and return its loss. With `trace`, the step is recorded.
 
-        The batch is the same on every rank; or with `batch="local"` the rows of this rank's replica.
-        `metrics(output, batch)` is given every microbatch's output, and `engine.metrics` has the batch's. `data_wait`
-        are seconds that the caller has just stood still for the batch: a recorded step begins with them. `streams`,
-        which the caller has started, adds to the record what the rank's GPU did, and is stopped."""
+        The batch is the same on every rank; or, with `batch="local"`, the rows of this rank's replica.
+        `metrics(output, batch)` is called for every microbatch; `engine.metrics` has the result for the batch.
+        `data_wait` is the seconds that the caller just waited for the batch: a recorded step begins with them.
+        `streams`, started by the caller, adds the activities of the rank's GPU to the record, and is stopped."""
         return self.steps.train(batch, metrics=metrics, trace=trace, data_wait=data_wait, streams=streams).mean
 
     @_at_step
     def launch_step(self, batch: Batch) -> LaunchedStep:
-        """Take one step as `train_step` does; what it has measured can be read later, after the next was launched.
+        """Take one step like `train_step`; its numbers can be read later, after the next step was launched.
 
-        Where one process has all state on its GPU, and fused optimizers that have some, nobody waits for the GPU here,
-        and from a step on that was not finite all are left out until `go_on`. Elsewhere the step is over on return."""
+        If one process has all state on its GPU, and fused optimizers that have state, this does not wait for the GPU:
+        after a step that was not finite, all are skipped until `go_on`. Otherwise the step is over on return."""
         return self.steps.launch(batch)
 
     def go_on(self) -> None:
-        """Update again, after a launched step that was not finite."""
+        """Resume updates after a launched step that was not finite."""
         if self.states.device_update is not None:
             self.states.device_update.go_on()
 
     @_at_work
     @torch.no_grad()
     def evaluate(self, batch: Batch, *, metrics: Metrics | None = None) -> float:
-        """Return the loss of a batch in evaluation mode; nothing changes. Of `metrics` see `train_step`."""
+        """Return the loss of a batch in evaluation mode; no state changes. For `metrics` see `train_step`."""
         self.flush()
         return self.steps.evaluate(batch, metrics).mean
 
     @_at_work
     @torch.no_grad()
     def predict(self, batch: Batch) -> Any:
-        """Return what the module returns for a batch in evaluation mode, whole, on every rank; nothing changes."""
+        """Return the module's whole output for a batch in evaluation mode, on every rank; no state changes."""
         self.flush()
         return self.steps.predict(batch)
 
     @_at_work
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the last step as the optimizer was given them, whole, by original names, on every rank."""
+        """Return the whole gradients of the last step, as given to the optimizer, by original names, on every rank."""
         self.flush()
         return self.states.module.gradients()
 
     @_at_work
     def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
-        """Parameters and buffers under the names of the original module: whole, all of them on every rank.
+        """Return all parameters and buffers, whole, under the names of the original module, on every rank.
 
-        They are copies: no later step changes them. Or, `sharded`, the parts that this rank has, which are the engine's
-        own. A tied parameter is there under each of its names."""
+        They are copies: no later step changes them. With `sharded`, return this rank's parts, which are the engine's
+        own tensors. A tied parameter appears under each of its names."""
         self.flush()
         return self.states.module.part() if sharded else self.states.module.whole()
 
     @_at_work
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take weights and buffers from a state, of the whole module or of at least what this process holds."""
+        """Load weights and buffers from a state of the whole module, or of at least what this process holds."""
         self.flush()
         with self.wires.told_to_all():
             self.states.module.load(state)
@@ -182,68 +182,68 @@ class Engine:
     @property
     @_at_work
     def numbers(self) -> dict[str, Tensor]:
-        """Those of the parameters that this process holds, by name, each where it lives. First `flush`."""
+        """The values of the parameters that this process holds, by name, each where it lives. Call `flush` first."""
         return self.states.module.numbers()
 
     @_at_work
     def assembled(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors by original names, from what each process has of those that it holds. All call it alike."""
+        """Assemble whole tensors by original names, from the parts that each process holds. All processes call this."""
         return self.states.module.assembled(parts)
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """Those of this process."""
+        """The optimizers of this process."""
         return self.states.data.updates.optimizers
 
     @_at_work
     def optimizer_state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
-        """What the optimizers remember, by original names (`states/optimizers/state.py`), for any other plan to load.
+        """Return the optimizer state by original names (`states/optimizers/state.py`), loadable under any other plan.
 
-        Whole, all of it on every rank; or of the parts that this rank has of the parameters of its stages."""
+        It is whole on every rank; with `sharded`, only that of this rank's parts of its stages' parameters."""
         self.flush()
         return self.states.optimizers.part() if sharded else self.states.optimizers.whole()
 
     @_at_work
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what an optimizer remembered, of all parameters or of at least those that this process holds."""
+        """Load optimizer state of all parameters, or of at least those that this process holds."""
         self.flush()
         with self.wires.told_to_all():
             self.states.optimizers.load(state)
 
     @property
     def host_bytes(self) -> int:
-        """What this process keeps on the host now, beside its device."""
+        """The bytes of state that this process now keeps in host memory."""
         return 0 if self.states.host is None else self.states.host.num_bytes
 
     def home_of(self, weight: nn.Parameter) -> torch.device:
-        """Where the state of a weight lives that an optimizer of this process has."""
+        """Return the device of the optimizer state of a weight of this process."""
         return self.states.home_of(weight)
 
     @_at_work
     def expert_load(self) -> dict[str, list[int]]:
-        """By layer, how often each expert was chosen in training since the last call, in the batches of all ranks."""
+        """Return, by layer, how often each expert was chosen in training since the last call, over all ranks."""
         with self.wires.told_to_all():
             return self.loads.told()
 
     @_at_work
     def rebalance_experts(self, *, gain: float = 0.05) -> dict[str, int]:
-        """Place experts by their load since the last call, with all that is theirs; how many moved, by layer.
+        """Place experts, with all their state, by their load since the last call. Return how many moved, by layer.
 
-        A layer stays unless its most loaded rank gets more than `gain` less to do. All ranks call this alike."""
+        A layer is left alone unless the load of its most loaded rank drops by more than `gain`. All ranks call this."""
         self.flush()
         with self.wires.told_to_all():
             return rebalance(self.experts, self.loads, self.states, gain)
 
     @_at_work
     def flush(self) -> None:
-        """Finish what is under way, on every rank: then weights are the newest, and state of the host is there.
+        """Finish all work in flight, on every rank: afterwards weights and state on the host are up to date.
 
-        `evaluate`, `predict`, `state_dict` and `load_state_dict` do this themselves."""
+        `evaluate`, `predict`, `state_dict` and `load_state_dict` call this themselves."""
         with self.wires.told_to_all():
             self.states.flush()
 
     def close(self) -> None:
-        """Let go of what the engine keeps beside the module; and of its wires, if it has made them."""
+        """Release what the engine keeps beside the module; and its wires, if it made them."""
         self.flush()
         self.steps.graphs.close()
         self._parts.detach()

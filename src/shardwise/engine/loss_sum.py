@@ -1,4 +1,4 @@
-"""The loss of the whole batch, from what each process has seen of it."""
+"""The loss of the whole batch, summed over all processes."""
 
 from collections.abc import Callable, Sequence
 from math import isfinite
@@ -14,10 +14,11 @@ from shardwise.ranks.wires import Wires
 
 
 class LossSum:
-    """Last stages have seen the loss, each of its rows and tokens, tensor parallel ranks (`num_alike`) the same.
+    """The sum of the loss over processes. Each last stage measures the loss of its rows and tokens; the `num_alike`
+    tensor parallel ranks measure the same loss.
 
-    All processes add up once in a step, each as soon as it can. `waits` says whether what else they tell each other in
-    a step has to come first: then the sum is begun at its end.
+    All processes sum once in a step, each as early as it can. `waits` says whether other exchanges of the step must
+    come first: then the sum starts at the end of the step.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class LossSum:
         self._under_way: tuple[Tensor, Any] | None = None
 
     def of(self, tally: Tally) -> Tally:
-        """The loss of the whole batch."""
+        """Return the loss of the whole batch."""
         if self._wires.watch is None:
             return tally
         numbers, work = self._under_way or self._start(tally)
@@ -44,7 +45,7 @@ class LossSum:
         return self._read(numbers)
 
     def find(self) -> Tally | None:
-        """The same while a step goes on: None if it is not known yet."""
+        """Return the loss of the whole batch during a step; None if it is not known yet."""
         if self._wires.watch is None:
             return self._seen_here()
         if self._under_way is None:
@@ -56,9 +57,9 @@ class LossSum:
         return self._read(numbers) if work.is_completed() else None
 
     def find_scale(self) -> float | None:
-        """What the gradients of this step will be multiplied with, once its loss is known; None if it is not finite.
+        """Return the scale of this step's gradients, if its loss is known and finite; else None.
 
-        Asked while its last backwards go on.
+        Called while the last backwards of the step run.
         """
         tally = self.find()
         if tally is None or not self._same.is_as_told:
@@ -71,12 +72,12 @@ class LossSum:
             tally = interpreter.losses.find(0)
             if tally is None:
                 return None
-            # It is asked for again and again: what has been read once is not read again.
+            # This is called repeatedly: `read` keeps the numbers, so a GPU is not read twice.
             total.add(tally.read())
         return total
 
     def _start(self, tally: Tally) -> tuple[Tensor, Any]:
-        # Checksums of batches go with it, so that no exchange is made for them.
+        # Checksums of batches travel with it, so they need no exchange of their own.
         numbers = torch.tensor([tally.total, tally.count, *self._same.numbers], dtype=torch.float64)
         return numbers, self._wires.start_sum(numbers)
 

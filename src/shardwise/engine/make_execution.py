@@ -1,4 +1,4 @@
-"""What runs the steps of this process: an executor of one rank or of all, and what listens to its interpreters."""
+"""Make the executors of this process, for one rank or for all ranks, and the callbacks of their interpreters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ from shardwise.sharding.dropout import Dropouts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What runs a step and what runs an evaluation, the batches that they are given, and what is noted of them.
+    """The executors of steps and of evaluations, their batches, and their recorder.
 
-    `make_predictor` makes what runs the forwards without a loss, and keeps what the module returns.
+    `make_predictor` makes an executor that runs forwards without a loss and keeps the module's outputs.
     """
 
     trainer: Executor
@@ -38,15 +38,15 @@ class Execution:
     dropouts: Dropouts | None
 
     def close(self) -> None:
-        """Let go of what goes between processes."""
+        """Release the transport between processes."""
         if self.transport is not None:
             self.transport.close()
 
 
 def make_execution(parts: Parts, states: States) -> Execution:
-    """Make what runs a step and an evaluation. Every process calls this alike.
+    """Make the executors of steps and evaluations. Every process calls this alike.
 
-    Where the schedule never empties the pipe, the states get what feeds it.
+    If the schedule never flushes the pipeline, `states` get the `Stream` that feeds it.
     """
     wires, schedule, sharded = parts.wires, parts.schedule, parts.sharded
     transport = None if isinstance(wires, OneProcess) else wires.make_transport(schedule.links, parts.device)
@@ -101,13 +101,13 @@ def _make_executor(
 
 
 def _listen(trainer: Executor, parts: Parts, states: States, losses: LossSum, dropouts: Dropouts | None) -> None:
-    """Tell interpreters what else depends on what they run."""
+    """Connect the interpreters with everything that depends on the instructions they run."""
     host, on_cpu = states.host, parts.device.type == "cpu" and not parts.wires.is_on_nccl(parts.device)
     is_stale = parts.schedule.staleness > 0
 
     def agree_early() -> None:
-        """Begin to agree while backwards go on: a rank that has ended its own can update its weights then."""
-        # A host that asks a GPU for a number waits for all that it has told it to do.
+        """Start the sum of the loss during the backwards, so that a rank that finishes early can update its weights."""
+        # On a GPU, reading a number would wait for all work launched so far.
         if on_cpu and not is_stale:
             losses.find()
 

@@ -1,4 +1,4 @@
-"""Where the state of the model is on this process: parameters of its stages in buckets, the host's part, and names."""
+"""Place the model state of this process: its stages' parameters in buckets, the part on the host, and the names."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,7 +29,7 @@ from shardwise.states.shared_buffers import SharedBuffers
 class States:
     """The state of the model that this process holds, under the names of the original module.
 
-    `stream` feeds batches where the pipe is never emptied between steps.
+    `stream` feeds batches if the pipeline is never flushed between steps.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -37,11 +37,11 @@ class States:
     data: DataParallel
     host: Host | None
     update: Update
-    #: The same without a host that waits, where that can be.
+    #: The update by the device alone, if that is possible.
     device_update: DeviceUpdate | None
     module: ModuleState
     optimizers: OptimizerState
-    #: Buffers that forwards write, and of which others have copies.
+    #: Buffers that forwards write to, and that other ranks have copies of.
     written: SharedBuffers
     stream: Stream | None = None
 
@@ -53,12 +53,12 @@ class States:
             self.host.begin_step()
 
     def begin_stream(self) -> None:
-        """Weights have been changed from outside: start with an empty pipe, and the weights as they are."""
+        """Restart after the weights were changed from outside: the pipeline is empty."""
         if self.stream is not None:
             self.stream.begin_anew()
 
     def flush(self) -> None:
-        """Finish what is under way: then weights are the newest, and state of the host is there."""
+        """Finish all work in flight: afterwards weights and state on the host are up to date."""
         if self.stream is not None:
             with torch.enable_grad():
                 self.stream.flush()
@@ -67,19 +67,19 @@ class States:
         self.data.take_over()
 
     def home_of(self, weight: nn.Parameter) -> torch.device:
-        """Where the state of a weight lives that an optimizer of this process has."""
+        """Return the device of the optimizer state of a weight of this process."""
         states = None if self.host is None else self.host.states
         return torch.device("cpu") if states is not None and weight in states.weights else weight.device
 
     def close(self) -> None:
-        """Let go of hooks, of groups and of threads."""
+        """Release hooks, groups and threads."""
         if self.host is not None:
             self.host.close()
         self.data.close()
 
 
 def make_states(parts: Parts, optimizers: Sequence[MadeOptimizer], sharing: ZeroConfig) -> States:
-    """Move the state of this process's stages to where the plan has it. Every process calls this alike."""
+    """Move the state of this process's stages to where the plan places it. Every process calls this alike."""
     module, plan, schedule, wires, sharded = parts.module, parts.plan, parts.schedule, parts.wires, parts.sharded
     here = [stage for stage in parts.split.stages if stage is not None]
     held = {name for stage in here for name in stage.parameters}
@@ -92,7 +92,7 @@ def make_states(parts: Parts, optimizers: Sequence[MadeOptimizer], sharing: Zero
         return states.stream.parameter_of(name, step)
 
     pipelines = None if isinstance(wires, OneProcess) else wires.mesh.pipelines
-    wires.gather(None)  # All are here: nobody could end the making of groups of ties.
+    wires.gather(None)  # A barrier: creating process groups for ties cannot be interrupted.
     ties = () if pipelines is None else make_ties(schedule.placement, parts.split, pipelines, wires.mesh.rank)
     wires.connect([tie.group for tie in ties], parts.device)
     held_stages = HeldStages(
@@ -136,10 +136,10 @@ def make_states(parts: Parts, optimizers: Sequence[MadeOptimizer], sharing: Zero
 
 
 def sharing_of(parts: Parts) -> ZeroConfig:
-    """How the state of the model lies on its replicas, by a schedule of computation only."""
+    """Return how the model state is sharded over replicas, given a compute-only schedule."""
     plan, schedule, bucket_bytes = parts.plan, parts.schedule, parts.options.bucket_bytes
     is_alone, is_stale = plan.num_ranks == plan.pp, schedule.staleness > 0
-    # With two versions of the weights, the one that a batch used is stepped on in place.
+    # With two versions of the weights, the version that a batch used is updated in place.
     masters = plan.precision != "fp32" and not is_stale and parts.options.masters
     has_masters = masters and any(each.itemsize < 4 for each in parts.module.parameters())
     updates_early = plan.offload.optimizer > 0 or plan.offload.parameters > 0
@@ -148,18 +148,18 @@ def sharing_of(parts: Parts) -> ZeroConfig:
         masters=masters,
         layerwise=not schedule.splits_backward,
         offloaded=plan.offload.parameters,
-        # Two versions of the weights change places right after an update: they cannot come later.
+        # Two versions of the weights swap right after an update, so their gather cannot be deferred.
         updates_late=updates_early and not is_stale,
-        # What is updated in the backward, with its state from the host, is known bucket by bucket; so are the masters
-        # of 16-bit weights, whose gradients are rounded as those of any other plan are. Else gradients stay where
-        # autograd puts them: they are not copied, and are nowhere while the next forward runs.
+        # Updates in the backward, with state from the host, work bucket by bucket; so do fp32 masters of 16-bit
+        # weights, whose gradients are rounded as under any other plan. Otherwise gradients stay where autograd puts
+        # them: they are not copied, and take no memory during the next forward.
         local=is_alone and plan.zero == 0 and (is_stale or not (updates_early or has_masters)),
     )
     return sharing if bucket_bytes is None else replace(sharing, bucket_bytes=bucket_bytes)
 
 
 def _pieces_of(parts: Parts) -> str | None:
-    """What an optimizer of this process has, in words, where it does not have every parameter, whole."""
+    """Describe what an optimizer of this process holds, if it is not every parameter, whole; else None."""
     plan, experts = parts.plan, parts.sharded.experts
     if plan.zero:
         return f"pieces of parameters, as zero={plan.zero} keeps them"
@@ -181,7 +181,7 @@ def _stages_here(parts: Parts) -> dict[int, Stage]:
 
 
 def _from_pipeline(part: dict[str, Any], parts: Parts) -> list[dict[str, Any]]:
-    """The parts of all ranks of this pipeline, on the CPU."""
+    """Return the parts of all ranks of this pipeline, on the CPU."""
     if parts.plan.pp == 1 or isinstance(parts.wires, OneProcess):
         return []
     told = {name: each.cpu() if isinstance(each, Tensor) else each for name, each in part.items()}
@@ -189,13 +189,13 @@ def _from_pipeline(part: dict[str, Any], parts: Parts) -> list[dict[str, Any]]:
 
 
 def _from_copies(given: Any, wires: Wires) -> list[Any]:
-    """What is given by the ranks that have other rows of the same layers, in the order of the rows."""
+    """Gather from the ranks that compute other rows with the same layers, in the order of the rows."""
     axes = wires.mesh.coordinates
     told = wires.gather(((axes["dp"], axes["pp"], axes["cp"]), axes["tp"], given))
     return [each for _, tp, each in sorted(told, key=lambda part: part[0]) if tp == axes["tp"]]
 
 
 def _zeroed(zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """`optimizer.zero_grad()` out of habit: every step begins with none, so what is not here need not be."""
+    """Let a habitual `optimizer.zero_grad()` pass: every step begins without gradients anyway."""
     with suppress(ShardwiseError):
         zero_grad(*args, **kwargs)

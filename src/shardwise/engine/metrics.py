@@ -14,9 +14,9 @@ from shardwise.stages.stage import Batch
 
 
 class MetricSum:
-    """Those of the last step or evaluation of an engine: of the loss itself, and of a function given beside it.
+    """The metrics of the last step or evaluation: those that the loss returns, and those of a separate function.
 
-    All processes know whether there are any: from the example, and from the function. Only last stages know which.
+    All processes know whether there are any, from the example and from the function. Only last stages know which.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -28,7 +28,7 @@ class MetricSum:
 
     @contextmanager
     def of(self, executor: Executor, metrics: Metrics | None) -> Iterator[None]:
-        """Around a step or an evaluation, after which its metrics are here. `metrics` is given every output."""
+        """Collect the metrics of the step or evaluation inside this context. `metrics` is called with every output."""
         self._measured, self._asked = [], metrics is not None
         for interpreter in executor.interpreters:
             interpreter.observe = None if metrics is None else self._observer(metrics)
@@ -52,8 +52,8 @@ class MetricSum:
 
     @property
     def means(self) -> dict[str, float]:
-        """By name, over the whole batch. Alone a process waits for its device here, and not before."""
-        # Tensor parallel ranks tell the same: sums and numbers are both as many times too large.
+        """Means over the whole batch, by name. A single process waits for its device here, not earlier."""
+        # Tensor parallel ranks contribute the same: sums and counts are too large by the same factor.
         return {name: total / number for name, (total, number) in _added(self._measured).items() if number}
 
     def _observer(self, metrics: Metrics) -> "_Observer":

@@ -1,4 +1,4 @@
-"""The state of a module by its own names, where ranks have parts of it: whole ones from parts, and parts of whole."""
+"""The state of a module by its own names, over ranks: assemble whole tensors from parts, and cut parts from whole."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -17,10 +17,10 @@ _EXTRA = "_extra_state"
 
 
 class ModuleState:
-    """Parameters, buffers and gradients under the names of the original module. All ranks call it alike.
+    """Parameters, buffers and gradients under the names of the original module. All ranks call its methods alike.
 
-    `parameters` and `buffers` are those of this process's stages; `shapes` are those of the whole, by name;
-    `sharded` knows which part of each this rank has; `from_pipeline` gives what each rank of the pipeline gives.
+    `parameters` and `buffers` are those of this process's stages. `shapes` are whole shapes, by name. `sharded` knows
+    which part of each this rank has. `from_pipeline` gathers over the ranks of the pipeline.
     """
 
     def __init__(

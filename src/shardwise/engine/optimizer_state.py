@@ -1,10 +1,10 @@
-"""The optimizers of all ranks as one state: whole ones from pieces, and pieces of whole ones.
+"""The optimizers of all ranks as one state: assemble whole entries from pieces, and cut pieces from whole entries.
 
     a rank's optimizer has         over replicas (ZeRO)      over experts (ep), layers (tp)      over stages (pp)
     pieces, flattened         ──   one after the other  ──   as the parameter is joined     ──   all names
     whole matrices of its own ──   one owner has each   ──   joined already                 ──   all names
 
-What has no number for each of the weight's (a count of steps) is the same in all pieces, and is taken from the first.
+An entry that is not elementwise (a count of steps) is the same in all pieces, and is taken from the first.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,7 +37,7 @@ Gather = Callable[..., list[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """What an optimizer remembers of a weight. `each` are the keys that have a number for each of the weight's."""
+    """The optimizer state of one piece of a weight. `each` has the keys of elementwise entries."""
 
     start: int
     each: frozenset[str]

@@ -1,6 +1,6 @@
-"""`parallelize`: an unmodified module, a plan, a loss and an optimizer, to something that trains.
+"""`parallelize`: turn an unmodified module, a plan, a loss and an optimizer into an engine that trains.
 
-The same script runs alone, where one process runs every rank; under `torchrun`; or through `spawn`.
+The same script runs as a single process, which then runs every rank; under `torchrun`; or through `spawn`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ from shardwise.stages.split.remembered import forgotten
 from shardwise.stages.stage import Batch, Loss
 from shardwise.states.parameter_group import MakeOptimizer, Share
 
-#: How long a rank may be at one instruction where it may be compiling.
+#: How long a rank may spend on one instruction if it may be compiling.
 _COMPILING_SECONDS = 300.0
 
 
@@ -66,37 +66,37 @@ def parallelize(
 ) -> Engine:
     """Return an engine that trains `module` under `plan`.
 
-    `plan` may be a `Plan` or its short form, `pp=3,schedule=zb-v,microbatches=8`. `loss(output, batch)` gives a mean or
-    a sum over rows or labels, or a pair of a sum and the number that it is summed over. It is tried on the example
-    first, and what parts of a batch cannot tell is refused (`docs/habits.md`). A module in evaluation mode is put in
-    training mode; one that is partly so stays as it is. One on the meta device gets the weights of this process's
-    stages, from `seed` alone. `optimizer` makes one for all parameters, whole and as `module.parameters()` gives them,
-    or several are given, each for its share of them. Each is called once.
+    `plan` is a `Plan` or its short form, `pp=3,schedule=zb-v,microbatches=8`. `loss(output, batch)` returns a mean or a
+    sum over rows or labels, or a pair of a sum and its number of terms. It is tried on the example first; a loss that
+    cannot be computed from parts of a batch is refused (`docs/habits.md`). A module in evaluation mode is put in
+    training mode; one with mixed modes stays as it is. A module on the meta device gets the weights of this process's
+    stages, determined by `seed` alone. `optimizer` makes one optimizer for all parameters, whole and in the order of
+    `module.parameters()`; or several are given, each for its share of the parameters. Each is called once.
 
-    Gradients are clipped to a global norm of `clip`, if given. With `compile` each unit is compiled, by `inductor` or
-    by the backend that it names. With `pad` the microbatches need not divide a batch: some have a row more, or, in a
-    batch of too few rows, repeat one that counts for nothing. With `through_blocks` a pipeline may be cut in a block
-    where whole blocks do not divide evenly; with `measure` it is cut by what units take here, not by FLOPs and bytes.
+    `clip` clips gradients to a global norm. `compile` compiles each unit with `inductor` or the named backend. With
+    `pad`, the number of microbatches need not divide a batch: some have a row more, or, if a batch has too few rows,
+    repeat a row with weight 0. With `through_blocks`, a pipeline may be cut inside a block if whole blocks do not
+    divide evenly. With `measure`, it is cut by measured times of units, not by FLOPs and bytes.
 
-    What is not found is said: `tensor` names layers and how each is cut over tp, and `tensor_chunks` in how many chunks
-    such a layer sends what it computes (`docs/tensor.md`); `positions`, `entries` and `masks` say how cp is to take the
-    module and its batches (`docs/context.md`); `buffers`, "mean" or "first", what replicas are to have of buffers that
-    each writes in its own forwards (`docs/habits.md`). With `verify` layers are cut in a copy first: what computes
-    something else in parts is left whole, with a warning. Gradients are summed in buckets of `bucket_bytes`, if given.
-    Every rank is given the same `batch`, of all rows, and takes its own; with "local" each replica (dp) is given rows
-    of its own (`sw.replica_of(plan)` says which), the same on all ranks of it. On GPUs kernels compute what they
-    compute alike, listed by `explain()`; with `kernels=False` plain operators do (`docs/kernels.md`). With
-    `masters=False` weights of 16 bits are computed with and stepped on as they are, whatever the precision: no
-    autocast, no copies in fp32. With `graphs` steps are captured as CUDA graphs where they can be (`docs/engine.md`).
-    `wires` are what processes talk over, where several engines are to share it (`ranks/wires.py`). Where
-    `torch.distributed` has several ranks, each of them runs one of the plan. Under `torchrun` it is started here.
+    Arguments for what is not detected: `tensor` names layers and how each is cut over tp; `tensor_chunks` is the number
+    of chunks in which such a layer sends its result (`docs/tensor.md`); `positions`, `entries` and `masks` describe the
+    module and its batches to cp (`docs/context.md`); `buffers`, "mean" or "first", is how replicas agree on buffers
+    that each writes in its own forwards (`docs/habits.md`). With `verify`, layers are cut in a copy first: a layer that
+    computes something else in parts is left whole, with a warning. `bucket_bytes` is the size of gradient buckets.
+    Every rank is given the same `batch` of all rows, and takes its own; with "local", each replica (dp) is given its
+    own rows (`sw.replica_of(plan)` says which), the same on all its ranks. On GPUs, kernels replace operators with the
+    same result, as listed by `explain()`; `kernels=False` uses plain operators (`docs/kernels.md`). With
+    `masters=False`, 16-bit weights are used and updated as they are, whatever the precision: no autocast, no fp32
+    copies. With `graphs`, steps are captured as CUDA graphs where possible (`docs/engine.md`). `wires` are the
+    connections between processes, if several engines share them (`ranks/wires.py`). If `torch.distributed` has several
+    ranks, each runs one rank of the plan. Under `torchrun`, it is initialized here.
     """
     options = Options(
         clip=clip, compile=compile, seed=seed, pad=pad, through_blocks=through_blocks, measure=measure, tensor=tensor,
         tensor_chunks=tensor_chunks, positions=positions, entries=entries, masks=masks, bucket_bytes=bucket_bytes,
         buffers=buffers, verify=verify, batch=batch, kernels=kernels, masters=masters, graphs=graphs,
     )  # fmt: skip
-    # Over wires that others use too, what all refuse alike is no fault.
+    # On shared wires, a refusal that all ranks raise alike is not a failure of a rank.
     with making(None if wires is None else wires.watch, _COMPILING_SECONDS if compile else None) as watch:
         chosen = _checked(module, plan, loss, optimizer, example, options)
         check_here(chosen, watch, compiles=bool(compile))
@@ -110,14 +110,14 @@ def parallelize(
 
 
 def _checked(module: nn.Module, plan: Plan | str, loss: Loss, optimizer: Any, example: Batch, options: Options) -> Plan:
-    """The plan, if what was given is of the right kind."""
+    """Check the types of the arguments, and return the plan."""
     _check_arguments(module, plan, loss, optimizer, example)
     check_settings(clip=options.clip, bucket_bytes=options.bucket_bytes, buffers=options.buffers, batch=options.batch)
     return Plan.parse(plan) if isinstance(plan, str) else plan
 
 
 def _check_module(module: nn.Module, plan: Plan, options: Options) -> None:
-    """Refuse what of the module cannot be trained so."""
+    """Refuse a module that cannot be trained under the plan."""
     check_module(module)
     if not options.masters:
         check_sixteen(module)
@@ -128,7 +128,7 @@ def _check_module(module: nn.Module, plan: Plan, options: Options) -> None:
 
 
 def _check_arguments(module: Any, plan: Any, loss: Any, optimizer: Any, example: Any) -> None:
-    """Refuse what is of another kind than `parallelize` takes, before it fails somewhere inside."""
+    """Refuse arguments of the wrong type, before they fail somewhere inside."""
     are_shares = isinstance(optimizer, Sequence) and bool(optimizer) and all(isinstance(o, Share) for o in optimizer)
     for name, given, is_right, wanted in (
         ("module", module, isinstance(module, nn.Module), "an nn.Module"),

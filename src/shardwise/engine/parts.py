@@ -1,4 +1,4 @@
-"""What an engine is put together from: a module that has been cut for this process, and how it is to be trained."""
+"""The components of an engine: a module that has been cut for this process, and how it is to be trained."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +20,13 @@ from shardwise.stages.stage import Loss, Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """`split` are the stages of the module, and `schedule` is what runs them. `device` is where batches are.
+    """`split` has the stages of the module, `schedule` runs them, `device` is the device of batches.
 
-    Before it was cut the module had its parameters in this `order`, and its state in these `shapes`. `callers` are
-    modules that drop at random by calling a function, and `calls_before` for each stage how often what drops in it was
-    called in others before, if so; `written` are the buffers that a forward writes
-    (`states/shared_buffers.py`). `has_metrics` says whether the loss returns metrics beside itself, `rule` what of a
-    batch is cut, and `kind` what the loss is.
+    `order` and `shapes` are the order of the parameters and the shapes of the state before the module was cut.
+    `callers` are modules that apply dropout by calling a function. `calls_before` has for each stage how often its
+    dropouts were called in earlier stages, if they were. `written` are the buffers that a forward writes to
+    (`states/shared_buffers.py`). `has_metrics` says whether the loss also returns metrics, `rule` which entries of a
+    batch are cut, and `kind` what kind of reduction the loss is.
     """
 
     module: nn.Module
@@ -48,12 +48,12 @@ class Parts:
     kind: LossKind = LossKind.UNTRIED
     #: Whether any parameter was on the meta device.
     is_without_numbers: bool = False
-    #: What kernels compute in place of the module.
+    #: The parts of the module that kernels compute instead.
     fused: Fused = field(default_factory=Fused)
-    #: What a script may set between steps.
+    #: Values that a script may set between steps.
     settings: TriedAgain | None = None
 
     def detach(self) -> None:
-        """What the module computes is its own again: attention, and what kernels computed in its place."""
+        """Restore the module's own attention, and its own operators where kernels replaced them."""
         self.sharded.detach(self.module)
         self.fused.undo()

@@ -1,11 +1,11 @@
-"""What the module returns for a batch, whole and on every rank, from what each process has computed of it.
+"""Assemble the module's output for a whole batch, on every rank, from the parts that the processes computed.
 
 microbatch ── output of a last stage ── words of all ranks (tp) ── told to all ── tokens of all ranks (cp)
                                                                                     │
 batch      ── rows of all microbatches and replicas (dp), without those that were added to divide them
 
-A batch may have any number of rows: its last is repeated until all microbatches are full, and what comes of these is
-left out again. In evaluation mode rows do not see each other.
+A batch may have any number of rows: its last row is repeated until all microbatches are full, and the outputs of the
+added rows are dropped. In evaluation mode rows do not influence each other.
 """
 
 import pickle

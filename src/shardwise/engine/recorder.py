@@ -1,4 +1,4 @@
-"""Steps that are recorded: what the ranks of this process noted, told to all processes by one clock."""
+"""Record steps: exchange the notes of each process's ranks with all processes, on one clock."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from shardwise.states.host import Host
 from shardwise.trace.activities import Activity
 from shardwise.trace.events import Trace, Traffic
 
-#: What collectives of replicas are for.
+#: The purpose of each collective between replicas.
 _OF_REPLICAS = {
     "all_reduce": "a sum of gradients",
     "reduce_scatter": "a sum of gradients",
@@ -30,9 +30,9 @@ _OF_REPLICAS = {
 
 
 class Recorder:
-    """Records steps of an engine. `sent` is what goes to each rank of the pipeline: messages and bytes.
+    """Records steps of an engine. `sent` counts messages and bytes to each rank of the pipeline.
 
-    `trace` is that of the last.
+    `trace` is the trace of the last recorded step.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Recorder:
         self._data, self._host, self._held = data, host, held
         self._recording: Recording | None = None
         self._trace: Trace | None = None
-        #: What forwards keep of batches of each signature.
+        #: The bytes that forwards keep, for batches of each signature.
         self._kept: dict[Hashable, KeptBytes] = {}
         self._sent_before: list[tuple[Group, GroupTraffic]] = []
 
     @property
     def trace(self) -> Trace | None:
-        """What happened on all ranks in the last step that was recorded."""
+        """The trace of all ranks of the last recorded step."""
         if self._recording is not None:
             self._trace, self._recording = self._recording.trace(), None
         return self._trace
@@ -67,7 +67,7 @@ class Recorder:
 
     @contextmanager
     def listening(self, recording: Recording | None, signature: Hashable) -> Iterator[None]:
-        """Let a recording hear what goes on inside of instructions, and have counted what is not known to be kept."""
+        """Connect a recording with the inside of instructions; count the bytes that forwards keep, if still unknown."""
         if recording is None:
             yield
             return
@@ -77,7 +77,7 @@ class Recorder:
         try:
             for interpreter in self._interpreters:
                 interpreter.note_again = recording.note_again
-                # Of ranks that take turns no bytes are told.
+                # Ranks that take turns in one process record no bytes.
                 counts = len(self._interpreters) == 1
                 interpreter.kept_bytes = self._kept.setdefault(signature, {}) if counts else None
             if watch is not None:
@@ -106,15 +106,15 @@ class Recorder:
         data_wait: float,
         streams: StreamCollector | None = None,
     ) -> None:
-        """A step has ended, whose update took from when to when: tell all processes what each has noted."""
+        """End a recorded step: exchange the notes with all processes. `step` is the start and end of its update."""
         for rank in self._wires.ranks:
             recording.note_step(rank, *step)
-        # By the host's clock still: what was launched inside of an instruction is found by when it was launched.
+        # Before `settle`, so by the host's clock: an activity is assigned to an instruction by its launch time.
         handed_over = recording.ran_by(self._wires.ranks[0])
         if streams is not None:
             streams.stop()
         recording.settle()
-        # So many small things at once would make the collector look through all of torch.
+        # So many small objects at once would trigger garbage collections over all of torch's objects.
         with self._wires.told_to_all(), collection_paused():
             seen = [] if streams is None else streams.activities(self._wires.rank, handed_over, recording.launches)
             self._share(recording, (begin, step[1]), data_wait, self._kept.get(signature, {}), seen)
@@ -130,7 +130,7 @@ class Recorder:
     ) -> None:
         ranks = self._wires.ranks
         if len(ranks) > 1:
-            # Ranks of one process take turns, and have no step of their own.
+            # Ranks of one process take turns, so they have no window of their own.
             for rank in ranks:
                 recording.take(rank, recording.told_by(rank))
             return
@@ -142,7 +142,7 @@ class Recorder:
             recording.take(other, RankNotes.unpacked(told))
 
     def _traffic(self, rank: int, recording: Recording) -> Iterator[Traffic]:
-        """What this rank has sent in the step."""
+        """Yield the traffic of this rank in the step."""
         pipeline = recording.pipeline_of(rank)
         for target, (num_messages, num_bytes) in self._sent.items():
             yield Traffic(rank, pipeline[target], "values", num_messages, num_bytes)
@@ -151,17 +151,17 @@ class Recorder:
                 yield Traffic(rank, None, kind, count, group.traffic.bytes[kind] - before.bytes[kind])
 
     def _groups(self) -> list[Group]:
-        """All that this rank sends in, but for its pipeline."""
+        """Return all groups that this rank communicates in, except its pipeline."""
         every = [*self._wires.mesh.groups.values(), *self._replicas()]
         return list({id(each): each for each in every if each.handle is not None}.values())
 
     def _replicas(self) -> list[Group]:
-        """Those that gradients are summed in, and parameters gathered."""
+        """Return the groups in which gradients are reduced and parameters gathered."""
         pairs = [bucket.key.replicas for bucket in self._data.buckets]
         return [each for pair in pairs for each in (pair.shard, pair.copies)]
 
     def _state_bytes(self) -> dict[str, int]:
-        """What this process holds of the model's state, by owner, on its device."""
+        """Return the bytes of model state that this process holds on its device, by owner."""
         held = self._data.held()
         in_buckets = {id(each) for bucket in self._data.buckets for each in bucket.weights.parameters}
         others = sum(each.nbytes for each in self._held if id(each) not in in_buckets)
@@ -170,5 +170,5 @@ class Recorder:
 
 
 def _launched(recording: Recording, among: str, kind: str, *, is_of_replicas: bool) -> None:
-    """What replicas do together is for gradients or parameters; in layers it is what it is."""
+    """Note a launch. Collectives between replicas have a purpose (gradients, parameters); others only their kind."""
     recording.note_launch(among, _OF_REPLICAS.get(kind) if is_of_replicas else None, kind)

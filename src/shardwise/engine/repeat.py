@@ -1,12 +1,12 @@
-"""A step's forward and backward done again, and what comes of it in a few numbers: nothing of the training changes.
+"""Repeat the forward and backward of a step and return a fingerprint of its gradients, without changing the training.
 
-Replicas hold the same weights, so one can do another's part: with `shift` 1, each computes the rows of the next.
+Replicas hold the same weights, so one can compute another's part: with `shift` 1, each computes the rows of the next.
 
     step      rows 0 on replica 0    rows 1 on replica 1    rows 2 on replica 2
     shift 1   rows 1 on replica 0    rows 2 on replica 1    rows 0 on replica 2
 
-What a rank alone has added up of the gradients, before it is summed with that of other replicas, must then be that of
-the rank with the same part of the next replica.
+The gradients that a rank accumulates, before they are summed over replicas, must then equal those of its counterpart in
+the next replica.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,21 +24,21 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprint(NamedTuple):
-    """A sum of the bits of numbers, each read as a whole one, and the sum of their squares.
+    """The sum of the elements' bits read as integers, and the sum of their squares.
 
-    The first is the same in any order, and another if one bit is.
+    The first does not depend on the order, and changes if any bit changes.
     """
 
     bits: int
     square: float
 
     def is_near(self, other: "Fingerprint", tolerance: float) -> bool:
-        """Whether they are equal but for rounding."""
+        """Whether two fingerprints are equal up to rounding."""
         return abs(self.square - other.square) <= tolerance * max(abs(self.square), abs(other.square))
 
 
 class Prints:
-    """Adds up fingerprints of tensors. On a GPU they are read when asked for."""
+    """Accumulates fingerprints of tensors. On a GPU they are read on request."""
 
     def __init__(self) -> None:
         self._bits: list[Tensor] = []
@@ -77,7 +77,7 @@ def why_not(engine: Engine) -> str | None:
 
 @contextmanager
 def looking(engine: Engine) -> Iterator[Prints]:
-    """Within it, a step's gradients of this rank alone are added up."""
+    """Fingerprint this rank's own gradients of the step inside this context."""
     prints, data = Prints(), engine.states.data
     data.look_at_gradients(prints.add)
     try:
@@ -87,9 +87,9 @@ def looking(engine: Engine) -> Iterator[Prints]:
 
 
 def repeat(engine: Engine, batch: Batch, *, shift: int = 0) -> Fingerprint:
-    """Forward and backward of a batch from the weights as they are. All ranks call this alike.
+    """Run forward and backward of a batch with the current weights. All ranks call this alike.
 
-    Returns what this rank has added up of the gradients for the rows of the replica that is `shift` after its own.
+    Return the fingerprint of this rank's gradients for the rows of the replica that is `shift` after its own.
     """
     num_steps, buffers = engine.num_steps, {name: each.clone() for name, each in engine.buffers.items()}
     random = torch.get_rng_state()

@@ -1,13 +1,13 @@
-"""Whether ranks were given the batch that they should have been: the same on all, or on all of a replica.
+"""Check that ranks are given the right batches: the same on all ranks, or on all ranks of a replica.
 
     batch="same"    every rank is given all rows, and takes its own         all checksums are equal
     batch="local"   every replica (dp) is given rows of its own             those of one replica are equal
 
-Checksums go with the sum of the loss, which all ranks exchange in every step anyway, and are looked at before weights
-change. The example and the first batches are compared before anything is run: ranks that have different shapes would
-fail, or wait for each other, first. A few bits of the settings of optimizers go with them, s on each rank: their sum
-and the sum of their squares are n s and n s^2 only where all n ranks have the same. So does where generators of random
-numbers are, where steps draw from them (`same_draws.py`).
+Checksums travel with the sum of the loss, which all ranks exchange in every step anyway, and are checked before weights
+change. The example and the first batches are compared before anything runs: ranks with different shapes would fail, or
+deadlock, first. A hash s of the optimizers' settings travels with them: the sum of s and the sum of s^2 are n s and
+n s^2 only if all n ranks have the same s. So does the state of random number generators, if steps draw from them
+(`same_draws.py`).
 """
 
 import warnings
@@ -25,17 +25,17 @@ from shardwise.ranks.wires import Wires
 from shardwise.stages.rows import tensors_in
 from shardwise.stages.split.route import Route, apart
 
-#: Of larger tensors so many numbers are looked at.
+#: At most so many elements of a tensor are sampled.
 _NUM_SAMPLED = 4096
-#: Checksums have so many bits, that a double holds them.
+#: The bits of a checksum: a double holds them exactly.
 _BITS = 48
-#: So many batches are compared before they are run.
+#: The number of batches that are compared before they run.
 _NUM_EARLY = 2
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Checksum:
-    """Of a batch's tensors: shapes, and numbers here and there. On a GPU it is begun here, and read when asked for."""
+    """A checksum of a batch: shapes and sampled elements. On a GPU it is launched here, and read on request."""
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
         found = list(tensors_in(batch))
@@ -52,7 +52,7 @@ class Checksum:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """A sum of the bits of some numbers, each times its place: whole numbers, so it is the same in any order."""
+    """Return a position-weighted sum of the bits of sampled elements: integers, so it does not depend on the order."""
     flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = flat.detach().reshape(-1)
     flat = flat[:: max(1, len(flat) // _NUM_SAMPLED)].contiguous()
@@ -61,14 +61,14 @@ def _sum(tensor: Tensor) -> Tensor:
 
 
 class _Told(Protocol):
-    """What must be the same on all ranks, in a few bits."""
+    """A value that must be the same on all ranks, as a hash of a few bits."""
 
     @property
     def bits(self) -> int: ...
 
 
 def set_apart(num_ranks: int) -> ShardwiseError:
-    """What is said where scripts have set different values on ranks."""
+    """Return the error for scripts that have set different values on different ranks."""
     return ShardwiseError(
         "values that the forward or the loss reads were set between steps, and not the same ones on all"
         f" {num_ranks} ranks: each would compute another loss",

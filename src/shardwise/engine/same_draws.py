@@ -1,13 +1,13 @@
-"""Whether ranks of one replica draw the same at random, where a forward or a loss draws itself.
+"""Check that ranks of one replica draw the same random numbers, if a forward or a loss draws any.
 
-`torch.manual_seed(seed + rank)` is what scripts write so that replicas draw different things. But ranks that have parts
-of one layer (tp), of one sequence (cp) or of its experts compute one forward together, and must draw alike: a mask of
-tokens, a factor, whether a layer is left out. Nothing is compared as long as steps draw nothing: dropout is no draw of
-these generators (`sharding/dropout.py`).
+Scripts call `torch.manual_seed(seed + rank)` so that replicas draw different numbers. But ranks that have parts of one
+layer (tp), of one sequence (cp) or of its experts compute one forward together, and must draw alike: a mask of tokens,
+a factor, whether a layer is skipped. Nothing is compared as long as steps draw nothing: dropout does not use these
+generators (`sharding/dropout.py`).
 
-Threads of the script's own (a loader that prepares batches) draw from the same generators whenever they come to it.
-While there are any, what has moved was drawn by a step only where the code of the forward or the loss names something
-that draws from it. Else it was they.
+Threads of the script itself (a loader that prepares batches) draw from the same generators at any time. While there are
+such threads, a change of a generator is attributed to a step only if the code of the forward or the loss names a
+function that draws from it; otherwise to those threads.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
-"""Whether ranks were given the same module, and change its weights and the settings of its optimizers alike.
+"""Check that ranks have the same module, and change its weights and its optimizers' settings alike.
 
-DDP sends the weights of rank 0 to all when it is made, and scripts that draw from another seed on every rank, or load a
-file on one of them, rely on that. Here every rank makes the same module; what differs is refused before anything is
-cut. Numbers here and there are compared, as of batches (`same_batch.py`).
+DDP broadcasts the weights of rank 0 when it is made, and scripts that use another seed on every rank, or load a file on
+one rank only, rely on that. Here every rank makes the same module; a difference is refused before anything is cut.
+Sampled elements are compared, as for batches (`same_batch.py`).
 """
 
 from collections.abc import Iterable
@@ -21,9 +21,9 @@ from shardwise.ranks.wires import Wires
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import is_persistent
 
-#: Settings are told in so many bits, so that sums of their squares over all ranks are exact in a double.
+#: The bits of the hash of settings: sums of its squares over all ranks must be exact in a double.
 _BITS = 20
-#: Of each parameter so many numbers are looked at between steps.
+#: The number of elements of each parameter that are sampled between steps.
 _NUM_LOOKED_AT = 8
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas")
 
@@ -83,11 +83,10 @@ def _hashed(value: Any) -> int:
 
 
 class OutsideWrites:
-    """Sees what a script writes to parameters between steps, by a few numbers of each.
+    """Detects a script's writes to parameters between steps, by a few sampled elements of each.
 
-    What has changed on one rank alone would have replicas go apart. `parameters` are those that are simply there: all
-    of them are looked at when a step has ended, and before the next. Others are asked for before a script has them
-    (`shown.py`), and noted then.
+    A change on one rank alone would let replicas diverge. `parameters` are those without a guard: all of them are
+    sampled at the end of a step and before the next. Others are guarded (`shown.py`), and noted on access.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -106,12 +105,12 @@ class OutsideWrites:
         self._places[id(tensor)] = len(self._places)
 
     def note(self, tensor: Tensor) -> None:
-        """It is about to be read or written by a script."""
+        """Note a guarded parameter that a script is about to read or write."""
         few = _few_of(tensor)
         self._noted.setdefault(self._places[id(tensor)], (few, few.clone()))
 
     def settle(self) -> None:
-        """The engine gets to work: whatever changes from here on is its own doing."""
+        """Start the engine's work: changes from here on are its own."""
         self._written |= {place for place, (now, then) in self._noted.items() if not torch.equal(now, then)}
         self._noted.clear()
 

@@ -1,18 +1,18 @@
-"""What is seen of a module's parameters and buffers between steps: whole and new numbers, or a sentence.
+"""Guard a module's parameters and buffers between steps: an access sees whole, current values, or raises an error.
 
-Between two steps a rank may have half of the new weights while the rest is on its way (zero 1 and 2), no memory at all
-for them (zero 3, `offload.parameters`), or a part (tp, ep, pp). So from the end of a step to the next call of the
-engine the tensors are of a class that is asked before anybody computes with them:
+Between two steps a rank may have half of the new weights while the rest is in transit (zero 1 and 2), no memory for
+them (zero 3, `offload.parameters`), or only a part (tp, ep, pp). So from the end of a step to the next call of the
+engine, these tensors have a guarded subclass, which intercepts every operation on them:
 
-    what a rank has                        a look at it
-    all of it, new                         is not asked: the tensor is as it always was
-    all of it, some on its way             waits for that, and is as it always was from then on
-    a piece, a part, or none               raises, and says how to have all of it
+    what a rank has                        an access to it
+    all of it, current                     is not guarded: the tensor keeps its class
+    all of it, some in transit             waits for the rest, and the tensor has its own class from then on
+    a piece, a part, or none               raises, with a remedy that gives the whole tensor
 
-Shapes, types and devices are told without asking. In a step the tensors have their own class: nothing is slower then.
+Shapes, types and devices are not guarded. During a step the tensors have their own class, so steps are not slower.
 
-Nobody is asked about a view that a script has taken (`weights = [p.data for p in ...]`) and looks at after later steps.
-So where some look into the memory of what is on its way, it is waited for at the end of the step.
+A view that a script keeps (`weights = [p.data for p in ...]`) and reads after later steps cannot be guarded. So if a
+script holds views into memory that is in transit, the end of the step waits for it.
 """
 
 import sys
@@ -31,7 +31,7 @@ from shardwise.engine.spent_gradients import GradientPlaces, SpentGradient, chec
 from shardwise.errors import ShardwiseError
 from shardwise.torch_private import num_uses, pytree, without_subclasses
 
-#: To type checkers its properties are what they give.
+#: `Any`, because type checkers take the class's properties for their values.
 _KIND: Any = Tensor
 _PROPERTIES = (
     "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "is_meta", "is_cuda", "is_cpu", "is_sparse",
@@ -42,7 +42,7 @@ _METHODS = (
     Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.requires_grad_, Tensor.__hash__,
     Tensor.data_ptr, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.__len__,
 )  # fmt: skip
-#: What tells nothing of a tensor's numbers.
+#: Functions that neither read nor write a tensor's values.
 HARMLESS = frozenset(
     [getattr(_KIND, name).__get__ for name in _PROPERTIES if hasattr(_KIND, name)]
     + [_KIND.requires_grad.__set__, _KIND.grad.__set__, *_METHODS]
@@ -54,11 +54,11 @@ _ZEROING = nn.Module.zero_grad.__code__
 
 
 class View:
-    """One tensor of the module. `wait` has all of it come; where that cannot be done alone, `problem` says why.
+    """The guard of one tensor of the module. `wait` completes it; if one rank cannot do that alone, `problem` says why.
 
-    `lacks_gradient` says why `grad` is not its gradient. Where a `thread` is given, others are not asked: updates may
-    go on in them. It knows nothing of the tensor, nor of what waits: tensors outlive an engine, and their views with
-    them.
+    `lacks_gradient` says why `grad` is not its gradient. If a `thread` is given, only that thread is guarded: updates
+    may run in others. A view has no reference to its tensor, and only a weak one to `wait`: tensors outlive an engine,
+    and their views with them.
     """
 
     def __init__(
@@ -68,22 +68,22 @@ class View:
         self.name, self.problem, self._thread = name, problem, thread
         self._wait = None if wait is None else WeakMethod(wait)
         self._lacks_gradient = problem if lacks_gradient is None else lacks_gradient
-        #: Whether it is to be known what is written to it, also through `data`.
+        #: Whether writes to the tensor must be detected, also those through `data`.
         self.counts_writes = False
-        #: Whether it can be looked at when the engine is closed.
+        #: Whether the guard ends when the engine is closed.
         self.ends_with_engine = False
-        #: How many looked into its memory before a script did; None if none has.
+        #: The number of references to its memory before a script accessed it; None if no script has.
         self._num_before: int | None = None
-        #: Who wants to know of it, when it has come.
+        #: Called with the tensor on an access, once it is complete.
         self.on_look: WeakMethod[Callable[[Tensor], None]] | None = None
 
     @property
     def has_gradient(self) -> bool:
-        """Whether `grad` is its gradient."""
+        """Whether `grad` is the gradient of the tensor."""
         return self._lacks_gradient is None
 
     def look(self, tensor: Tensor, function: Any) -> None:
-        """Somebody is about to compute with it."""
+        """Handle an access: wait for the tensor, or raise. Restore its class unless writes are to be detected."""
         if self._thread is not None and self._thread != get_ident():
             return
         if function == _GRADIENT:
@@ -112,25 +112,25 @@ class View:
             _be(tensor, type(tensor).__base__)
 
     def have_come(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for the values in transit."""
         wait = None if self._wait is None else self._wait()
         if wait is not None:
             wait()
 
     def is_held(self, tensor: Tensor) -> bool:
-        """Whether somebody has kept a view that was taken between steps. The engine is about to work, not yet at it."""
+        """Whether a script still holds a view taken between steps. Called just before the engine starts to work."""
         if self._num_before is not None and num_uses(tensor) <= self._num_before:
             self._num_before = None
         return self._num_before is not None
 
 
-#: What is asked before a tensor is looked at. Not an attribute of the tensor: those are saved with it.
+#: The guards of tensors. Not an attribute of the tensor: attributes are saved with it.
 _VIEWS = WeakTensorKeyDictionary()
 _CLASSES: dict[type, type] = {}
 
 
 def guarded_class(kind: type) -> type:
-    """A class of tensors like this one that asks first."""
+    """Return the guarded subclass of a tensor class."""
     if kind not in _CLASSES:
         body = {"__torch_function__": classmethod(_asked), "__deepcopy__": _copied, "__reduce_ex__": _reduced}
         _CLASSES[kind] = type(kind)(kind.__name__, (kind,), {**body, "__module__": kind.__module__})
@@ -138,12 +138,12 @@ def guarded_class(kind: type) -> type:
 
 
 def is_guarded(tensor: Tensor) -> bool:
-    """Whether an engine has it, or had it, in a way that not all of it is there."""
+    """Whether a tensor is guarded: an engine holds it, or held it, incompletely."""
     return type(tensor) in _CLASSES.values()
 
 
 def has_come(tensor: Tensor) -> bool:
-    """Whether all of it is here; what is on its way is waited for. Between steps of an engine."""
+    """Wait for values in transit, and return whether the whole tensor is here. Call it between steps of an engine."""
     if not is_guarded(tensor):
         return True
     view: View = _VIEWS[tensor]
@@ -155,12 +155,12 @@ def has_come(tensor: Tensor) -> bool:
 def _asked(
     cls: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Every function of torch that is given such a tensor comes here."""
+    """Intercept a torch function with a guarded tensor among its arguments (`__torch_function__`)."""
     del cls, types
     kwargs = kwargs or {}
     if function == _GRADIENT and not _VIEWS[args[0]].has_gradient and _is_zeroing(sys._getframe(1)):
-        # `module.zero_grad()`, out of habit: every step begins with none. Or before a backward of the script's own, to
-        # which what the engine had left there, a part of its sum, would be added.
+        # A habitual `module.zero_grad()`: every step begins without gradients anyway. Or one before a backward of the
+        # script's own: that would accumulate into the partial sum that the engine left here.
         with without_subclasses():
             args[0].grad = None
         return None
@@ -171,13 +171,13 @@ def _asked(
             if isinstance(each, Tensor) and is_guarded(each):
                 _look(each, function)
     if function == _DATA and _VIEWS[args[0]].counts_writes:
-        function = Tensor.detach  # The same numbers; but what is written there counts as written to the tensor.
+        function = Tensor.detach  # The same memory, but writes to it bump the tensor's version.
     with without_subclasses():
         return function(*args, **kwargs)
 
 
 def _is_zeroing(frame: FrameType | None) -> bool:
-    """Whether torch's `zero_grad` asks; between it and us stands what torch looks through, as `set_default_device`."""
+    """Whether torch's `zero_grad` is calling; frames of torch may be in between, as with `set_default_device`."""
     while frame is not None and frame.f_code is not _ZEROING:
         frame = frame.f_back if frame.f_globals.get("__name__", "").startswith("torch.") else None
     return frame is not None
@@ -214,19 +214,19 @@ def _as_ever(tensor: Tensor) -> Iterator[None]:
         _be(tensor, guarded)
 
 
-#: Modules whose own `load_state_dict` looks first.
+#: Modules whose own `load_state_dict` checks the guards first.
 _HOOKED: WeakSet[nn.Module] = WeakSet()
 
 
 def _look_before_loading(module: nn.Module, *_: Any) -> None:
-    """A module is to be loaded by its own method, which else tells of each tensor in a sentence of torch's."""
+    """Check the guards before a module's own `load_state_dict`, which would wrap our error in torch's, per tensor."""
     for each in (*module.parameters(), *module.buffers()):
         if is_guarded(each):
             _look(each, Tensor.copy_)
 
 
 class Shown:
-    """The tensors of a module that are not simply there between steps, each with what is asked."""
+    """The tensors of a module that may be incomplete between steps, with their guards."""
 
     def __init__(self, module: nn.Module, views: Iterable[tuple[Tensor, View]]) -> None:
         self._classes: list[tuple[Tensor, type, type]] = []
@@ -236,22 +236,22 @@ class Shown:
             self._classes.append((tensor, own, guarded_class(own)))
             _VIEWS[tensor] = view
         self._depth, self._is_closed = 0, False
-        #: Those of which a script holds views.
+        #: Guards of tensors that a script holds views of.
         self._held: list[View] = []
-        #: Tensors that are of another class until the engine gets to work, each with its own.
+        #: Tensors with a temporary class until the engine starts to work, each with its own class.
         self._lent: list[tuple[Tensor, type]] = []
-        #: Parameters whose gradients are whole here, and may be looked at.
+        #: Parameters whose gradients are whole here, and may be read.
         self.with_gradients: Sequence[nn.Parameter] = ()
-        #: Where gradients of parameters are, and others may be put.
+        #: Detects gradients that a script assigns between steps.
         self.places = GradientPlaces({})
-        #: What is called when the engine gets to work, once its tensors are plain.
+        #: Called when the engine starts to work, once its tensors have their own classes.
         self.on_open: Callable[[], None] | None = None
         if self._classes and module not in _HOOKED:
             _HOOKED.add(module)
             module.register_load_state_dict_pre_hook(_look_before_loading)  # type: ignore[no-untyped-call]
 
     def guard(self) -> None:
-        """A step has ended, or an engine was made: whoever looks is asked from now on."""
+        """Guard the tensors from now on: a step has ended, or an engine was made."""
         for view in self._held:
             view.have_come()
         for tensor, _, guarded in self._classes:
@@ -262,7 +262,7 @@ class Shown:
                     self.lend(each.grad, SpentGradient)
 
     def lend(self, tensor: Tensor, kind: type) -> None:
-        """Have a tensor be of this class until the engine gets to work."""
+        """Give a tensor this class until the engine starts to work."""
         self._lent.append((tensor, type(tensor)))
         _be(tensor, kind)
 
@@ -273,12 +273,12 @@ class Shown:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is an engine, and it is not at work."""
+        """Whether the engine is open and not at work."""
         return not self._depth and not self._is_closed
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """The engine is at work: its tensors are plain."""
+        """Give the tensors their own classes while the engine works."""
         self._depth += 1
         if self._depth == 1:
             self._take_back()
@@ -295,7 +295,7 @@ class Shown:
                 self.guard()
 
     def close(self) -> None:
-        """The engine has ended. What is not whole here never will be, and still says so."""
+        """Close the guards with the engine. A tensor that is not whole here never will be, and stays guarded."""
         self._is_closed = True
         self.places.forget()
         self._take_back()

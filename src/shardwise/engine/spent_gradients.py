@@ -1,13 +1,13 @@
-"""Gradients between steps: the step has been taken, and the next one begins with none.
+"""Refuse writes to gradients between steps: the step has been taken, and the next one begins without gradients.
 
-A loop that was written for plain torch clips or changes them behind the backward. Behind `train_step` that has no
-effect, and a run that was to be clipped would not be. So where a rank has whole gradients they are, until the engine
-gets to work, of a class that refuses to be written. What leaves training alone is not refused: looks, zeroing, and a
-clip that finds nothing to clip, by which norms are measured.
+A loop written for plain torch clips or changes gradients after the backward. After `train_step` that has no effect, and
+a run would silently not be clipped. So if a rank has whole gradients, they have a class that refuses writes until the
+engine starts to work. Operations without effect on training are allowed: reads, zeroing, and a clip that does not clip,
+which measures the norm.
 
-Others are put in their places (`p.grad = p.grad * 0.5`), which no tensor is asked about. Of a few parameters it is
-known what the engine left there, and whether a backward of the script's own came by meanwhile: its gradients are its
-own business, as are those that another optimizer has stepped by.
+An assignment (`p.grad = p.grad * 0.5`) calls no tensor function, so it cannot be intercepted. Instead, for a few
+parameters the engine remembers the gradient that it left there, and whether a backward of the script itself has run
+since: the script's own gradients are allowed, as are those that another optimizer has stepped with.
 """
 
 from collections.abc import Mapping
@@ -19,23 +19,23 @@ from torch import Tensor, nn
 from shardwise.errors import ShardwiseError
 from shardwise.torch_private import version_of, without_subclasses
 
-#: Of so many parameters it is known. Scripts that change gradients go over all; a hook takes 3 microseconds.
+#: The number of watched parameters: a script that changes gradients changes all, and a hook takes 3 microseconds.
 _NUM_WATCHED = 8
 _REMEDY = (
     "clip=1.0 in sw.parallelize, to clip; what else changes gradients in step() of an optimizer, or in a hook of the"
     " parameter that multiplies; engine.gradient_norm to look"
 )
 
-#: What a gradient is made ready with to be written by somebody else, or begins the next step with.
+#: In-place functions that are allowed: they prepare a gradient for other code, or for the next step.
 _WITHOUT_EFFECT = frozenset(["zero_", "_foreach_zero_", "detach_", "requires_grad_"])
 _SCALING = frozenset(["mul_", "div_", "_foreach_mul_", "_foreach_div_", "__imul__", "__itruediv__"])
 _KIND: Any = Tensor
-#: What gives the same memory once more.
+#: Functions that return the same memory.
 _SAME = (_KIND.data.__get__, Tensor.detach)
 
 
 class SpentGradient(Tensor):
-    """A gradient that its step was taken by."""
+    """A gradient whose optimizer step has been taken."""
 
     @classmethod
     def __torch_function__(
@@ -62,7 +62,7 @@ class SpentGradient(Tensor):
 
 
 def _writes(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a function changes the numbers of its first argument, which is such a gradient, or has some."""
+    """Whether a function changes its first argument, which is a spent gradient or a list of them."""
     name = getattr(function, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
     if not (is_in_place or name in ("__imul__", "__iadd__", "__isub__", "__itruediv__", "__setitem__")):
@@ -79,7 +79,7 @@ def _writes(function: Any, args: tuple[Any, ...]) -> bool:
 
 
 def check_put(name: str, gradient: Tensor) -> None:
-    """Refuse a gradient that is put where the engine has none; zeros are none."""
+    """Refuse a gradient assigned where the engine has none; zeros are allowed."""
     if bool(gradient.count_nonzero()):
         raise _put(name)
 
@@ -93,7 +93,7 @@ def _put(name: str) -> ShardwiseError:
 
 
 class _Left(NamedTuple):
-    """What the engine has left in the place of a parameter's gradient, and how often that was written."""
+    """The gradient that the engine left at a parameter, and the version of the parameter then."""
 
     name: str
     parameter: nn.Parameter
@@ -102,7 +102,7 @@ class _Left(NamedTuple):
 
 
 class GradientPlaces:
-    """The places of a few parameters' gradients, from one step to the next."""
+    """Watches the `grad` of a few parameters from one step to the next."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         every = list(parameters.items())
@@ -110,11 +110,11 @@ class GradientPlaces:
         self._watched = dict([*every[::apart][: _NUM_WATCHED - 1], *every[-1:]])
         self._left: list[_Left] = []
         self._handles: list[Any] = []
-        #: The parameters that a backward has come to since.
+        #: Ids of parameters that a backward has reached since.
         self._met: set[int] = set()
 
     def leave(self) -> None:
-        """A step is over."""
+        """Start watching: a step is over."""
         self.forget()
         with without_subclasses():
             for name, each in self._watched.items():
@@ -124,7 +124,7 @@ class GradientPlaces:
                     self._handles.append(handle)
 
     def forget(self) -> None:
-        """Nobody wants to know any more."""
+        """Stop watching."""
         for each in self._handles:
             each.remove()
         self._handles.clear()
@@ -132,7 +132,7 @@ class GradientPlaces:
         self._met.clear()
 
     def check(self) -> None:
-        """Refuse gradients that somebody has put there: the step that begins now begins with none."""
+        """Refuse gradients that a script has assigned: the step that begins now begins without gradients."""
         with without_subclasses():
             found = [each.name for each in self._left if self._is_put(each)]
         self.forget()
@@ -147,6 +147,6 @@ class GradientPlaces:
         if now is None or now is left.gradient or id(left.parameter) in self._met:
             return False
         if version_of(left.parameter) != left.version:
-            return False  # Somebody has made a step by it.
+            return False  # Another optimizer has stepped with it.
         is_same = left.gradient is not None and now.shape == left.gradient.shape and bool((now == left.gradient).all())
         return not is_same and bool(now.count_nonzero())

@@ -1,16 +1,16 @@
-"""Groups of an optimizer that has the parameters of some stages: a number of all of them would be one of this rank's.
+"""Optimizer groups under pp: refuse reductions over a group's parameters, which would cover only this rank's stages.
 
-Under pp a rank's `optimizer.param_groups` have the parameters of its stages. Whoever goes over them between steps is
-right with what works on each by itself, in place (a decay by hand, an average of each), and wrong with what takes them
-together: a norm, `clip_grad_norm_`, one tensor of all. So what is taken from a group is followed:
+Under pp, a rank's `optimizer.param_groups` have the parameters of its stages only. Code that goes over them between
+steps is right if it treats each parameter by itself, in place (a manual decay, an average of each), and wrong if it
+combines them: a norm, `clip_grad_norm_`, one tensor of all. So tensors taken from a group are tracked:
 
-    what becomes of it                                   then
-    a tensor of one parameter, written in place or kept  is as it always was, and what is made of it is followed
-    one tensor of two parameters                         raises, and says how to have all of them
-    a number of Python: `.item()`, `float`, `if`         the same: it would be another one on every rank
+    use                                                  result
+    a tensor of one parameter, written in place or kept  works as always; results computed from it are tracked too
+    one tensor computed from two parameters              raises, with a remedy that covers all parameters
+    a Python number: `.item()`, `float`, `if`            raises too: it would differ between ranks
 
-It is followed from a look at a group to the engine's next call. The module's own names are not: who takes a
-parameter by its name has what the name says.
+Tracking lasts from an access to a group to the engine's next call. Parameters accessed by the module's own names are
+not tracked: such code gets the parameter it names.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,7 @@ from shardwise.engine.shown import HARMLESS, Shown, has_come
 from shardwise.errors import ShardwiseError
 from shardwise.torch_private import pytree, without_subclasses
 
-#: Functions that make a number of Python, or an array, of a tensor.
+#: Functions that turn a tensor into a Python number or an array.
 _LEAVING = frozenset(
     [
         "item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__complex__", "__format__",
@@ -35,12 +35,12 @@ _LEAVING = frozenset(
     ]
 )  # fmt: skip
 _CLASSES: dict[type, type] = {}
-#: What a followed tensor was made of: ids of parameters, each with the plan's pp. Not an attribute: those are saved.
+#: The origin of a tracked tensor: ids of parameters, each with the plan's pp. Not an attribute: those are saved.
 _MADE_OF = WeakTensorKeyDictionary()
 
 
 def follow_groups(optimizer: Optimizer, shown: Shown, pp: int) -> None:
-    """Have this optimizer's groups tell who looks at them between steps."""
+    """Track accesses to this optimizer's groups between steps."""
     for group in optimizer.param_groups:
         group["params"] = StageParameters(group["params"], shown, pp)
 
@@ -97,7 +97,7 @@ def _followed_class(kind: type) -> type:
 def _followed(
     cls: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Every function of torch that is given a followed tensor comes here."""
+    """Intercept a torch function with a tracked tensor among its arguments (`__torch_function__`)."""
     del cls, types
     kwargs = kwargs or {}
     if function in HARMLESS:

@@ -1,14 +1,14 @@
-"""The computation of a step as a CUDA graph: forwards and backwards are launched once, and replayed from then on.
+"""The computation of a step as a CUDA graph: forwards and backwards are captured once, and replayed from then on.
 
-    step 1         as it is: memory is allocated, kernels are chosen and compiled
-    step 2         as it is, and watched: does the host wait for the GPU, or draw random numbers?
+    step 1         eager: memory is allocated, kernels are chosen and compiled
+    step 2         eager, and watched: does the host wait for the GPU, or draw random numbers?
     step 3         captured, and replayed
     step 4, ...    the batch is copied to where the graph reads it, and the graph replayed
 
-The update is not in it: learning rates, clipping and all else that changes from step to step is seen as ever. Gradients
-are in the same memory every time. A batch of another shape, a tensor of the module in another place, a layer in another
-mode, another number that the loss has at hand: each of them is another graph, captured at its third step. What a
-function reads elsewhere is in a graph as it was when it was captured.
+The update is not in the graph, so learning rates, clipping and other settings may change from step to step. Gradients
+are in the same memory every time. A batch of another shape, a tensor of the module at another address, a layer in
+another mode, or another number that the loss refers to: each needs another graph, captured at its third step. Any other
+value that a function reads is frozen in the graph at its capture.
 """
 
 import logging
@@ -38,20 +38,20 @@ from shardwise.torch_private import (
     saved_tensor_hooks,
 )
 
-#: Whether steps are captured: wherever they can be, nowhere, or where that was measured to be faster.
+#: Whether steps are captured: True, wherever possible; False, never; "auto", if a replay was measured to be faster.
 How = bool | Literal["auto"]
 _LOG = logging.getLogger("shardwise")
-#: Each keeps the memory of a step.
+#: The limit on graphs: each holds the memory of a step.
 _MOST_GRAPHS = 4
 _MOST_KEYS = 64
-#: A replay has to be faster than the step as it is by this factor, where nobody has asked for graphs by name.
+#: Under "auto", a replay must be faster than the eager step by this factor.
 _WORTH = 1.03
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Graph:
-    """A captured computation: where its batch lies, what replays it, its losses and gradients."""
+    """A captured computation: its input tensors, its replay function, its losses and gradients."""
 
     inputs: list[Tensor]
     replay: Callable[[], None]
@@ -66,13 +66,13 @@ class _Graph:
         return self.tally.again()
 
     def give(self) -> None:
-        """Have gradients where everybody looks for them."""
+        """Set the parameters' `grad` to the graph's gradients."""
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
 
 
 class StepGraphs:
-    """Those of one engine. `graphs` is what captures."""
+    """The graphs of one engine. `graphs` captures them."""
 
     def __init__(self, parts: Parts, states: States, dropouts: Dropouts | None, graphs: Graphs | None = None) -> None:
         self._how: How = parts.options.graphs
@@ -84,7 +84,7 @@ class StepGraphs:
         self._theirs = [each for each in self._modules if not _is_known(type(each))]
         self._made: dict[Hashable, _Graph] = {}
         self._seen: dict[Hashable, Seen | None] = {}
-        #: Why steps are run as they are, if they are.
+        #: Why steps run eagerly, if they do.
         self.problem = None if self._how is False else self._first_problem(parts, states, dropouts)
         if self.problem is not None:
             self._say(self.problem)
@@ -104,7 +104,7 @@ class StepGraphs:
         return [f"steps are captured as CUDA graphs: {len(self._made)} so far"]
 
     def run(self, microbatches: list[Batch], compute: Callable[[list[Batch]], Tally]) -> Tally:
-        """The losses of a step, with its gradients at the parameters, computed by `compute` or by a graph of it."""
+        """Run a step by `compute` or by a graph of it: return its losses, and leave gradients at the parameters."""
         is_off = self._how is False or (self.problem is not None and not self._made)
         key = None if is_off or self._is_looked_at() else self._key(microbatches)
         graph = None if key is None else self._made.get(key)
@@ -135,12 +135,12 @@ class StepGraphs:
     def _captured(
         self, key: Hashable, seen: Seen, microbatches: list[Batch], compute: Callable[[list[Batch]], Tally]
     ) -> Tally:
-        """Capture a step, and replay it once; or run it as it is, if that fails."""
+        """Capture a step, and replay it once; or run it eagerly, if the capture fails."""
         static = [changed(each, _copied) for each in microbatches]
         try:
             tally, replay = self._graphs.capture(partial(compute, static))
         except Exception as error:
-            # Of what was broken off nothing is left: it has computed nothing.
+            # A failed capture leaves nothing behind: it has computed nothing.
             for each in self._parameters:
                 each.grad = None
             self._stop(f"a capture failed ({str(error).splitlines()[0] if str(error) else type(error).__name__})")
@@ -157,11 +157,11 @@ class StepGraphs:
         return graph.tally.again()
 
     def _is_looked_at(self) -> bool:
-        """Whether somebody looks at operators, or at what is saved: there is nothing to see in a replay."""
+        """Whether operators or saved tensors are observed (modes, hooks): a replay would show nothing."""
         return is_watched() or saved_tensor_hooks() is not None or torch.is_anomaly_enabled()
 
     def _key(self, microbatches: Sequence[Batch]) -> Hashable | None:
-        """All that a captured step depends on; None where a batch has something else than tensors and plain values."""
+        """Return all that a captured step depends on; None if a batch has other values than tensors and plain ones."""
         leaves: list[Hashable] = []
         for path, each in (leaf for batch in microbatches for leaf in nodes(batch)):
             if isinstance(each, Tensor):
@@ -188,7 +188,7 @@ class StepGraphs:
         )
 
     def _stop(self, problem: str) -> None:
-        """Run steps as they are from now on. Graphs that are there stay."""
+        """Run new kinds of steps eagerly from now on. Existing graphs stay."""
         self.problem = problem
         self._say(problem)
         self._seen.clear()
@@ -203,7 +203,7 @@ class StepGraphs:
 
 
 def problems_of(parts: Parts, states: States, dropouts: Dropouts | None, device_type: str = "cuda") -> list[str]:
-    """Why no step of an engine can be captured, in words; nothing if it can."""
+    """Return the reasons, as sentences, why no step of an engine can be captured; empty if it can."""
     plan, found = parts.plan, list[str]()
     if parts.device.type != device_type:
         found.append(f"the module is on {parts.device.type}")

@@ -1,4 +1,4 @@
-"""A step of training, an evaluation, a prediction: the batch cut, the schedule run; gradients summed, the update."""
+"""Training steps, evaluations and predictions: cut the batch, run the schedule, reduce gradients, update."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from shardwise.stages.stage import Batch
 
 
 class Steps:
-    """Those of one engine. `num_begun` steps of training have been begun."""
+    """The steps of one engine. `num_begun` is the number of training steps begun."""
 
     def __init__(self, parts: Parts, execution: Execution, states: States) -> None:
         self._module, self._sharded, self._wires = parts.module, parts.sharded, parts.wires
@@ -36,7 +36,7 @@ class Steps:
         self._predictions = Predictions(parts, execution)
         self.graphs = StepGraphs(parts, states, execution.dropouts)
         self.num_begun = 0
-        #: Whether batches of the same shapes may have stages send others.
+        #: Whether stages may send different shapes for batches of the same shapes.
         self._shapes_by_data = parts.split.shapes_by_data
 
     def train(
@@ -44,9 +44,9 @@ class Steps:
         *, metrics: Metrics | None = None, trace: bool = False, data_wait: float = 0.0,
         streams: StreamCollector | None = None, is_plain: bool = False,
     ) -> Tally:  # fmt: skip
-        """One step, ended by an update that waits for the device or by another one; with `trace` recorded. Its loss.
+        """Take one step and return its loss; with `trace`, record it. `update` replaces the default, waiting update.
 
-        `is_plain`: not by a graph that was captured."""
+        `is_plain`: run without a captured CUDA graph."""
         begin, execution, states = perf_counter(), self._execution, self._states
         recording = execution.recorder.start() if trace else None
         record = None if recording is None else recording.note
@@ -87,7 +87,7 @@ class Steps:
         return tally
 
     def launch(self, batch: Batch) -> LaunchedStep:
-        """One step whose numbers can be read later; where the host has to wait for its device, it is over on return."""
+        """Launch a step whose numbers can be read later; if the host must wait for its device, it is over on return."""
         update, optimizers = self._states.device_update, self._states.data.updates.optimizers
         if update is None or not all(optimizer.state for optimizer in optimizers):
             tally, taken = self.train(batch), self._states.update
@@ -96,7 +96,7 @@ class Steps:
         return update.launched
 
     def evaluate(self, batch: Batch, metrics: Metrics | None = None) -> Tally:
-        """The loss of a batch, with every part of the module in evaluation mode meanwhile."""
+        """Return the loss of a batch, with every submodule in evaluation mode meanwhile."""
         evaluator = self._execution.evaluator
         with self._wires.told_to_all():
             self._check_settings(batch, evaluates=True)
@@ -118,7 +118,7 @@ class Steps:
             self._settings.end()
 
     def predict(self, batch: Batch) -> Any:
-        """What the module returns for a batch in evaluation mode."""
+        """Return the module's output for a batch in evaluation mode."""
         if self._settings is not None:
             self._settings.note()
             self._settings.check_evaluation(batch)
@@ -143,7 +143,7 @@ class Steps:
             self._end_settings()
 
     def _run(self, executor: Executor, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:
-        """Run a step or an evaluation; the loss of the whole batch."""
+        """Run a step or an evaluation, and return the loss of the whole batch."""
         if self._states.stream is not None and executor is self._execution.trainer:
             tally = self._states.stream.train_step(microbatches, signature, record)
         else:

@@ -1,12 +1,12 @@
-"""What a script has set between steps, or says in a batch, tried again before it is trained with.
+"""Repeat the trials when a script has set values between steps, or a batch has other plain values than the example.
 
-What trials find out when an engine is made (what a loss is a mean over, whether rows see each other, which layers come
-apart) is true of the module and of the loss as they were then. A curriculum sets other values later: the weight of a
-contrastive term, `criterion.hard = True`, `block.normalise = True`. So when a value was set, the trials are made again,
-on a copy of the module with random numbers: with the values of before, once, and with those of now. What only fails
-with those of now is refused, by its name. The same is done about words and numbers of a batch that the example has
-otherwise: `{"task": "tags"}`. Values that forwards set themselves are left alone, but for what they count: trials are
-made once more with a number far beyond (`if self.steps > 1000:`).
+The trials made with an engine (what a loss is a mean over, whether rows depend on each other, which layers can be
+sharded) hold for the module and the loss as they were then. A curriculum sets other values later: the weight of a
+contrastive term, `criterion.hard = True`, `block.normalise = True`. So when a value was set, the trials are repeated on
+a copy of the module with random weights: once with the old values, and with the new ones. A trial that fails only with
+the new values is refused, naming the value. The same is done for words and numbers of a batch that differ from the
+example: `{"task": "tags"}`. Values that forwards set themselves are ignored, except counters: trials are made once more
+with a number far beyond (`if self.steps > 1000:`).
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -43,18 +43,18 @@ from shardwise.stages.stage import Batch, Loss
 from shardwise.torch_private import buffer_slots
 
 _AGAIN = "state = engine.state_dict(), then sw.parallelize(module, ...) again and engine.load_state_dict(state)"
-#: Buffers of more numbers than this are not kept for trials: they are drawn as their modules draw them.
+#: Buffers with more elements than this are not kept for trials: their modules initialize them anew.
 _MOST_IN_BUFFERS = 2**16
-#: Models of fewer parameters are run with numbers to see what units read. Others are run without, if they can be.
+#: Models with fewer parameters are run with values to see what units read. Others run on meta tensors, if possible.
 _FEW = 2**25
-#: What was set is told in so many bits (`same_weights.py`).
+#: The values that were set are hashed to so many bits (`same_weights.py`).
 _BITS = 20
 #: What is a word or a number in a batch.
 _PLAIN = (str, bool, int, float)
 
 
 class _Absent:
-    """Of an attribute that was not there: its class may have had it."""
+    """The value of an attribute that was not set on the object; its class may have had it."""
 
     def __repr__(self) -> str:
         return "not there"
@@ -64,7 +64,7 @@ _ABSENT = _Absent()
 
 
 class _Found(NamedTuple):
-    """What trials come to: what the loss is, the layers that come apart, and by unit what its calls read."""
+    """The result of trials: the kind of the loss, the layers that can be sharded, and what each unit's calls read."""
 
     tried: Tried = Tried(LossKind.UNTRIED)
     apart: Apart = Apart()
@@ -72,7 +72,7 @@ class _Found(NamedTuple):
 
 
 class _Set(NamedTuple):
-    """A value that was set: which holder has it, its key, what it was and what it is."""
+    """A value that was set: its holder, its key, the old and the new value."""
 
     holder: int
     key: str
@@ -81,14 +81,14 @@ class _Set(NamedTuple):
 
 
 class _Copy:
-    """A copy of a module without numbers, of which trials are made; values are set in it as in the module."""
+    """A copy of a module on the meta device, for trials; values are set in it as in the module."""
 
     def __init__(self, module: nn.Module, holders: Sequence[Holder], kept: Sequence[Mapping[str, Any]]) -> None:
         self.module, self._holders = _twin(module), holders
         self._buffers = {
             name: each.clone() for name, each in module.named_buffers() if each.numel() <= _MOST_IN_BUFFERS
         }
-        #: Tensors of one number that modules have, buffers too: a copy without numbers does not know them.
+        #: Tensors of one element in modules, also buffers: a meta copy does not know their values.
         self._numbers = {
             f"{each.module}.{key}".strip("."): value
             for each, values in zip(holders, kept, strict=True)
@@ -97,7 +97,7 @@ class _Copy:
         }
 
     def again(self) -> nn.Module:
-        """Another without numbers, but for those in buffers, as they were or were set since."""
+        """Return another meta copy, with the values of buffers as they were or were set since."""
         twin = meta_twin(self.module)
         for name, buffer in self._buffers.items():
             owner, _, key = name.rpartition(".")
@@ -121,7 +121,7 @@ class _Copy:
 
 
 class TriedAgain:
-    """The values of one module and its loss. Made before anything is cut; `rule` says what of a batch are rows."""
+    """The values of one module and its loss. Made before the module is cut; `rule` says what in a batch are rows."""
 
     def __init__(
         self, module: nn.Module, loss: Loss, plan: Plan, rule: RowRule, *, tensor: Mapping[str, str] | None,
@@ -154,12 +154,12 @@ class TriedAgain:
         #: The kinds of all values that were ever set or said otherwise, and what trials have come to with these.
         self._kinds = ValueKinds()
         self._outcomes: dict[Hashable, _Found] = {}
-        #: What was set, and not tried yet; and all numbers and words that ever were, as they were set last.
+        #: Values that were set and not tried yet; and the latest of all numbers and words ever set.
         self._set: list[_Set] = []
         self._ever: dict[tuple[int, str], Any] = {}
-        #: What forwards count up.
+        #: Counters that forwards increment.
         self._counted = Counted(self._holders)
-        #: What trials find with the values that were there when the engine was made.
+        #: The result of trials with the values that were there when the engine was made.
         self._at_first: _Found | None = None
         #: Whether evaluations may read weights that training does not.
         self._may_read_more = self._comes and self._twin is not None and asks_for_mode(self._twin.module)
@@ -170,7 +170,7 @@ class TriedAgain:
         return self._twin
 
     def note(self) -> None:
-        """Take down what was set since the last step, before something else is run."""
+        """Note the values that were set since the last step, before anything else runs."""
         for number, holder in enumerate(self._holders):
             now, was = holder.values.read(), self._kept[number]
             if now != was:
@@ -182,7 +182,7 @@ class TriedAgain:
                 self._kept[number] = now
 
     def check(self, batch: Batch) -> None:
-        """Refuse what was set since the last step, or is said in this batch, if trials fail with it."""
+        """Refuse values that were set since the last step, or are in this batch, if trials fail with them."""
         self.note()
         found, self._set = self._set, []
         for each in found:
@@ -208,12 +208,12 @@ class TriedAgain:
 
     @property
     def bits(self) -> int:
-        """The same on ranks on which scripts have set the same numbers and words; 0 where they have set none."""
+        """A hash of the numbers and words that the script has set, equal on ranks that agree; 0 if none were set."""
         return crc32(repr(sorted(self._ever.items())).encode()) & (1 << _BITS) - 1 if self._ever else 0
 
     def check_evaluation(self, batch: Batch) -> None:
-        """Refuse an evaluation whose forward reads weights that are not there for it: those that training reads are.
-        Tried once, on copies without numbers."""
+        """Refuse an evaluation whose forward reads weights that are not gathered for it: only those that training
+        reads are. Tried once, on meta copies."""
         if not self._may_read_more:
             return
         self._may_read_more = False
@@ -243,12 +243,12 @@ class TriedAgain:
         return {unit: frozenset(names - there) for unit, names in {**others, "": flow.in_glue}.items()}
 
     def end(self) -> None:
-        """What has changed during a step was changed by it, or by the engine that was made."""
+        """End a step: values that changed during it were changed by it, or by making the engine."""
         before, self._kept = self._kept, [each.values.read() for each in self._holders]
         self._counted.note(before, self._kept)
 
     def _look_ahead(self, batch: Batch) -> None:
-        """Refuse what forwards are going to do by what they count, if trials fail far beyond. Tried once."""
+        """Refuse forwards that depend on counters, if trials fail with far larger counts. Tried once."""
         found = [_Set(*each) for each in self._counted.take()]
         try:
             if self._at_first is None:

@@ -1,4 +1,4 @@
-"""A module that is not what it was when its engine was made: told at the next step, and not trained half."""
+"""Detect at the next step that a module was changed after its engine was made, so it is not trained partly."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ _AGAIN = "state = engine.state_dict(), then sw.parallelize(module, ...) again an
 
 
 class Unchanged:
-    """The parameters of a module, and which of them are trained, as they are when this is made."""
+    """A snapshot of a module's parameters, and of which are trained."""
 
     def __init__(self, module: nn.Module) -> None:
         #: Where each parameter is kept, by which name of its own and of the module's, and whether it is trained.
@@ -38,7 +38,7 @@ class Unchanged:
             ]
 
     def check(self) -> None:
-        """Refuse what has become of the module, if nobody would train it."""
+        """Refuse changes of the module that the engine would not train."""
         for slots, key, name, parameter, was_trained in self._kept:
             if slots.get(key) is not parameter:
                 raise ShardwiseError(
@@ -66,11 +66,11 @@ class Unchanged:
 
 
 class UnchangedHooks:
-    """Hooks that a script registers once the engine is there, and forwards that it puts in the place of others: loggers
-    do so (`wandb.watch`). Before, `parallelize` would have kept a layer whole for them, or tried what they do to parts
-    of a gradient.
+    """Detects hooks that a script registers, and forwards that it replaces, after the engine was made: loggers do so
+    (`wandb.watch`). For earlier hooks, `parallelize` would have kept a layer whole, or tried them on parts of a
+    gradient.
 
-    Of parameters all are looked at, and of modules those layers that ranks have parts of.
+    All parameters are checked; of modules, only layers that are sharded over ranks.
     """
 
     def __init__(self, parts: Parts) -> None:

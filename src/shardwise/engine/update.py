@@ -1,13 +1,13 @@
-"""The end of a step: by the host, which asks for the loss and the norm; or by a GPU alone.
+"""The end of a step: controlled by the host, which reads loss and norm; or by the GPU alone.
 
-Where the host asks for no number, it can hand over the next step meanwhile:
+If the host reads no number, it can launch the next step meanwhile:
 
-    host      step 1 | step 2 | read 1 | step 3 | read 2 | ...       what a step has measured is read one step later
-    device      `---- step 1 ----'---- step 2 ----'---- step 3 ...    and never stands still
+    host      step 1 | step 2 | read 1 | step 3 | read 2 | ...       the numbers of a step are read one step later
+    device      `---- step 1 ----'---- step 2 ----'---- step 3 ...    and the device is never idle
 
-Whether loss and gradients are finite is known to the device alone when it updates. So it decides: from the first step
-on that is not, it leaves all steps out, until the host has seen that and says `go_on`. The weights are then those from
-before that step.
+At the time of the update only the device knows whether loss and gradients are finite. So the device decides: from the
+first non-finite step on it skips all updates, until the host has read that and calls `go_on`. The weights are then
+those from before that step.
 """
 
 import math
@@ -26,11 +26,11 @@ from shardwise.torch_private import can_step_divided
 
 
 class Update:
-    """The end of a step: gradients made those of the whole batch's mean, looked at, clipped, and stepped with.
+    """The end of a step: scale gradients to the mean over the whole batch, check and clip them, and step.
 
-    `gradient_norm` is that of the whole batch's gradient before it was clipped, if it was to be. A step whose loss or
-    norm is not finite leaves the weights alone, and `was_finite` says so. `divides_on`: the device on which optimizers
-    multiply gradients themselves, in the pass in which they read them anyway.
+    With clipping, `gradient_norm` is the norm of the whole batch's gradient before it was clipped. A step whose loss or
+    norm is not finite leaves the weights unchanged and sets `was_finite` to False. `divides_on` is the device on which
+    optimizers scale gradients themselves, in the same pass in which they read them.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Update:
         self._data, self._wires, self._clip, self._divides_on = data, wires, clip, divides_on
         self.gradient_norm: float | None = None
         self.was_finite = True
-        #: Asked before weights change, with the loss and the norm: whether the step is held back. All ranks agree.
+        #: Called with loss and norm before weights change: whether to hold the step back. The same on all ranks.
         self.holds: Callable[[float, float | None], bool] | None = None
         self.was_held = False
 
     def take(self, tally: Tally) -> None:
         """Step with the gradients that were summed last."""
-        self.was_finite = math.isfinite(tally.mean)  # A batch that has none says so here.
+        self.was_finite = math.isfinite(tally.mean)  # A batch without a mean raises here.
         scale = 1 / tally.count
         if self._clip is not None:
             self._wires.stand("the norm of the gradients")
@@ -68,7 +68,7 @@ class Update:
 
 
 class StepNumbers(NamedTuple):
-    """What a step has measured. One that was not finite has left the weights alone."""
+    """The numbers of a step. A step that was not finite has left the weights unchanged."""
 
     loss: float
     gradient_norm: float | None
@@ -76,23 +76,23 @@ class StepNumbers(NamedTuple):
 
 
 class LaunchedStep:
-    """A step that the device has been given. `read` waits for it."""
+    """A step launched on the device. `read` waits for it."""
 
     def __init__(self, found: StepNumbers | Tensor, event: torch.cuda.Event | None = None) -> None:
         self._found, self._event = found, event
 
     @property
     def was_deferred(self) -> bool:
-        """Whether the device has decided by itself what it made of the step."""
+        """Whether the device decided by itself whether to update."""
         return isinstance(self._found, Tensor)
 
     @property
     def is_over(self) -> bool:
-        """Whether its numbers are there."""
+        """Whether its numbers can be read without waiting."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> StepNumbers:
-        """Its numbers, when they are there."""
+        """Wait for the step and return its numbers."""
         if isinstance(self._found, StepNumbers):
             return self._found
         if self._event is not None:
@@ -102,11 +102,11 @@ class LaunchedStep:
 
 
 class DeviceUpdate:
-    """Gradients made those of the whole batch's mean, looked at, clipped, and stepped with, by the device alone."""
+    """The end of a step by the device alone: scale, check and clip gradients, and step, without reading a number."""
 
     def __init__(self, data: DataParallel, clip: float | None, device: torch.device) -> None:
         self._data, self._clip, self._device = data, clip, device
-        #: 1 from the first step on that was not finite.
+        #: 1 after a step that was not finite, until `go_on`; else 0.
         self._leaves_out = torch.zeros((), device=device)
         self._launched: LaunchedStep | None = None
 
@@ -139,20 +139,20 @@ class DeviceUpdate:
         self._launched = LaunchedStep(told, event)
 
     def go_on(self) -> None:
-        """The host has seen that a step was not finite: update again."""
+        """Resume updates: the host has read that a step was not finite."""
         self._leaves_out.zero_()
 
 
 def find_device_update(parts: Parts, data: DataParallel) -> DeviceUpdate | None:
-    """One for a rank that is alone, has all of its state on its device, and optimizers that can; else None."""
+    """Return a `DeviceUpdate` if the rank is alone, with all state on its device and capable optimizers; else None."""
     clip = parts.options.clip
-    # Without a bound the norm is asked for only by who wants to know of every step at once.
+    # An infinite `clip` clips nothing: the caller wants the norm of every step at once, so the update must wait.
     is_known = clip is None or math.isfinite(clip)
     return DeviceUpdate(data, clip, parts.device) if is_known and can_divide(parts, data) else None
 
 
 def can_divide(parts: Parts, data: DataParallel) -> bool:
-    """Whether a rank is alone, has all of its state on its device, and optimizers that divide gradients themselves."""
+    """Whether the rank is alone, has all state on its device, and optimizers that divide gradients themselves."""
     optimizers = data.updates.optimizers
     is_here = data.sharing.local and parts.plan.offload == Offload() and not parts.schedule.staleness
     can = bool(optimizers) and all(map(can_step_divided, optimizers))

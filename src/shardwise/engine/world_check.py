@@ -1,9 +1,9 @@
-"""A module or a loss that asks `torch.distributed` which rank it is, how many there are, or what others have.
+"""Check a module or a loss that uses `torch.distributed`: its rank, the world size, or values of other ranks.
 
-Written for DDP that makes one loss of the ranks' own: `loss * dist.get_world_size()`, embeddings of all ranks gathered
-for their negatives. Under a plan ranks may have the same rows, parts of a layer or other layers; and what is computed
-has to be what one process would. So where such names are found in their code, both are run as they are and as if there
-were one process alone: what comes out has to be the same.
+Code for DDP combines the losses of ranks so: `loss * dist.get_world_size()`, or embeddings gathered from all ranks as
+negatives. Under a plan, ranks may have the same rows, parts of a layer or other layers; and the result must be that of
+one process. So if the code contains such names, module and loss are run twice: as they are, and as if there were only
+one process. Both results must be the same.
 """
 
 from collections.abc import Iterator
@@ -46,10 +46,10 @@ _REMEDY = (
 def check_world(
     module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options, wires: Wires
 ) -> bool:
-    """Refuse what computes something else because there are other ranks. All ranks call this alike.
+    """Refuse code whose result depends on the presence of other ranks. All ranks call this alike.
 
-    Whether they ask for ranks at all, and do without: then trials are made as if there were none. Ranks may do other
-    things for a log, and would wait for each other in trials that depend on these.
+    Return whether the code uses `torch.distributed` and also runs without it: then trials run as if alone. Ranks may
+    differ in their logging, for example, and would deadlock in trials that depend on other ranks.
     """
     if wires.watch is None or not options.verify or any(each.is_meta for each in module.parameters()):
         return False
@@ -104,7 +104,7 @@ def _found(
 
 @contextmanager
 def as_if_alone() -> Iterator[None]:
-    """Whoever asks within it is told that there is one process, and no group of several."""
+    """Let `torch.distributed` report one process, and no group of several, within this context."""
     group = dist.group.WORLD
     dist.group.WORLD = None
     try:

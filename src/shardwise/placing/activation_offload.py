@@ -1,7 +1,7 @@
-"""What forwards save for their backwards, on the host: an activation offload for each place that computes.
+"""Activation offload to the host, one for each place that computes.
 
-Layer by layer, a forward goes over several devices: what each of them saves goes to its own. In a pipeline every
-place has a thread of its own, and saves in it. All of them share the host's room.
+Layer by layer, a forward runs on several devices, and each device has its own offload. In a pipeline, every place has
+its own thread, and saves in that thread. All of them share the host's memory.
 """
 
 import threading
@@ -36,7 +36,7 @@ class _Saved(NamedTuple):
 
 
 class _Room:
-    """The host's room for what all places send. Without a limit it is what is available."""
+    """The host memory for the activations of all places. Without a limit it is the available memory."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
@@ -63,7 +63,7 @@ class _Room:
 
 
 class _Site:
-    """One place: its activation offload, one thread's at a time. It lives as long as a graph that has saved with it."""
+    """The activation offload of one place, used by one thread at a time. It lives as long as any graph that uses it."""
 
     def __init__(self, place: Place, part: float, room: _Room) -> None:
         self.device = place.device
@@ -72,12 +72,12 @@ class _Site:
         self.offload = ActivationOffload(plan, self.copies, window_bytes=window_bytes(place), check=room.check)
         room.by_place[place.name] = self.offload
         self._nothing = torch.empty(0, device=place.device)
-        # In a backward every GPU has a thread of its own, and may come upon what was saved on another.
+        # In a backward every GPU has its own thread, which may reach tensors that were saved on another GPU.
         self._one_at_a_time = threading.Lock()
         weakref.finalize(self, _close, self.offload, self.copies)
 
     def pack(self, hooks: Any, tensor: Tensor) -> _Saved:
-        # Not as torch functions: where a placed module's tensors meet, a copy between devices would be one on a device.
+        # Not as torch functions: under `CrossDeviceMode`, a copy between devices would become one on a single device.
         with self._one_at_a_time, without_torch_function():
             packed = hooks.pack_hook(tensor)
             if isinstance(packed, Tensor):
@@ -94,10 +94,10 @@ class _Site:
 
 
 class PlacedActivationOffload:
-    """Parts of what forwards save at places, by place. `limit_bytes` of the host are for all of them together."""
+    """The offloaded activations of all places. `limit_bytes` is the host memory for all of them together."""
 
     def __init__(self, parts: Mapping[Place, float], limit_bytes: int | None) -> None:
-        #: What part of its activations each place sends, by its name.
+        #: The fraction of its activations that each place offloads, by its name.
         self.parts = {place.name: part for place, part in parts.items() if part}
         self._room = _Room(limit_bytes)
         self._sites = {place.name: _Site(place, part, self._room) for place, part in parts.items() if part}
@@ -107,17 +107,17 @@ class PlacedActivationOffload:
 
     @property
     def host_bytes(self) -> int:
-        """What is taken of the host's memory. It is used again in every step."""
+        """The allocated host memory in bytes. It is reused in every step."""
         return self._room.num_bytes
 
     @property
     def sent_bytes(self) -> int:
-        """What went to the host since the beginning."""
+        """Bytes copied to the host since the beginning."""
         return sum(each.sent_bytes for each in self._room.by_place.values())
 
     @property
     def returned_bytes(self) -> int:
-        """What came back from there."""
+        """Bytes copied back from the host since the beginning."""
         return sum(each.returned_bytes for each in self._room.by_place.values())
 
     def saving(self, stays: Iterable[Tensor]) -> AbstractContextManager[Any]:

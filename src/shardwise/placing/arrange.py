@@ -1,12 +1,12 @@
-"""Where everything of a placed module goes: the first way that there is room for.
+"""Decide where everything of a placed module goes: the first way that fits.
 
     everything on the devices           in stages of a pipeline if there are microbatches, else layer by layer
         |  no room, and the host is there too
     what the offload planner offers     the fastest first: activations on the host, weights streamed from it, both,
                                         or the host computes like another device
 
-The planner counts single units. Stages are runs of them, so a way of its may turn out to have no room: then it is the
-next one's turn. That is the only choice made here; which way is fastest is decided in `offload_planner.py`.
+The planner counts single units. Stages are runs of units, so one of its ways may turn out not to fit: then the next is
+tried. That is the only choice made here; `offload_planner.py` decides which way is fastest.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,9 +39,9 @@ class Arrangement:
 
     where: dict[str, Place] = field(default_factory=dict)
     units: dict[str, torch.device] = field(default_factory=dict)
-    #: Why the host is used as it is, where it had to be.
+    #: Why the host is used as it is, if it had to be.
     reason: str = ""
-    #: The part of the activations that is on the host, if any is.
+    #: The fraction of the activations that is on the host, if any.
     activations: PlacedActivationOffload | None = None
     host: HostWeights | None = None
     pipeline: Pipeline | None = None
@@ -50,7 +50,7 @@ class Arrangement:
 
 
 def arrange(module: nn.Module, places: Sequence[Place], options: PlaceOptions, example: Batch | None) -> Arrangement:
-    """Decide where everything goes, from a batch if there is one, and bring it there."""
+    """Decide where everything goes, using a batch if there is one, and move it there."""
     task = _Task(module, places, options, example)
     refusal: NoRoomError | None = None
     for way, reason in task.ways():
@@ -63,14 +63,14 @@ def arrange(module: nn.Module, places: Sequence[Place], options: PlaceOptions, e
 
 
 class _Task:
-    """One module to be placed: the ways to do it, and how to go each."""
+    """One module to be placed: the ways to do it, and how to carry out each."""
 
     def __init__(
         self, module: nn.Module, places: Sequence[Place], options: PlaceOptions, example: Batch | None
     ) -> None:
         self._module, self._places, self._options, self._example = module, places, options, example
         self._devices, self._memory = divide(places, options.host)
-        # One device beside the host goes layer by layer: there is nobody else to be kept busy.
+        # One device beside the host runs layer by layer: a pipeline would have no second device to keep busy.
         self._is_alone = bool(self._memory) and len(self._devices) == 1
 
     def ways(self) -> Iterator[tuple[Way, str]]:
@@ -101,7 +101,7 @@ class _Task:
 
     @cached_property
     def _loads(self) -> ModuleLoads:
-        """What the module asks for, before anything of it is moved."""
+        """The loads of the module, measured before anything of it is moved."""
         example = None if self._example is None else _at_home(self._example, self._module)
         return find_loads(self._module, example, moments=self._options.moments)
 

@@ -1,8 +1,8 @@
-"""The host beside devices: what they have no room for lives there, and its weights come to them ahead of their use.
+"""The host beside devices: units that do not fit live there, and their weights are prefetched to the devices.
 
-    cuda:0    units 0..9     4 and 9 only while they are computed, or on their way
+    cuda:0    units 0..9     4 and 9 only while they are computed, or in transit
     cuda:1    units 10..19   14 and 19 likewise
-    cpu       4, 9, 14, 19   weights, gradients, and what the user's optimizer keeps of them
+    cpu       4, 9, 14, 19   weights, gradients, and their state in the user's optimizer
 
 Every device computes its units, layer by layer. This is where placing ends and `states/tiers/` begins.
 """
@@ -30,18 +30,18 @@ from shardwise.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A unit where it is computed. Its own weights may live on the host; the rest of it stays."""
+    """A unit on the place that computes it. Its own weights may live on the host; the rest stays on the device."""
 
     load: Load
     module: nn.Module
     place: Place
-    #: With gradients and what an optimizer keeps of them.
+    #: With gradients and optimizer state.
     own_bytes: int
-    #: Buffers, and weights that others have too.
+    #: Buffers, and weights shared with other units.
     fixed_bytes: int
     #: Of its own weights alone: what crosses the link.
     weight_bytes: int
-    #: What of `own_bytes` may be on disk: weights and gradients. What an optimizer keeps of them is in memory.
+    #: The part of `own_bytes` that may be on disk: weights and gradients. Optimizer state is in memory.
     disk_bytes: int
     is_streamed: bool = False
 
@@ -57,9 +57,9 @@ class Unit:
 
 
 def divide(places: Sequence[Place], host: str) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-    """The places that compute, and those that are memory for them.
+    """Return the places that compute, and those that only provide memory for them.
 
-    Beside GPUs that is the CPU. Where there are none it is the plain `cpu` beside `cpu:0`, if `host` says so.
+    Beside GPUs the latter is the CPU. Without GPUs it is the plain `cpu` beside `cpu:0`, if `host` says so.
     """
     if host == "compute":
         return tuple(places), ()
@@ -129,7 +129,7 @@ def _on_their_way(units: Sequence[Unit], *, trains: bool) -> Load:
 
 
 class HostWeights:
-    """A module on devices, with what has no room there on the host, or in a folder beside it. Some unit is streamed."""
+    """A module on devices; units that do not fit are on the host, or in a folder. At least one unit is streamed."""
 
     def __init__(
         self, module: nn.Module, units: Sequence[Unit], room_bytes: int, memory: Place, folder: Path | str | None = None

@@ -1,12 +1,12 @@
-"""Which units go where: so that no place holds more than it has room for, and the slowest is as fast as it can be.
+"""Assign units to places so that no place exceeds its memory, and the slowest place is as fast as possible.
 
-A place may send a part of its activations to the host: a part that is given, or (None) the least that makes room.
+A place may offload a part of its activations to the host: a given part, or (None) the least that makes them fit.
 
     at a place    weights and all that training adds | what stays of activations | on its way | one unit at work
     on the host                                        what does not stay
 
-What is on its way, out in a forward and back ahead of a backward, has a window. Pieces that are too small to be sent
-stay, and so does what a stage was given by the stage before it.
+Activations in transit, out in a forward and back ahead of a backward, occupy a window. Tensors that are too small to be
+sent stay, and so do a stage's inputs from the stage before it.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _WINDOW = 1 / 12
 
 
 class NoRoomError(ShardwiseError):
-    """What is to be placed has no room where it was to go. There may be another way."""
+    """A module does not fit in the tried way. Another way may exist."""
 
 
 def window_bytes(place: Place) -> int:

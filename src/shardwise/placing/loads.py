@@ -1,4 +1,4 @@
-"""What each unit of a module asks of its place: bytes for its weights and all that training adds, and time."""
+"""The load of each unit of a module on its place: bytes for weights and all that training adds, and time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,15 +25,15 @@ class Load:
     """One call of a unit. A weight that several units share is in each of them, and counts once on a place."""
 
     unit: str
-    #: FLOPs or their like: only how they compare counts.
+    #: FLOPs or a similar measure: only ratios matter.
     cost: float
-    #: Bytes of each parameter and buffer by its first name, with its gradient and what an optimizer keeps of it.
+    #: Bytes of each parameter and buffer by its first name, with its gradient and optimizer state.
     states: Mapping[str, int]
-    #: Bytes of activations: what one microbatch's forward leaves for its backward, or hands on.
+    #: Bytes of activations: what one microbatch's forward saves for its backward, or passes on.
     kept_bytes: int
     #: Of these, pieces that are too small to go to the host.
     small_bytes: int = 0
-    #: What it is given by the unit before it: where a stage begins with it, that stays on the device.
+    #: Bytes of its inputs from the unit before it: if a stage begins with it, they stay on the device.
     given_bytes: int = 0
 
 

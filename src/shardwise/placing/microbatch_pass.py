@@ -1,14 +1,14 @@
-"""One batch on its way through the places: all forwards, and later, when the user's loss is there, all backwards.
+"""One pass of a batch through the places: all forwards, and later, after the user's loss, all backwards.
 
     place 0     F0 F1 F2 F3                                B0 B1 B2 B3
     place 1        F0 F1 F2 F3    the user's loss    B0 B1 B2 B3
 
-The instructions are those of the schedule, in its order: its forwards first, then its backwards. What lies between two
-places is an entry in the mail: values outside of any graph, moved to the device where they are read.
+The instructions are those of the schedule, in its order: its forwards first, then its backwards. A transfer between two
+places is an entry in the mail: values outside any graph, moved to the device where they are read.
 
-A weight that several stages use is one parameter, of the first of them. The others have a copy of it for one pass,
-or the same memory if they are on the same device, each with a gradient of its own. When all have finished, these are
-added to the owner's, in the order of the stages, so that the sum never depends on who was first.
+A weight that several stages use is one parameter, owned by the first of them. The others have a copy of it for one
+pass, or share its memory if they are on the same device, each with its own gradient. When all have finished, these
+gradients are added to the owner's, in the order of the stages, so that the sum does not depend on timing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class _Microbatch(dict[str, Any]):
 
 @dataclass(kw_only=True)
 class _PlacedStage:
-    """A stage in one pass: with its own random numbers, and with copies of weights that others own."""
+    """A stage in one pass, with its own random numbers, and with copies of weights that other stages own."""
 
     inner: Stage
     stage: int
@@ -71,7 +71,7 @@ class _PlacedStage:
             return self.inner.run(values, batch)
 
     def _there_anyway(self, values: Values, batch: Batch) -> list[Tensor]:
-        """What is on the device whether this forward saves it or not."""
+        """Return tensors that are on the device whether this forward saves them or not."""
         given = [each for each in leaves_of(dict(batch)) if isinstance(each, Tensor)]
         weights = [*self.parameters.values(), *self.buffers.values(), *self.copies.values()]
         return [*weights, *values.values(), *given]
@@ -149,7 +149,7 @@ class MicrobatchPass:
         run_together(jobs, mail, ThreadContext.here(self._num_threads))
 
     def _walk(self, rank: int, kinds: frozenset[Kind], mail: Mail) -> None:
-        """Run what a place has to do of these kinds, in its order."""
+        """Run the instructions of these kinds of a place, in its order."""
         interpreter, device = self._interpreters[rank], self.places[rank].device
         with _on(device):
             if kinds is _FORWARD:

@@ -1,8 +1,8 @@
-"""Layer by layer, as written: each unit's weights are on its place, and what it is called with is moved there.
+"""Layer by layer, in the order of the module's forward: each unit's weights are on its place; its inputs move there.
 
-The module's own forward is run from top to bottom by the caller. A hook in front of each unit moves its arguments, and
-what the module returns goes back to where its inputs were. What meets between units, outside of any of them, is moved
-by a function mode. That is all.
+The caller runs the module's own forward from top to bottom. A pre-forward hook of each unit moves its arguments, and
+the module's outputs are moved back to the device of its inputs. Between units, a torch function mode moves operands to
+one device.
 """
 
 import threading
@@ -20,7 +20,7 @@ from shardwise.torch_private import buffer_slots, pytree
 
 def settle(module: nn.Module, where: Mapping[str, torch.device]) -> None:
     """Move every parameter and buffer, by its first name, to its device. They stay the same objects to an optimizer."""
-    with torch.inference_mode(False), torch.no_grad():  # What moves in an inference may be trained later.
+    with torch.inference_mode(False), torch.no_grad():  # A module moved in inference mode may be trained later.
         for name, parameter in module.named_parameters():
             if parameter.device != where[name]:
                 parameter.data = parameter.data.to(where[name])
@@ -41,7 +41,7 @@ def moved(given: Any, device: torch.device) -> Any:
 
 
 class CrossDeviceMode(TorchFunctionMode):
-    """Operations on tensors of several devices happen on `device`, and with copies in place of shared weights."""
+    """Runs operations on tensors of several devices on `device`, with copies in place of shared weights."""
 
     _opened = threading.local()
 

@@ -4,9 +4,8 @@
     pp=3,layers=5+6+5,recompute=full,offload.optimizer=0.5      units of each stage; half of the optimizer on the host
     pp=16,layers=7+14x8+7                                       fourteen stages of eight
 
-The same keys make `plan.toml`, where each may carry its reason in the table `reasons`. A plan that exists is valid by
-itself: whatever is wrong with one alone is said when it is made. What it asks of a model or of a cluster is checked by
-those who hold the model or the cluster.
+The same keys make `plan.toml`, with the reason for each in the table `reasons`. A plan is checked by itself when it is
+made; whether it suits a model or a cluster is checked where these are known.
 """
 
 import re
@@ -35,6 +34,8 @@ PRECISIONS = ("fp32", "bf16", "fp16", *FP8_SCALES)
 # As many equal stages in a row are written as one.
 _LONG_RUN = 4
 _MOST_STAGES = 4096
+#: The remedy for a word that resembles no known one; for other keys the first known word.
+_INSTEAD = {"precision": "bf16", "schedule": "1f1b"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,10 +335,6 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "precision": _read_word,
     "order": _read_word,
 }
-
-
-#: What to write for a word that is like none that there is; of other keys the first.
-_INSTEAD = {"precision": "bf16", "schedule": "1f1b"}
 
 
 def _check_kinds(plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Waits in groups of processes ended from outside, when it is known that they would last for good."""
+"""End waits in process groups from outside, when it is known that they would never complete."""
 
 import contextlib
 import threading

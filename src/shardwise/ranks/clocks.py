@@ -1,6 +1,6 @@
-"""One clock for all ranks. Those of one machine have it; on others it is asked for over the network, and corrected.
+"""One clock for all ranks. Ranks of one machine share it; other machines correct theirs over the network.
 
-A rank asks rank 0 for its time and takes the answer for the time halfway between question and answer (Cristian 1989).
+A rank asks rank 0 for its time, and takes the answer as the time halfway between question and answer (Cristian 1989).
 Of several answers the quickest is the best.
 """
 

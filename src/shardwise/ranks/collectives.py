@@ -1,4 +1,4 @@
-"""What the ranks of a group do together, each with its backward, and each counted.
+"""The collectives of a group of ranks, each with its backward, and with its traffic counted.
 
       forward                            backward
     copy             nothing           all_reduce     the input of a sharded layer: every rank adds to its gradient
@@ -7,11 +7,11 @@
     scatter          a slice           all_gather
     exchange         all_to_all        all_to_all, the other way
 
-Every collective can be started and finished apart (`start_*`), so that something is computed in between. On the meta
-device nothing moves and shapes are right. What a rank sends is counted as a ring sends it.
+Every collective can be started and finished separately (`start_*`), with computation in between. On the meta device
+nothing moves, but shapes are right. Traffic is counted as that of a ring algorithm.
 
-Pieces along a dim that the ranks do not divide are as long as they can be, but for those at the end (`span_of`). They
-travel filled up with zeros to one length; nobody sees the zeros.
+If the ranks do not divide a dim, all pieces have the length of the first, except those at the end (`span_of`). For the
+transfer they are padded with zeros to one length; the zeros are removed again.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 @dataclass(slots=True)
 class Traffic:
-    """What this rank has sent in a group: how many collectives of each kind, and the bytes."""
+    """The traffic of this rank in a group: the number of collectives of each kind, and the bytes sent."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
@@ -55,7 +55,7 @@ class Traffic:
 
 
 class Group:
-    """Ranks that work on something together. One rank alone needs no process group, and sends nothing."""
+    """A group of ranks. A single rank needs no process group, and sends nothing."""
 
     def __init__(self, handle: dist.ProcessGroup | None = None) -> None:
         self.handle = handle
@@ -68,13 +68,13 @@ class Group:
         self.before_read: Callable[[], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
-        return self  # A copy of a module talks to the same ranks.
+        return self  # A copy of a module communicates with the same ranks.
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size}"
 
     def all_reduce(self, whole: Tensor, op: Any) -> dist.Work | None:
-        """Start to put the sum over the ranks, or what `op` makes, in the place of a tensor. None: it is done."""
+        """Start to replace a tensor by its sum (or `op`) over the ranks. None: it is done already."""
         work: dist.Work | None = dist.all_reduce(whole, op, group=self.handle, async_op=True)
         return work
 
@@ -98,7 +98,7 @@ class Group:
 
 
 class Pending:
-    """A collective that is under way. `finish` waits for it and gives the result."""
+    """A collective in flight. `finish` waits for it and returns the result."""
 
     __slots__ = ("_group", "_kind", "_result", "_work")
 
@@ -112,7 +112,7 @@ class Pending:
 
 
 def wait_for(work: dist.Work, group: Group, kind: str) -> None:
-    """Wait for work of a group, and note it where somebody listens."""
+    """Wait for work of a group, and note the wait if it is recorded."""
     if group.note is None:
         work.wait()
         return
@@ -122,13 +122,13 @@ def wait_for(work: dist.Work, group: Group, kind: str) -> None:
 
 
 def goes_over_host(device: torch.device, group: Group) -> bool:
-    """Whether what one rank sends another must be in the host's memory: gloo sends nothing of a GPU, and ends the
-    process that asks it to (SIGABRT)."""
+    """Whether point-to-point messages must be in host memory: gloo cannot send from a GPU, and aborts a process that
+    tries (SIGABRT)."""
     return device.type == "cuda" and group.handle is not None and find_gpu_backend(group.handle) is None
 
 
 def read(numbers: Tensor, group: Group) -> list[Any]:
-    """Numbers that a collective has made, as the host's. Whoever watches this rank is told that it waits for them."""
+    """Read the numbers that a collective made. The watch of this rank is told that it waits for them."""
     if group.before_read is not None:
         group.before_read()
     found: list[Any] = numbers.tolist()
@@ -186,8 +186,8 @@ def start_all_to_all(tensor: Tensor, group: Group, sent: Sequence[int], received
 
 
 def copy(tensor: Tensor, group: Group) -> Tensor:
-    """The tensor itself, whose gradient is summed over the ranks."""
-    # The engine may hand one gradient to several nodes; it is not ours to write into.
+    """Return the tensor itself; its gradient is summed over the ranks."""
+    # Autograd may pass one gradient to several nodes, so it must not be written to.
     return _apply(tensor, group, lambda t: t.view_as(t), lambda gradient: start_all_reduce(gradient.clone(), group))
 
 
@@ -244,7 +244,7 @@ def _apply(tensor: Tensor, group: Group, run: _Step, back: _Step) -> Tensor:
 
 
 class _Collective(torch.autograd.Function):
-    """What is done to a tensor, and to the gradient of what comes of it. Neither step keeps a tensor."""
+    """Apply a function to a tensor, and another to the gradient of its result. Neither saves a tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, run: _Step, back: _Step) -> Tensor:

@@ -1,9 +1,9 @@
 """Sums and gathers between processes on CPUs.
 
-Every rank sends each other rank its piece at once, instead of passing pieces round a ring: as many bytes, but one hop.
-Where ranks compute meanwhile, what counts is the processor's time, and that was about half of what gloo's own sums to
-shards and gathers took (torch 2.13, 2 processes on a busy machine); a sum to all is as good by gloo, and is left to it.
-The adding is done by a thread, in the order of the ranks: the same bits come out whoever is late.
+Every rank sends each other rank its piece directly, instead of passing pieces around a ring: as many bytes, but one
+hop. While ranks compute, CPU time is what counts: it was about half of that of gloo's own reduce-scatters and
+all-gathers (torch 2.13, 2 processes on a busy machine). An all-reduce is as good by gloo, and is left to it. A thread
+adds the pieces in the order of the ranks, so the result is bitwise the same whichever rank is late.
 """
 
 import queue

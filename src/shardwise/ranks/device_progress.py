@@ -1,16 +1,17 @@
-"""How far a GPU has come with what its host has asked of it.
+"""Track how far a GPU has progressed with the work that its host has launched.
 
-Over NCCL a host does not wait: it asks for a collective, and goes on asking for what comes after it. So where the host
-stands says little when another rank does not come to that collective. Where the device stands does.
+With NCCL a host does not wait: it launches a collective, and continues with what follows. So if another rank does not
+join that collective, the position of the host says little; the position of the device does.
 
-    host     at F0 · F1 · B0 · B1 · the end          each time it asks the device to write down how far it has come
-    device   at F0 ...                               behind B1: it stands still at F0
+    host     at F0 · F1 · B0 · B1 · the end          at each place it launches a write of a number by the device
+    device   at F0 ...                               the host has launched B1, but the device stands still at F0
 
-The number is written to pinned memory of the host, in the order of the stream, and is read there without asking CUDA:
-questions to CUDA may themselves wait for a kernel that never ends.
+The number is written to pinned host memory, in stream order, and read there without calling CUDA: a call to CUDA may
+itself block on a kernel that never ends.
 
-A host may also wait between two marks, where a module's own code reads a number or copies one to the device. For a rank
-that stays at a place somebody else asks (`ask`): the same, in memory of its own, by a thread that nobody waits for.
+A host may also block between two marks, if a module's own code reads a number or copies one to the device. For a rank
+that stays at one place, a separate thread asks (`ask`): the same write, to memory of its own, and no thread waits for
+it.
 """
 
 import threading

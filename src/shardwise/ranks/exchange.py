@@ -1,4 +1,4 @@
-"""What moves numbers between replicas beside the computation, as the rest sees it, and memory that is lent for that."""
+"""The interface of sums and gathers between replicas beside computation, and a pool of buffers for them."""
 
 from collections.abc import Callable
 from threading import Lock
@@ -19,10 +19,10 @@ class Ticket(Protocol):
 
 
 class Exchange(Protocol):
-    """What moves numbers between replicas. All of a group ask for the same, in the same order.
+    """Sums and gathers between replicas. All ranks of a group make the same calls, in the same order.
 
-    `channel` is the number of what is moved, the same on all ranks. `then` is called when the result is there, before
-    anyone's wait for it ends.
+    `channel` identifies the data, with the same number on all ranks. `then` is called when the result is there, before
+    any wait for it ends.
     """
 
     def sum_to_shards(self, flat: Tensor, group: Group, channel: int, then: Then | None = None) -> Ticket:
@@ -30,13 +30,13 @@ class Exchange(Protocol):
         ...
 
     def sum_to_all(self, flat: Tensor, group: Group, channel: int, *, follows: bool = False) -> Ticket:
-        """Make `flat` the sum over all ranks. `follows`: it is itself made by the sum that was asked for before."""
+        """Make `flat` the sum over all ranks. `follows`: its input is the result of the previous sum."""
         ...
 
     def gather(self, flat: Tensor, shard: Tensor, group: Group, channel: int, *, lends: bool = False) -> Ticket:
         """Fill `flat` with every rank's shard. A shard may be the piece of `flat` where it belongs.
 
-        `lends`: whoever has waited for it may give the shard's memory away.
+        `lends`: after the wait, the caller may reuse the shard's memory.
         """
         ...
 
@@ -55,9 +55,9 @@ class Done:
 
 
 class BufferPool:
-    """Memory lent for one backward after the other, each size apart. It may be given back by another thread.
+    """Buffers reused from one backward to the next, by size. Another thread may give them back.
 
-    To take it anew each time would cost as much as to fill it.
+    Allocating them anew each time would cost as much as filling them.
     """
 
     def __init__(self) -> None:

@@ -1,20 +1,20 @@
-"""What ranks tell each other so that none of them waits in vain: where each one stands, and what went wrong.
+"""Fault detection: ranks report where they stand and what went wrong, so that no rank waits forever.
 
-Every rank has a `Watch`. Its side thread writes to the store that the ranks share, twice a second, where the rank
-stands, and looks there for errors of others. Then there are three ways for a wait to end early:
+Every rank has a `Watch`. Twice a second, its side thread writes to the shared store where the rank stands, and looks
+there for errors of other ranks. A wait can end early in three ways:
 
     a rank raises       it publishes its error first; the others stop with that error, not with "connection closed"
-    a rank dies         its connections break, or the process that started it says so; the others say who is gone
-    a rank stalls       the others look whom they wait for, whom that one waits for, and so on; whoever stands at the
-                        end of that chain and has neither moved nor answered for `limit_seconds` is named
+    a rank dies         its connections break, or the process that started it reports it; the others name it
+    a rank stalls       the others follow the chain of waits, from the rank they wait for to the one it waits for, and
+                        so on; the rank at its end is named if it has neither moved nor answered for `limit_seconds`
 
-A rank that waits for long because another one is busy, and moves on, is no fault. A wait cannot be polled (gloo's work
-says that it is complete only after it was waited for), so the side thread breaks the connections, and that ends it.
+A long wait for a rank that is busy and makes progress is no fault. A wait cannot be polled (gloo's work reports
+completion only after it was waited for), so the side thread breaks the connections, which ends the wait.
 
-Over NCCL it is the GPU that waits, and its host goes on until it wants a number. A rank then stands where its GPU
-does (`device_progress.py`), which waits for whoever else is not there. Communicators are aborted, so that no kernel is
-left. A host that does not come back even so (it may be in the making of a communicator, which nothing can end) has its
-process ended, with the sentence on stderr and in the store.
+With NCCL the GPU waits, and its host continues until it reads a number. A rank then stands where its GPU stands
+(`device_progress.py`), which waits for the ranks that are missing. Communicators are aborted, so no kernel remains. If
+a host still does not return (creating a communicator cannot be interrupted), its process is ended, with the error on
+stderr and in the store.
 """
 
 import atexit
@@ -36,9 +36,9 @@ from shardwise.ranks.shared_memory import Pair
 from shardwise.ranks.store_meeting import StoreMeeting
 from shardwise.torch_private import PrefixStore, Store
 
-#: How long a rank may be at one instruction, or silent, before it is named as the one that holds up the others.
+#: How long a rank may stay at one instruction, or be silent, before it is reported as stalled.
 LIMIT_SECONDS = 20.0
-# Waits end by being broken, not by themselves: gloo closes every connection of a group when one wait times out.
+# Waits have no timeout of their own: gloo closes every connection of a group when one wait times out.
 _FOREVER = timedelta(days=1)
 # How long a broken connection waits for the reason under `torchrun`, where nobody but a rank itself gives one, and does
 # so before its connections close: who was killed says nothing, and the ranks that are left are waited for. A process
@@ -65,9 +65,9 @@ class Waitable(Protocol):
 
 
 class Watch:
-    """One rank's part: tells where it stands, and waits on behalf of it.
+    """The watch of one rank: reports where it stands, and performs its waits.
 
-    They talk over the store of the default process group. What others do is looked at by a side thread (`Lookout`).
+    Watches communicate over the store of the default process group. A side thread (`Lookout`) observes the others.
     """
 
     def __init__(
@@ -81,20 +81,20 @@ class Watch:
     ) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._limit = limit_seconds
-        # A client of its own: a store serves one call of a client at a time, and the main thread may be in one.
+        # A separate client: a store serves one call of a client at a time, and the main thread may be in one.
         store: Store = default_store().clone()  # type: ignore[attr-defined]
-        # Of one name, each rank's first watch belongs with the first of the others, its second with their second.
+        # Watches of one name are matched by their number: each rank's first with the others' first, and so on.
         number = store.add(f"shardwise/{name}/watches/{rank}", 1)
         name = f"shardwise/{name}/{number}"
         self._others = tuple(other for other in range(num_ranks) if other != rank)
-        #: Called after a wait, with what it was for, the peer, and when it began and ended.
+        #: Called after a wait, with its object, its peer, and its start and end.
         self.note: Callable[[object, int | None, float, float], None] | None = None
-        #: Called when something has moved beside the computation: what, and when. By any thread.
+        #: Called by any thread after data moved beside computation, with a name, start and end.
         self.note_beside: Callable[[str, float, float], None] | None = None
         self._meeting = StoreMeeting(store, name, rank, num_ranks)
         self._lookout = Lookout(store, name, rank, num_ranks, limit=limit_seconds, beat=beat_seconds)
-        # Python ends a thread that comes back from a call of the store while the process ends, and C++ takes that for
-        # a crash (exit code -6). So whoever forgets to close, or ends with an error, is closed for.
+        # Close at exit, also after an error: if a thread returns from a call of the store while the process ends,
+        # Python ends the thread, and C++ takes that for a crash (exit code -6).
         atexit.register(self.close)
 
     @property
@@ -104,11 +104,11 @@ class Watch:
 
     @property
     def guarded(self) -> list[dist.ProcessGroup | Pair]:
-        """What it ends the waits of when a rank fails."""
+        """The groups and pairs whose waits are ended when a rank fails."""
         return self._lookout.guarded
 
     def at(self, place: object) -> None:
-        """Say where this rank stands now, as a text or anything that prints as one; raises if another rank failed."""
+        """Report where this rank stands now, as any object with a text; raise if another rank failed."""
         lookout = self._lookout
         lookout.move(place)
         if lookout.verdict is not None:
@@ -117,31 +117,31 @@ class Watch:
             lookout.gpu.mark(place)
 
     def mark(self) -> None:
-        """The same place, further on: its GPU has been asked for what the host is about to wait for."""
+        """Report progress at the same place: the host is about to wait for work that it has launched on its GPU."""
         if self._lookout.gpu is not None:
             self._lookout.gpu.mark(self.place)
 
     def follow(self, device: torch.device) -> None:
-        """From now on this rank stands where its GPU stands, which may be behind its host: others are on NCCL too."""
+        """Report from now on where the GPU stands, which may be behind its host: ranks wait on NCCL there."""
         self._lookout.follow(device)
 
     def check(self) -> None:
-        """Raise if another rank has failed, is gone, or holds everybody up."""
+        """Raise if another rank has failed, is gone, or stalls."""
         verdict = self._lookout.verdict
         if verdict is not None:
             self._lookout.told.set()
             raise RankError(verdict.problem, remedy=verdict.remedy, rank=verdict.rank)
 
     def check_before(self) -> None:
-        """Raise if this rank has failed before, whether or not it is told yet whose error counts: what connects it with
-        others is being ended, and whoever caught the error goes on."""
+        """Raise if this rank has failed before, even if the verdict is not known yet: its connections are being
+        closed, and the caller has caught the error and continued."""
         if self._lookout.told.is_set():
             self._lookout.stopped.wait(SETTLE_SECONDS)
             self.check()
 
     @contextmanager
     def asking(self, peer: int) -> Iterator[None]:
-        """What a host asks of its GPU may hold it up too, as long as rank `peer` does not do its part there."""
+        """Mark host calls to the GPU that may block until rank `peer` does its part."""
         self._lookout.waits_for = (peer,)
         try:
             yield
@@ -149,9 +149,9 @@ class Watch:
             self._lookout.waits_for = ()
 
     def wait(self, work: Waitable, what: object, peer: int | None = None) -> None:
-        """Wait for work that rank `peer` has its part in; `what` is the instruction. Raises what went wrong instead.
+        """Wait for work that involves rank `peer`; `what` is the instruction. Raise if a rank fails meanwhile.
 
-        Without a peer it is a collective of all ranks, and all of them call it the same. Its group must be guarded.
+        Without a peer it is a collective of all ranks, and all give the same `what`. Its group must be guarded.
         """
         self.at(what)
         self._lookout.waits_for = self._others if peer is None else (peer,)
@@ -166,7 +166,7 @@ class Watch:
             self.note(what, peer, start, time.perf_counter())
 
     def wait_for(self, event: threading.Event, where: Callable[[], tuple[object, int] | None]) -> None:
-        """The same, for an event of this process. `where` says at which instruction it hangs now, and on whom."""
+        """Wait for an event of this process. `where` returns the instruction and the rank that it now waits for."""
         known: tuple[object, int] | None = None
         start, found = time.perf_counter(), where()
         while not event.wait(0.1):
@@ -181,7 +181,7 @@ class Watch:
             self.note(*found, start, time.perf_counter())
 
     def wait_until(self, event: threading.Event, what: object, seconds: float) -> bool:
-        """The same, for an event that all ranks have come to: whether it has happened in time."""
+        """Wait for an event that all ranks have reached, and return whether it happened in time."""
         self.at(what)
         deadline = time.monotonic() + seconds
         while not event.wait(0.05) and time.monotonic() < deadline:
@@ -189,26 +189,26 @@ class Watch:
         return event.is_set()
 
     def exchange(self, given: Any, what: object) -> list[Any]:
-        """What each rank gives, by way of the store: no group is needed, and nobody is waited for that has failed.
+        """Gather an object from each rank over the store: this needs no group, and does not wait for failed ranks.
 
-        All ranks call it alike. One that comes late may have much to do before, and is no fault while it lives.
+        All ranks call it alike. A rank that comes late may be busy, and is no fault while it lives.
         """
         self.at(what)
         return self._meeting.exchange(given, self.check)
 
     @property
     def has_stopped(self) -> bool:
-        """Whether it has broken all that it guards."""
+        """Whether all guarded connections are broken."""
         return self._lookout.stopped.is_set()
 
     def fail(self, error: BaseException) -> None:
-        """Publish this rank's own error, so that the others stop with it. Another's that it raised is not its own."""
+        """Publish this rank's error, so that the others stop with it, unless it stems from another rank."""
         if isinstance(error, RankError):
             return
         lookout, place = self._lookout, self.place
         is_own = lookout.told.is_set() or isinstance(error, ShardwiseError)
         if not is_own and (lookout.verdict is not None or _is_of_another(error)):
-            # What comes of communicators that another rank has left, or that were aborted, is not this rank's own.
+            # Errors of communicators that another rank has left, or that were aborted, are not this rank's own.
             self.explain(error)
         lookout.told.set()
         stage, microbatch = getattr(place, "stage", None), getattr(place, "microbatch", None)
@@ -218,12 +218,12 @@ class Watch:
         lookout.publish(describe_failure(self.rank, error))
 
     def all_refuse(self) -> bool:
-        """Whether all ranks refuse as this one does, for which they have time: all that is guarded can be used on."""
+        """Wait, up to the limit, and return whether all ranks refuse like this one: then connections stay usable."""
         lookout = self._lookout
         return lookout.told.is_set() or self._meeting.all_refuse(self._limit, lambda: lookout.verdict is not None)
 
     def explain(self, error: BaseException, peer: int | None = None) -> NoReturn:
-        """A connection broke: raise the reason. If nobody gives one in time, a rank died without a word."""
+        """Raise the reason of a broken connection. If none is published in time, a rank died silently."""
         alone = environment.place_under_torchrun() is not None
         if not self._lookout.settle(_SETTLE_ALONE_SECONDS if alone else SETTLE_SECONDS):
             places = self._lookout.places()
@@ -242,7 +242,7 @@ class Watch:
             self.guarded.append(group)
 
     def close(self) -> None:
-        """Stop looking. The rank stands at the end from now on. Where the store no longer answers, that is all."""
+        """Stop the side thread and report the end, unless the store no longer answers."""
         self._lookout.move("the end")
         self._lookout.close()
         atexit.unregister(self.close)

@@ -1,8 +1,8 @@
-"""The first words of a group over NCCL: there it connects, or it does not.
+"""The first communication of a group over NCCL, which connects its ranks or fails.
 
-NCCL waits for minutes for a rank that it cannot reach, and nothing can end that wait. So the first talk of every group
-is a thread's. If it does not end in time, the caller is told which interfaces there are and what to set; its process
-ends, and the thread with it.
+NCCL waits minutes for a rank that it cannot reach, and that wait cannot be interrupted. So the first communication of
+every group runs in a thread. If it does not finish in time, the error names the network interfaces and what to set; the
+process ends, and the thread with it.
 """
 
 import socket

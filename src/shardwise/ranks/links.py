@@ -71,8 +71,8 @@ def make_links(
                 found[link] = group
     (mine,) = [ranks for ranks in pipelines if me in ranks]
 
-    # NCCL connects two ranks when they first talk, and both wait for that. In a step, two that first send to each other
-    # would wait for good. Here all go through their links in one order, so the first that is left can always be made.
+    # NCCL connects two ranks at their first communication, and both wait for that. In a step, two ranks that first
+    # send to each other would deadlock. Here all ranks go through their links in one order, so progress is certain.
     def talk(source: int, group: dist.ProcessGroup) -> None:
         number, peer = torch.zeros(1, device=device), 1 - group.rank()
         work = group.send([number], peer, 0) if me == mine[source] else group.recv([number], peer, 0)
@@ -86,8 +86,8 @@ def make_links(
 def connect(groups: Iterable[Group], device: torch.device, watch: Watch | None = None) -> None:
     """Let NCCL connect groups now. Every rank of the world calls this, with its groups of each kind in one order.
 
-    NCCL connects the ranks of a group when they first talk in it, and all of them wait for that. In a step, one that
-    is there first would wait for others that wait for what it was to send next. Here no rank has anything else to do.
+    NCCL connects the ranks of a group at its first collective, and all of them wait for that. In a step, the first rank
+    there would wait for others that wait for its next message. Here no rank has anything else to do.
     """
     handles = {id(each.handle): each.handle for each in groups if each.handle is not None and each.size > 1}
     for handle in handles.values():

@@ -1,9 +1,9 @@
-"""The side thread of a rank's watch (`faults.py`): it tells the others where the rank stands, looks what has become of
-them, and ends waits that are in vain.
+"""The side thread of a rank's watch (`faults.py`): it reports where the rank stands, observes the other ranks, and ends
+waits that can never complete.
 
-What it shares with the watch, which runs in the rank's own threads, is all in one object:
+One object holds all state that it shares with the watch, which runs in the rank's own threads:
 
-    the watch writes    where the rank stands, for whom it waits, what connects it with others, that it knows of a fault
+    the watch writes    where the rank stands, which rank it waits for, its connections, that it knows of a fault
     the thread writes   the verdict, and then that all waits are ended
 """
 

@@ -1,16 +1,16 @@
-"""The ranks of a plan in a grid, and every group of them that works together: named once, made once.
+"""The ranks of a plan as a grid, and every group of them that communicates: named once, made once.
 
     pp=2,dp=2,tp=2              rank = ((pp * DP + dp) * CP + cp) * TP + tp, if the plan says no other order
 
-          tp 0 1                tensor parallel ranks talk most and stand next to each other;
-    dp 0     0 1   pp 0         pipeline ranks talk least and stand furthest apart
+          tp 0 1                tensor parallel ranks communicate most and are adjacent;
+    dp 0     0 1   pp 0         pipeline ranks communicate least and are furthest apart
     dp 1     2 3
           ------
     dp 0     4 5   pp 1
     dp 1     6 7
 
-Expert parallelism has no room of its own in the grid: its ranks are carved from those that hold the same dense weights
-(data and context parallel, and tensor parallel where asked), the nearest together.
+Expert parallelism has no axis of its own in the grid: its groups are subsets of the ranks that hold the same dense
+weights (data and context parallel, and tensor parallel if requested), the nearest together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from shardwise.ranks.faults import Watch
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.telling import watched
 
-#: What each group is of: the axes of the grid along which its ranks differ.
+#: For each group, the axes of the grid along which its ranks differ.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -94,7 +94,7 @@ def make_mesh(plan: Plan, watch: Watch | None = None, *, experts_over_tp: bool =
 
 
 def lone_mesh(plan: Plan) -> Mesh:
-    """The mesh of one process that runs every rank of a pipeline: all that it does together it does alone."""
+    """Return the mesh of one process that runs every rank of a pipeline: every group is this process alone."""
     pipeline = tuple(range(plan.pp))
     return Mesh(
         plan=plan,
@@ -184,7 +184,7 @@ def _make_groups(parts: Mapping[str, list[tuple[int, ...]]], rank: int) -> dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """The ranks that hold the same parameters, in two groups of this rank: `shard` shares out what `copies` repeats.
+    """The ranks that hold the same parameters, as two groups of this rank: `shard` divides them, `copies` repeat them.
 
     all alike          shard over all 8                       least memory
     hybrid             shard over the 4 of a node,            gathers stay inside a node; between nodes only a rank's
@@ -203,8 +203,8 @@ class Replicas:
 def make_replicas(ranks: Sequence[int], watch: Watch | None = None, *, shard_size: int | None = None) -> Replicas:
     """Make the groups of this rank and the `ranks` of the world that hold the same. Every rank of the world calls this.
 
-    With `shard_size`, numbers are shared out over so many neighbours and repeated on the others. The groups carry
-    nothing else: sums begin when gradients are there, which may be sooner on one rank than on another.
+    With `shard_size`, parameters are sharded over so many neighbours and repeated on the others. The groups carry
+    nothing else: sums start when gradients are ready, which may be at different times on different ranks.
     """
     size = len(ranks) if shard_size is None else shard_size
     if size < 1 or len(ranks) % size:

@@ -1,9 +1,9 @@
-"""What a rank has sent, held until it has arrived: a tensor that is on its way must not be freed.
+"""Hold sent tensors until they have arrived: a tensor in transit must not be freed.
 
-gloo's work cannot be asked whether it is done, only waited for. Little is simply held until the step ends. A thread
-that waits beside the computation would let it go sooner, but a thread that wakes up for each message made one of 8
-bytes take 1,800 microseconds in place of 110 (2 busy cores, torch 2.13). So there is one only for what is more than
-`_HELD_BYTES`: then the messages are large, and holding those of every microbatch could cost more memory than the step.
+gloo's work cannot be polled, only waited for. Small amounts are simply held until the step ends. A thread that waits
+beside the computation would free them sooner, but waking it for each message made a message of 8 bytes take 1,800
+microseconds instead of 110 (2 busy cores, torch 2.13). So a thread handles only the amount beyond `_HELD_BYTES`: then
+messages are large, and holding those of every microbatch could cost more memory than the step.
 """
 
 import queue

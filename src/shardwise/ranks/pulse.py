@@ -1,14 +1,14 @@
-"""A sign of life of every process, so that none is waited for in vain, whatever the others wait at.
+"""A heartbeat of every process, so that no rank waits forever for one that is gone, wherever it waits.
 
-A `Watch` knows what an engine does, and says at which instruction a rank stands. Much else waits for other ranks too:
-groups that are made, objects that are gathered, a checkpoint of which each writes its part. So from before a process
-joins the others to its end a thread of it counts up in the store that they share, and looks at the next rank's count.
-A process that is stopped, or whose machine is gone, counts no more; one that is slow, or waits itself, does.
+A `Watch` covers the engine, and reports at which instruction a rank stands. Other code waits for ranks too: creating
+groups, gathering objects, checkpoints written in parts by each rank. So from before a process joins the others until
+its end, a thread of it increments a counter in the shared store, and observes the next rank's counter. A process that
+is stopped, or whose machine is gone, stops counting; one that is slow, or waits itself, does not.
 
     rank 0 --looks at--> rank 1 --looks at--> rank 2 --looks at--> rank 0
 
-Whoever sees that the next one has been silent for too long says so in the store. There every `Watch` finds it, and ends
-the waits that it guards. A process that has not ended shortly after is at a wait that nobody guards, and is ended.
+A rank that sees the next one silent for too long reports it in the store. Every `Watch` finds the report there, and
+ends the waits that it guards. A process that has not ended shortly after is in an unguarded wait, and is ended.
 """
 
 import atexit

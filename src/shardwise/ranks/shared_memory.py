@@ -1,16 +1,16 @@
-"""Messages between ranks of one machine, through memory that two of them share.
+"""Messages between ranks of one machine, through shared memory of each pair.
 
-Every two ranks have a piece of memory, half of it for each direction, and a socket. A sender copies its message into
-its half and tells on the socket where it lies; the receiver copies it out when it is wanted, and says now and then how
-many it has read, so that their room can be used again:
+Every pair of ranks has a block of memory, half of it for each direction, and a socket. A sender copies its message into
+its half and announces its offset on the socket. The receiver copies it out when it is needed, and from time to time
+reports how many messages it has read, so that their space can be reused:
 
     sender                         socket                        receiver
     copy in, at 128      ---- payload, 128, 64 bytes ---->       wait on the socket; copy out
     free the first 64    <--------- read, 64 -------------
 
-No thread stands between the two: who waits for a message is woken by the one who sends it. gloo has a thread at both
-ends, and on processors that are all busy each of them must first get its turn. The socket orders what the two do with
-the memory, and its end says at once that the other process is gone. Nothing has a name that outlives the processes.
+No helper thread is involved: the sender wakes the waiting receiver directly. gloo has a thread at both ends, and on
+busy processors each of them must first be scheduled. The socket orders the accesses to the memory, and its closing
+reveals at once that the other process is gone. No file name outlives the processes.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ from torch import Tensor
 
 from shardwise.ranks import objects
 
-#: What may go this way: a larger message is worth the threads that move it beside the computation.
+#: The largest message for this path: for a larger one, gloo's threads, which move it beside computation, pay off.
 MOST_BYTES = 16 * 2**20
-# A receiver says what it has read after as many bytes, or as many messages: a socket of Linux holds about 270 unread.
+# A receiver reports after so many bytes, or so many messages, read: a Linux socket holds about 270 unread messages.
 _TELL_AFTER_BYTES = 2**18
 _TELL_AFTER = 64
 # Two messages fit, and as much beside them as may be read without a word of it: else the largest could wait for good.
@@ -53,7 +53,7 @@ _READ = 0  # The tag that tells how many messages were read.
 
 
 class Arrival:
-    """A message that is wanted, as work that can be waited for."""
+    """A posted receive, as work that can be waited for."""
 
     __slots__ = ("_pair", "is_here", "message", "num_bytes")
 
@@ -62,7 +62,7 @@ class Arrival:
         self.is_here = False
 
     def wait(self, timeout: timedelta | None = None) -> None:  # noqa: ARG002 - a severed pair ends it
-        """Wait for the message. What is pending elsewhere may have to go out before it can come."""
+        """Wait for the message. Sends pending elsewhere may have to complete before it can arrive."""
         pair = self._pair
         while not self.is_here:
             if pair.behind:
@@ -79,7 +79,7 @@ class Arrival:
 
 
 class Pair:
-    """This rank's end of what it shares with another. `behind` are those of its pairs that have something pending."""
+    """This rank's end of the memory and socket shared with another. `behind` has its pairs with pending sends."""
 
     def __init__(
         self, connection: socket.socket, memory: mmap.mmap, behind: "set[Pair]", *, writes_first_half: bool

@@ -1,7 +1,7 @@
-"""Ranks of one process: each is a thread, they take turns, and a collective is a meeting of all of them.
+"""Simulated ranks in one process: each is a thread, they take turns, and a collective is a meeting of all of them.
 
-What a plan computes can be seen like this before any process is asked for anything: nothing is sent, no rank can wait
-for another that went a different way, and all processes that look see the same.
+This shows what a plan computes before any process communicates: nothing is sent, no rank can deadlock with one that
+took another path, and every process that simulates gets the same result.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Where ranks stand, as each tells the others; and who holds them up."""
+"""Where ranks stand, as each reports to the others; and which rank stalls them."""
 
 import json
 import time
@@ -42,7 +42,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def find_stall(places: Sequence[RankLocation], me: int, limit_seconds: float) -> RankError | None:
-    """Say who holds up rank `me`, if anybody: follow who waits for whom, to one that has not moved for too long."""
+    """Name the rank that stalls rank `me`, if any: follow the chain of waits to one that has not moved for too long."""
     found = _find_late(places, me, limit_seconds) or _find_circle(places, [me], limit_seconds)
     if found is None:
         return _find_together(places, places[me], limit_seconds)

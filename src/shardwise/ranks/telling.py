@@ -1,7 +1,7 @@
-"""What goes wrong on one rank told to the others, so that none waits for it; and what all of them give, gathered.
+"""Report an error of one rank to the others, so that none waits for it; and gather objects from all ranks.
 
-A rank that raises alone, wherever that is, would leave the others at their next wait for it. So whatever all ranks do
-together is done inside of `telling`, over groups that the watch guards.
+If one rank raises alone, the others would block at their next wait for it. So everything that all ranks do together
+runs inside `telling`, over groups that the watch guards.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,11 @@
 """How values move between ranks.
 
-An interpreter knows three things: `send` never waits, `post_receive` never waits, and `receive` gives what was sent. On
-a link, from one rank to another, messages arrive in the order in which they are sent, and are posted in that order.
+The contract for an interpreter: `send` never waits, `post_receive` never waits, and `receive` waits for a message. On a
+link, from one rank to another, messages arrive in the order of their sends, and are posted in that order.
 
-Between processes a message is one run of bytes: its tensors, one after the other. How they lie in it is its layout. The
-sender describes the layout in a small message ahead of it, once for each signature: the shapes of the batch that a
-step begins with. While signatures repeat, nothing but the values moves.
+Between processes, a message is one run of bytes: its tensors, one after the other. Their offsets, shapes and types are
+its layout. The sender describes the layout in a small header message, once for each signature: the shapes of the batch
+that a step begins with. While signatures repeat, only values move.
 
     step 1, signature A      describe, values
     step 2, signature A                values
@@ -31,26 +31,25 @@ from shardwise.torch_private import cpu_backend
 
 _PAYLOAD, _HEADER, _REST_OF_HEADER = 1, 2, 3  # Tags.
 _MOST_SIGNATURES = 256
-# What may be posted before its instruction: enough for what small messages cost, which is the same for any size, and no
-# more memory than is never missed.
+# The limit on receives posted before their instruction: enough to hide the fixed cost of small messages, with a
+# negligible amount of memory.
 _AHEAD_BYTES = 2**20
 
 
 class ProcessTransport:
-    """Ranks in processes of their own.
+    """The transport between ranks in separate processes.
 
-    `groups` carry nothing else: the first what goes to a higher rank of theirs, the second what goes to a lower one
-    (`links.make_groups`). So a send never waits for the lock of a connection on which a large message is coming in.
-    Between ranks of one machine only large messages go there, and the others through memory that the two share
-    (`shared_memory.py`).
+    `groups` carry nothing else: the first carries messages to higher ranks, the second those to lower ranks
+    (`links.make_groups`). So a send never waits for the lock of a connection that is receiving a large message. Between
+    ranks of one machine, only large messages use the groups; others go through shared memory (`shared_memory.py`).
 
-        device   links   what a value takes
+        device   links   path of a value
         CPU      no      shared memory or gloo
         GPU      yes     NCCL, from device to device; the groups carry headers
         GPU      no      a copy to pinned memory of the host, shared memory or gloo, and a copy back
 
-    `links` has one NCCL group of two for each direction between two ranks (`links.make_links`), since what is under way
-    in an NCCL group holds up what comes after it. Every rank of the groups makes one transport, at the same time.
+    `links` has one NCCL group of two for each direction between two ranks (`links.make_links`), because an operation
+    in an NCCL group blocks those after it. Every rank of the groups makes one transport, at the same time.
     """
 
     def __init__(
@@ -64,25 +63,26 @@ class ProcessTransport:
     ) -> None:
         self._groups: tuple[dist.ProcessGroup, ...] = groups
         self._watch = watch
-        #: Ranks here are places in the pipeline; a watch knows those of the world.
+        #: Ranks here are places in the pipeline; the watch uses world ranks.
         self._in_world = dist.get_process_group_ranks(groups[0])
-        # What a group sends with. A third of the time of a small message was the way there from the group.
+        # The groups' backends, called directly: the dispatch from a group took a third of a small message's time.
         self._backends = [cpu_backend(group) for group in self._groups]
         self._device = torch.device(device)
         self._links = links or {}
         # What groups and shared memory carry is in the host's memory.
         self._is_staged = self._device.type != "cpu" and not self._links
-        #: What was sent to each rank since somebody has last cleared it: messages, and bytes.
+        #: Messages and bytes sent to each rank since this was last cleared.
         self.sent: dict[int, list[int]] = {}
         self._outbox = WaitingOutbox(watch)
         self._links_outbox = StreamOutbox()
         self._known: OrderedDict[Hashable, dict[Key, Layout]] = OrderedDict()
         self._layouts: dict[Key, Layout] = {}
-        # Receives that wait for their payload; and, of each source, those whose layout is not known yet, with their
-        # headers, and those that must stay behind them.
+        # Receives that wait for their payload; and, for each source, those whose layout is not known yet, with their
+        # headers, followed by those that must keep their order behind them.
         self._posted: dict[Key, tuple[Layout, Tensor, Any]] = {}
         self._unknown: dict[int, deque[tuple[Key, Tensor | None, Any]]] = {}
-        # Dropped at once, work would wait for gloo's thread to let go of it: milliseconds, if that has lost its core.
+        # Keeps the last work alive: dropping it at once would wait for gloo's thread to release it, which takes
+        # milliseconds if that thread has lost its core.
         self._last_waited: Any = None
         if watch is not None:
             for group in (*set(self._groups), *self._links.values()):
@@ -96,9 +96,10 @@ class ProcessTransport:
                 watch.guard(pair)
 
     def begin_step(self, signature: Hashable | None) -> None:
-        """Start a step. Every rank gives the same signature; steps of one signature have the same layouts.
+        """Start a step. Every rank gives the same signature; steps with the same signature have the same layouts.
 
-        Whether gradients are wanted belongs to it, and all that shapes depend on. None: layouts may be anything.
+        A signature includes everything that shapes depend on, and whether gradients are required. None: layouts may
+        change.
         """
         if signature is None:
             self._layouts = {}
@@ -109,7 +110,7 @@ class ProcessTransport:
             self._known.popitem(last=False)
 
     def send(self, key: Key, tensors: list[Tensor]) -> None:
-        """Send. What was sent must not be written to before `finish`."""
+        """Send tensors. They must not be written to before `finish`."""
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = Layout(describe(tensors))
@@ -133,7 +134,7 @@ class ProcessTransport:
                 self._send(_on_host(message) if self._is_staged else message, key, _PAYLOAD)
 
     def post_receive(self, key: Key) -> None:
-        """Say that a message will be wanted, so that it can come in beside the computation."""
+        """Post a receive, so that the message can arrive during computation."""
         if key in self._posted:
             return
         layout = self._layouts.get(key)
@@ -147,8 +148,8 @@ class ProcessTransport:
             self._post_payload(key, layout)
 
     def post_ahead(self, keys: Sequence[Key]) -> None:
-        """Say which messages will be wanted later, in order: some may be posted now, while there is nothing to do."""
-        if self._links:  # What is under way in an NCCL group holds up what comes after it.
+        """Announce later receives, in order: some of them are posted now, while the rank has nothing else to do."""
+        if self._links:  # An operation in an NCCL group blocks those after it.
             return
         left = _AHEAD_BYTES - sum(layout.num_bytes for layout, _, _ in self._posted.values())
         for key in keys:
@@ -160,8 +161,8 @@ class ProcessTransport:
                 self._post_payload(key, layout)
 
     def receive(self, key: Key) -> list[Tensor]:
-        """Wait for a message; it is posted here if it was not. Its tensors are leaves, with or without gradient as
-        they were on the other side."""
+        """Wait for a message, posting its receive if necessary. Its tensors are leaves, with the `requires_grad` of
+        the sender's tensors."""
         if key not in self._posted:
             unknown = self._unknown.setdefault(key.source, deque())
             if all(other != key for other, _, _ in unknown):
@@ -170,9 +171,9 @@ class ProcessTransport:
                 self._learn(unknown)
         layout, message, work = self._posted.pop(key)
         if work is not None:
-            # Over a link the device's stream waits for the value, and the host goes on.
+            # Over a link the device's stream waits for the value, not the host.
             self._wait_until(StreamWork(work) if self._links else work, key, key.source)
-        # The host's memory is pinned: it is not used again before this copy has ended.
+        # Pinned memory: the allocator does not reuse it before this copy has ended.
         return layout.unpack(message.to(self._device, non_blocking=True) if self._is_staged else message)
 
     def finish(self) -> None:
@@ -185,7 +186,7 @@ class ProcessTransport:
         self._links_outbox.drain()
 
     def close(self) -> None:
-        """Let go of what is held, and of the groups. They are not destroyed."""
+        """Release held tensors and references to the groups. The groups are not destroyed."""
         self._outbox.close()
         self._links_outbox.close()
         for pair in self._near.values():
@@ -199,7 +200,7 @@ class ProcessTransport:
             self._posted[key] = (layout, message, self._receive(message, key, _PAYLOAD) if layout.num_bytes else None)
 
     def _learn(self, unknown: deque[tuple[Key, Tensor | None, Any]]) -> None:
-        """Take in the oldest header of a link, and post the payload that it describes."""
+        """Read the oldest header of a link, and post a receive for the payload that it describes."""
         key, header, work = unknown.popleft()
         if header is not None:
             self._wait_until(work, key, key.source)
@@ -264,7 +265,7 @@ class ProcessTransport:
 
 
 def _on_host(message: Tensor) -> Tensor:
-    """A copy in pinned memory, once all is computed that it is made of: gloo's threads know nothing of streams."""
+    """Copy a message to pinned memory and wait for the copy: gloo's threads do not synchronize with streams."""
     copy = torch.empty(message.shape, dtype=message.dtype, pin_memory=True)
     return copy.copy_(message.detach())
 

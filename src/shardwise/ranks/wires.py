@@ -1,7 +1,7 @@
-"""All that connects a process with the others of its plan, made once: groups, a watch, a clock.
+"""All connections of a process with the others of its plan, made once: groups, a watch, a clock.
 
-An engine is given its wires and does not ask whether there are others. Alone, a sum is what was given, what all give is
-what this process gives, and nobody has to be told of an error.
+An engine uses its wires without knowing whether there are other processes. In a single process, a sum is its input, a
+gather returns the one input, and no process has to be notified of an error.
 
     wires = make_wires(plan)                              in every process of the plan, alike
     first = parallelize(module, plan, ..., wires=wires)   several engines may use the same, one after the other
@@ -33,14 +33,14 @@ from shardwise.torch_private import find_gpu_backend
 
 
 class Wires:
-    """What an engine has of other processes, which all call it alike; and what comes of it where there are none."""
+    """The connections of an engine with other processes; all call its methods alike. The base class is for none."""
 
     mesh: Mesh
     #: The ranks of the pipeline that this process runs: its own, or all.
     ranks: tuple[int, ...]
-    #: This process in the world.
+    #: The rank of this process in the world.
     rank: int
-    #: What is told where this process stands, where there are others.
+    #: The watch that is told where this process stands, if there are others.
     watch: Watch | None
     #: The ranks that hold the same dense weights, and those that hold the same experts.
     dense: Replicas
@@ -51,48 +51,48 @@ class Wires:
         return is_on_nccl(device)
 
     def make_exchange(self, device: torch.device) -> Exchange:
-        """What moves numbers between replicas that compute on such a device."""
+        """Return the exchange between replicas that compute on such a device."""
         return make_exchange(device, self.watch, on_nccl=self.is_on_nccl(device))
 
     def connect(self, ties: Iterable[Group], device: torch.device) -> None:
-        """Connect all groups, and those of ties, before a step asks for them: ranks come to them at different times."""
+        """Connect all groups, and those of ties, before a step uses them: ranks reach them at different times."""
 
     def stand(self, place: object) -> None:
-        """Say where this process stands: before it waits for its device, say."""
+        """Report where this process stands, for example before it waits for its device."""
 
     def told_to_all(self, *, refusals: bool = True) -> AbstractContextManager[None]:
-        """A context: the others are told of an error, or of all but `refusals`, before it goes on to the caller."""
+        """Return a context that reports errors to the others before they propagate; with `refusals`, also refusals."""
         return telling(self.watch, refusals=refusals)
 
     def check_before(self) -> None:
-        """Raise if this rank has failed before: what connects it with others is over."""
+        """Raise if this rank has failed before: its connections are closed."""
         if self.watch is not None:
             self.watch.check_before()
 
     def start_sum(self, numbers: Tensor) -> Any:  # noqa: ARG002 - they are the sum
-        """Begin to add up numbers of the CPU over all processes, in place; None if they are the sum."""
+        """Start a sum of a CPU tensor over all processes, in place; None if the tensor is the sum already."""
         return None
 
     def sum(self, numbers: Tensor, what: str) -> None:
-        """Add up numbers of the CPU over all processes, in place."""
+        """Sum a CPU tensor over all processes, in place."""
 
     def broadcast(self, numbers: Tensor, source: int, what: str) -> None:
-        """Have numbers of the CPU as one process has them, in place."""
+        """Broadcast a CPU tensor from one process, in place."""
 
     def gather(self, given: Any, group: str | None = None) -> list[Any]:  # noqa: ARG002 - every group is this process
-        """What each process gives; with a name, each of this one's group of the mesh."""
+        """Gather an object from each process; with a name, from each process of this one's group of the mesh."""
         return [given]
 
     def clock_correction(self) -> float:
-        """Seconds to add to this process's clock to have that of all."""
+        """Return the seconds to add to this process's clock to get the shared clock."""
         return 0.0
 
     def close(self) -> None:
-        """End what connects the processes."""
+        """Close the connections between the processes."""
 
 
 class OneProcess(Wires):
-    """No others: this process runs every rank of a pipeline, or the one that there is."""
+    """The wires of a single process, which runs every rank of a pipeline, or the only rank."""
 
     def __init__(self, plan: Plan) -> None:
         self.mesh = lone_mesh(plan)
@@ -102,16 +102,15 @@ class OneProcess(Wires):
 
 
 class ManyProcesses(Wires):
-    """One rank of a plan in each process of the default group. Every one of them makes its own, at the same time."""
+    """One rank of a plan in each process of the default group. All of them make their wires at the same time."""
 
     def __init__(self, plan: Plan, watch: Watch) -> None:
         self.watch: Watch = watch
-        # Nobody can end the making of a group for which a rank does not come: so all are there before.
+        # Creating a group cannot be interrupted if a rank does not come: so make sure that all are there first.
         self.mesh = make_mesh(plan, watch)
         self.rank = watch.rank
         self.ranks = (self.mesh.coordinates["pp"],)
-        # Numbers that all ranks add up or tell each other have a group of their own: one that is given up on must not
-        # take another's with it.
+        # Sums and gathers over all ranks have a group of their own: aborting one must not break another's.
         self._everybody: Any = dist.new_group(backend="gloo")
         self.watch.guard(self._everybody)
         self._clock: SharedClock | None = SharedClock(self._everybody, self.watch)
@@ -124,7 +123,7 @@ class ManyProcesses(Wires):
         self._ties: list[Group] = []
 
     def make_transport(self, links: Iterable[Link], device: torch.device) -> ProcessTransport:
-        """What moves values over these links of the pipeline."""
+        """Return the transport over these links of the pipeline."""
         if self._groups is None:
             self.gather(None)
             self._groups = make_groups(self.mesh.pipelines)
@@ -134,7 +133,7 @@ class ManyProcesses(Wires):
             if wanted not in self._links:
                 if device.type == "cuda":
                     self.watch.follow(device)
-                self.gather(None)  # All are here: from now on it is NCCL that takes time.
+                self.gather(None)  # A barrier: all are here, so from now on only NCCL takes time.
                 self._links[wanted] = make_links(wanted, self.mesh.pipelines, device=device, watch=self.watch)
             made = self._links[wanted]
         return ProcessTransport(self._groups, device=device, links=made, watch=self.watch)
@@ -151,7 +150,7 @@ class ManyProcesses(Wires):
             self.watch.follow(device)
             for each in groups:
                 each.before_read = self.watch.mark
-        # And all are here: from now on it is NCCL that takes time.
+        # A barrier too: all are here, so from now on only NCCL takes time.
         found = self.gather(gpu_of(device) if is_gpu else None)
         connect(groups, device, self.watch)
         told = describe_mixed(found) if is_gpu and self.rank == 0 else None
@@ -170,7 +169,7 @@ class ManyProcesses(Wires):
         self.watch.at(place)
 
     def named_groups(self) -> list[tuple[str, dist.ProcessGroup]]:
-        """All groups of this process by what they are for. One of several names has the first of them."""
+        """Return all groups of this process by their purpose. A group with several names has the first of them."""
         named: list[tuple[str, dist.ProcessGroup | None]] = []
         for name, pair in (("replicas", self.dense), ("replicas of experts", self.experts)):
             named += [(name, pair.shard.handle), (f"copies of {name}", pair.copies.handle)]
@@ -204,7 +203,7 @@ class ManyProcesses(Wires):
         return self._clock.correction()
 
     def close(self) -> None:
-        """Stop watching the other ranks, and end what groups have: a thread and a connection for each other rank."""
+        """Stop the watch, and destroy the groups: each has a thread and a connection for each other rank."""
         self.watch.close()
         groups = [*self.mesh.groups.values(), *self._of_replicas(), *self._ties]
         handles: list[object] = [each.handle for each in groups]
@@ -215,10 +214,10 @@ class ManyProcesses(Wires):
         self._ties.clear()
         self.watch.guarded.clear()
         for handle in {id(each): each for each in handles if isinstance(each, dist.ProcessGroup)}.values():
-            # To destroy what was aborted would wait for ranks that are gone. It goes with this process.
+            # Destroying an aborted group would wait for ranks that are gone. It ends with this process.
             if not self.watch.has_stopped or find_gpu_backend(handle) is None:
                 dist.destroy_process_group(handle)
-        # A group's threads end with the last name for it: layers that were cut know their group for good.
+        # A group's threads end with the last reference to it, and sharded layers keep theirs.
         for group in groups:
             group.handle = None
 
@@ -226,9 +225,9 @@ class ManyProcesses(Wires):
 def make_wires(
     plan: Plan, watch: Watch | None = None, *, limit_seconds: float = LIMIT_SECONDS
 ) -> OneProcess | ManyProcesses:
-    """The wires of this process: of one of many where `torch.distributed` has several, else of one alone.
+    """Return the wires of this process: `ManyProcesses` if `torch.distributed` has several ranks, else `OneProcess`.
 
-    They are watched by `watch`, if that has begun before them.
+    They use `watch`, if one was started before them.
     """
     watch = watch or find_watch(limit_seconds=limit_seconds)
     return OneProcess(plan) if watch is None else ManyProcesses(plan, watch)

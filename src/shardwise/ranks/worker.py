@@ -1,7 +1,7 @@
-"""What a process that `spawn` has started does: it joins the other ranks, and runs the functions that it is sent.
+"""The main function of a process that `spawn` has started: join the other ranks, and run the functions it is sent.
 
-It is a process group of its own, so that whatever it starts ends with it; and it ends when the process that started it
-does, however that ends. One that `torchrun` has started only joins the others (`join_if_launched`).
+It leads its own process group of the system, so that its children end with it; and it ends when the process that
+started it ends, in whatever way. A process that `torchrun` has started only joins the others (`join_if_launched`).
 """
 
 import os

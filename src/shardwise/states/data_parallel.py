@@ -6,16 +6,16 @@
     2       whole            summed to shards in each backward    shard
     3       shard            summed to shards in each backward    shard
 
-A rank of a pipeline has one of these beside its executor. GATHER and RELEASE bring weights in and let them go, REDUCE
-says that a stage's gradients of a step are complete; `begin` and `end` stand around every computation. Whatever moves
-is only started there, and runs beside the instructions that follow. Its parts, each of which knows the buckets only:
+A rank of a pipeline has one `DataParallel` beside its executor. GATHER and RELEASE gather and free weights; REDUCE
+means that a stage's gradients of a step are complete; `begin` and `end` are called around every computation. Transfers
+are only started there, and run beside the instructions that follow. Its parts, each of which knows the buckets only:
 
-    StageWeights           when weights come, and who waits for them
-    Reducer                when the gradients of a bucket begin to be summed
-    StepGradients          the gradients of a step made complete, and measured
-    OffloadedBackward      buckets that live on the host: what comes and goes in a backward
-    OptimizerInBackward    what is updated before the step ends, with optimizer state on the host
-    Updates                the step
+    StageWeights           when weights are gathered, and what waits for them
+    Reducer                when the sum of a bucket's gradients starts
+    StepGradients          completes the gradients of a step, and their norm
+    OffloadedBackward      buckets that live on the host: their transfers in a backward
+    OptimizerInBackward    updates before the step ends, with optimizer state on the host
+    Updates                the optimizer step
     WholeParameters        state by the names of parameters
 """
 
@@ -39,7 +39,7 @@ from shardwise.states.whole_parameters import WholeParameters
 
 
 class DataParallel:
-    """The replicas' side of one process: what it holds, who else holds parameters of it, and how much is shared out.
+    """Data parallelism of one process: its buckets, the groups that hold the same parameters, and their sharding.
 
     `updates` has its optimizers, `wholes` its parameters by their names.
     """
@@ -71,13 +71,13 @@ class DataParallel:
         comes_late = sharing.updates_late or sharing.offloaded > 0
         self.updates = Updates(optimizers, self._trained, owners, are_cut=sharing.zero > 0, sort=comes_late)
         self.wholes = WholeParameters(self.buckets, held.parameters, exchange)
-        #: Whether computations have to be told of: where weights come for them, or gradients leave.
+        #: Whether `begin` and `end` must be called: weights are gathered for computations, or gradients leave.
         self.is_beside = not sharing.local
 
     # --- what the executor calls -------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget the gradients of the last step. With two versions of the weights, another one is under way."""
+        """Drop the gradients of the last step. With two versions of the weights, another step is in progress."""
         for bucket in self.buckets:
             if bucket.is_touched:
                 bucket.take_over()
@@ -89,11 +89,11 @@ class DataParallel:
             self._in_backward.begin_step()
 
     def gather(self, instruction: Instruction) -> None:
-        """GATHER: a stage's weights begin to come in."""
+        """GATHER: start to gather a stage's weights."""
         self._weights.gather(instruction.stage)
 
     def release(self, instruction: Instruction) -> None:
-        """RELEASE: and go again."""
+        """RELEASE: free a stage's gathered weights."""
         self._weights.release(instruction.stage)
 
     def reduce(self, instruction: Instruction) -> None:
@@ -104,7 +104,7 @@ class DataParallel:
             self._gradients.ties.start(instruction.peer, instruction.microbatch)
 
     def begin(self, instruction: Instruction) -> None:
-        """Something is about to be computed on a stage."""
+        """Prepare for a computation on a stage."""
         self._weights.begin(instruction)
         if instruction.kind in MAKES_GRADIENTS:
             self._backward.begin(instruction.stage)
@@ -113,40 +113,40 @@ class DataParallel:
             self._in_backward.look()
 
     def end(self, instruction: Instruction) -> None:
-        """It has been computed."""
+        """Finish a computation on a stage."""
         self._reducer.end(instruction)
         self._weights.end(instruction.stage)
 
     # --- what the engine calls ---------------------------------------------------------------------------------------
 
     def finish(self, step: int = 0) -> None:
-        """Wait until this rank's gradients of a step are the sums over all replicas, and over tied stages."""
+        """Wait until this rank's gradients of a step are summed over all replicas, and over tied stages."""
         self._gradients.finish(step, self._updated_in_backward)
         self._reducer.end_step()
 
     def square(self) -> Tensor:
-        """This rank's part of the sum of all squares of the gradients, where they are: over the world the model's."""
+        """Return this rank's part of the squared gradient norm, on its device: summed over the world, the model's."""
         return self._gradients.norm.square()
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
-        """Multiply the gradients (one over the tokens of the whole batch, and what clipping asks for) and update."""
+        """Scale the gradients (by one over the tokens of the whole batch, and by clipping) and update."""
         self.exchange.settle()
         self._gradients.scale(scale, self._updated_in_backward)
         self.updates.step(self._gradients.used, done=self._updated_in_backward)
 
     @torch.no_grad()
     def step_divided(self, divisor: Tensor, skips: Tensor) -> None:
-        """Update by the gradients over a number of the device's, or not at all where `skips` is 1: the host asks for
-        neither. For gradients that are where autograd has put them, and optimizers that can."""
+        """Update with the gradients divided by a device scalar, or not at all if `skips` is 1; the host reads neither.
+        For gradients that stay where autograd put them, and optimizers that support it."""
         self.exchange.settle()
         self.updates.step(self._gradients.used, divided=(divisor, skips))
 
     def keep_states(self, states: HostStates, find_scale: Callable[[], float | None] | None) -> None:
-        """Have the state of these optimizers on the host.
+        """Move the state of these optimizers to the host.
 
-        With `find_scale`, which says while a step goes on what its gradients will be multiplied with, weights are
-        updated as soon as theirs are final. Without it their norm is wanted first.
+        With `find_scale`, which returns the scale of the gradients during a step, weights are updated as soon as their
+        gradients are final. Without it, the norm of all gradients is needed first.
         """
         self.updates.states = states
         states.followers = [bucket.weights for bucket in self._trained if bucket.is_renewed_late]
@@ -158,12 +158,12 @@ class DataParallel:
                 bucket.hands_over = hands_over(bucket)
 
     def look_at_gradients(self, look: Callable[[Tensor], None] | None) -> None:
-        """From the next step on, give it what this rank alone has added up before that is summed with others'."""
+        """From the next step on, call it with this rank's own gradients before they are summed over ranks."""
         for bucket in self._trained:
             bucket.trained.look = look
 
     def whole_gradient(self, name: str) -> Tensor | None:
-        """The gradient of a parameter in the last step, as it was given to the optimizer. Replicas call this alike."""
+        """Return the gradient of a parameter in the last step, as given to the optimizer. Replicas call this alike."""
         if self._in_backward is not None and not self._in_backward.keeps_gradients:
             refuse_gone(self._in_backward.done, name)
         return self.wholes.gradient(name, self._gradients.used)
@@ -199,9 +199,9 @@ class DataParallel:
             bucket.take_over()
 
     def close(self) -> None:
-        """Let go of the parameters' hooks, of groups and of the thread.
+        """Release the parameters' hooks, the groups and the thread.
 
-        Weights that other ranks have updated are on their way since the last step: whoever reads the module has them.
+        Weights that other ranks updated are in transit since the last step: wait for them, so that the module has them.
         """
         for bucket in self.buckets:
             bucket.weights.arrive()

@@ -1,17 +1,17 @@
-"""Buffers that a forward writes: counters, running means, codebooks.
+"""Buffers that a forward writes to: counters, running means, codebooks.
 
-Replicas see other rows, and each would have buffers of its own. What they have is compared at the end of every step
-that wrote some. Where all have the same (a counter, a schedule) nothing is to be done. Where they differ, it is for the
-user to say what one device would have had:
+Replicas see different rows, so their buffers may diverge. They are compared at the end of every step that wrote to
+some. If all are the same (a counter, a schedule), nothing is to be done. If they differ, the user must say what one
+device would have had:
 
     how        every replica has from then on
     None       refused
     "mean"     the mean of all: that of one device for a running mean that no forward of the step has read
     "first"    those of the first: what DDP broadcasts
-Statistics of batch norms are joined as in `batch_norm.py`, and need nothing said.
+Statistics of batch norms are combined in `batch_norm.py`, and need no argument.
 
-A forward may also put another tensor in a buffer's place (`self.ema = ...`). At the end of a step it is the tensor that
-the engine knows again, with the new numbers.
+A forward may also replace a buffer by another tensor (`self.ema = ...`). At the end of a step the tensor that the
+engine knows is restored, with the new values.
 """
 
 import hashlib

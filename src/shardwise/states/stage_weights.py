@@ -1,14 +1,14 @@
-"""When the weights of a rank's stages come, and who waits for them: each unit for its own, the stage for the rest.
+"""When the weights of a rank's stages are gathered: each unit waits for its own, the stage for the rest.
 
-Weights are gathered unit by unit while a stage computes (zero 3), or waited for unit by unit (zero 1 and 2). A unit's
-come in while the unit before it computes, forwards and backwards, and go when it has been computed:
+Weights are gathered unit by unit while a stage computes (zero 3), or waited for unit by unit (zero 1 and 2). In forward
+and backward, a unit's weights are gathered while the unit before it computes, and freed when it has been computed:
 
     forward      gather 0   run 0, gather 1    run 1, gather 2    run 2
                             release 0          release 1          release 2
     backward     gather 2   back 2, gather 1   back 1, gather 0   back 0
 
-So the weights of two units are there at most. A backward begins at a unit when the gradient of one of its outputs is
-there; it is done with the unit when all gradients of its weights have arrived.
+So at most the weights of two units are there. The backward of a unit begins when the gradient of one of its outputs
+arrives, and ends when all gradients of its weights have arrived.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
-"""What a GPU did, stream by stream, by its own clock: kernels, NCCL, copies by direction.
+"""The activities of a GPU, stream by stream, by its own clock: kernels, NCCL, copies by direction.
 
-A rank's events say what it was told to do; its activities say what its device did for that, and on which stream. They
-are told apart by the names that CUDA and NCCL have for them.
+A rank's events are its instructions; its activities are what its device executed for them, and on which stream. The
+kind of an activity follows from its name in CUDA and NCCL.
 """
 
 import re
@@ -40,11 +40,11 @@ _LONGEST_NAME = 60
 
 
 class Activity(NamedTuple):
-    """Something that a GPU did. A named tuple, because a step may have tens of thousands.
+    """One activity of a GPU. A named tuple, because a step may have tens of thousands.
 
-    `launched` is when the host handed it over, None where that is not known; `instruction` inside of which one.
-    `purpose` is what a collective was for and `group` its ranks, where they are known: those of several ranks with the
-    same purpose and group are one collective, the first with the first.
+    `launched` is the time of its launch by the host, None if unknown; `instruction` is the one that launched it.
+    `purpose` is the purpose of a collective and `group` its ranks, if known. Activities of several ranks with the same
+    purpose and group are matched in order: the first of each are one collective, and so on.
     """
 
     rank: int

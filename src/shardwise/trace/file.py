@@ -1,6 +1,6 @@
 """A trace as a file: JSON, a column for each field of an event, so that it is small and read quickly.
 
-What is read is looked through: whoever draws or examines a trace need not ask again whether it can be one.
+A trace is validated when it is read, so that code that draws or examines it need not check it again.
 """
 
 import json

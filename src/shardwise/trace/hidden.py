@@ -1,4 +1,4 @@
-"""Communication that nobody stood still for: bytes that moved while their receiver was at work."""
+"""Hidden communication: bytes that moved while their receiver was computing."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -12,11 +12,11 @@ from shardwise.trace.stretches import BUSY, Stretch, stretches
 
 
 def hidden_of_ranks(trace: Trace, cut: Sequence[Sequence[Stretch]] | None = None) -> tuple[float, ...]:
-    """For each rank, the seconds in which it worked while something moved to it. `cut` are the trace's stretches.
+    """Return, for each rank, the seconds in which it worked while data moved to it. `cut` are the trace's stretches.
 
-    When a measured message arrived is known only if its receiver stood still for it. Of others it is taken that they
-    took as long as the median of those on their link, and no longer than until they were asked for. Where a GPU was
-    seen at work, what it moved is known.
+    The arrival of a measured message is known only if its receiver waited for it. Other messages are assumed to take
+    the median of those on their link, but no longer than until they were needed. If the activities of a GPU were
+    recorded, its transfers are known.
     """
     work = [
         [(each.start, each.end) for each in rank if each.part in BUSY]

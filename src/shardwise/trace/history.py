@@ -1,8 +1,8 @@
-"""What became of a run over time, from its journal and its metrics: starts and why they ended, checkpoints, copies,
-slow ranks, wrong numbers, and the loss.
+"""The history of a run, from its journal and its metrics: starts and why they ended, checkpoints, copies, slow ranks,
+wrong numbers, and the loss.
 
-Lines of a journal are in the order in which things happened, and their times are clocks of several machines, each of
-which may jump. So the order counts: a time before that of the line before it is taken to be that one.
+Lines of a journal are in the order of events, but their times are from clocks of several machines, each of which may
+jump. So the order has priority: a time earlier than that of the previous line is replaced by that one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

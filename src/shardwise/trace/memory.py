@@ -1,6 +1,6 @@
-"""What each rank holds over time, and whose it is, read off the same trace as the time.
+"""The memory that each rank holds over time, by owner, from the same trace as the times.
 
-All changes of one instant count as one: what an event frees at its end is there for the next one that starts then.
+All changes at one instant count as one: memory that an event frees at its end is available to an event starting then.
 """
 
 from collections import defaultdict

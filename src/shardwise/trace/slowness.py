@@ -1,15 +1,15 @@
-"""Ranks that are slow again and again, and by what: from steps that were recorded anyway.
+"""Find ranks that are slow repeatedly (stragglers), and the cause, from steps that were recorded anyway.
 
-Ranks wait for each other, so all of them have a step of the same length; the slow one is the one that the others wait
-for. What each has done meanwhile tells:
+Ranks wait for each other, so all have the same step time; the slow rank is the one that the others wait for. Its own
+times show the cause:
 
-    compute   its own work takes longer than that of ranks which do the same (of its stage, in other pipelines). One
-              that is alone in its stage is held against its own first steps, as others are against theirs
+    compute   its own work takes longer than that of ranks with the same work (its stage, in other pipelines). A rank
+              that is alone in its stage is compared with its own first steps, relative to how others have changed
     data      it waits longer for its batch than the others
-    link      what it is sent takes longer on its way than what ranks of its stage are sent
+    link      messages to it take longer in transit than messages to ranks of the same stage
 
-One step says little: a rank is named when it was slow, by the same cause, in most of the last steps that were looked
-at, and it is slow only if the others lose a tenth of the step by it.
+One step says little: a rank is reported if it was slow, with the same cause, in most of the last recorded steps. It
+counts as slow only if the others lose a tenth of the step because of it.
 """
 
 from collections import deque

@@ -1,12 +1,12 @@
-"""What a GPU's time went into: of each of its streams, and of the device as a whole.
+"""Attribute a GPU's time to activities: for each of its streams, and for the device as a whole.
 
     stream 7    | kernel | kernel |        | kernel |     |
     stream 20            | all reduce ------ |
     the device  | compute         | exposed  | compute | idle
 
-On a stream one activity runs after the other. Of the device, each moment counts once: a kernel that runs hides a
-collective, and both hide a copy. Where nothing runs, either something was launched and does not run yet, or the host
-has launched nothing.
+On a stream one activity runs after the other. For the device, each moment counts once: a running kernel hides a
+collective, and both hide a copy. When nothing runs, either an activity was launched and has not started yet, or the
+host has launched nothing.
 """
 
 from bisect import bisect_right
@@ -22,18 +22,18 @@ from shardwise.trace.events import Trace
 
 
 class State(StrEnum):
-    """What a device does at a moment."""
+    """The state of a device at a moment."""
 
     COMPUTE = "compute"
     COMMUNICATION = "exposed communication"  # No kernel runs, and a collective moves bytes.
     WAITING = "waiting"  # No kernel runs, and a collective waits for a rank that has not begun it.
-    COPIES = "exposed copies"  # Neither runs, and a copy does.
-    LAUNCHED = "launch gaps"  # Nothing runs, and something has been launched.
+    COPIES = "exposed copies"  # Neither a kernel nor a collective runs, and a copy does.
+    LAUNCHED = "launch gaps"  # Nothing runs, and an activity has been launched.
     IDLE = "idle"  # The host has launched nothing.
 
 
 class Span(NamedTuple):
-    """A stretch of a device's time. `on` is what it stands still for."""
+    """A stretch of a device's time. `on` is what the device waits for."""
 
     start: float
     end: float

@@ -1,12 +1,12 @@
-"""A rank's step cut into stretches, each with what it went into. They add up to the step, on every rank.
+"""Cut each rank's step into stretches, each with its part (compute, waiting, ...). They add up to the step.
 
     rank 1   | warm-up | compute | waiting | exposed | compute | ... | optimizer | cool-down |
 
-What the simulator predicts has a reason for every idle moment already (`attribution.py`). In what was measured, the
-rank has noted what it stood still for, and when the other side sent it: until then it is a bubble, from then on bytes
-are under way. What nothing was noted for is the host's own work.
+A simulated trace has a reason for every idle moment already (`attribution.py`). In a measured trace, the rank has noted
+what it waited for, and the other side when it sent: until then the wait is a bubble, from then on it is exposed
+communication. Time without a note is the host's own work.
 
-Where a GPU was seen at work (`streams.py`), what it did has the last word: a forward in which its device stands still
+If the activities of a GPU were recorded (`streams.py`), they take precedence: a forward during which the device is idle
 is no computation.
 """
 
@@ -20,18 +20,18 @@ from shardwise.trace.streams import Span, State, device_spans
 
 
 class Part(StrEnum):
-    """What a stretch of a step goes into."""
+    """The category of a stretch of a step."""
 
     COMPUTE = "compute"
     RECOMPUTATION = "recomputation"
     OPTIMIZER = "optimizer"
     EXPOSED = "exposed communication"
-    COPIES = "exposed copies"  # Only of a GPU: between its memory and the host's, and nothing else runs there.
+    COPIES = "exposed copies"  # GPU only: a copy between device and host, while nothing else runs on the device.
     WARM_UP = "warm-up"
     WAITING = "waiting"
     COOL_DOWN = "cool-down"
     DATA = "data wait"
-    LAUNCH = "launch gaps"  # Only of a GPU: a kernel was launched and does not run yet.
+    LAUNCH = "launch gaps"  # GPU only: a kernel was launched and does not run yet.
     HOST = "host overhead"
 
 
@@ -55,13 +55,13 @@ _OF_LANE = {
     Lane.COMPUTE: Part.COMPUTE,
     Lane.RECOMPUTE: Part.RECOMPUTATION,
     Lane.STEP: Part.OPTIMIZER,
-    Lane.SEND: Part.EXPOSED,  # Packing and handing over is done by whoever computes.
+    Lane.SEND: Part.EXPOSED,  # The computing thread itself packs a message and hands it over.
     Lane.DATA: Part.DATA,
 }
 
 
 class Stretch(NamedTuple):
-    """A stretch of a rank's step. `on` is the name of the event that it stands still for, of rank `on_rank`."""
+    """A stretch of a rank's step. `on` is the name of the event that the rank waits for, of rank `on_rank`."""
 
     rank: int
     start: float

@@ -1,4 +1,4 @@
-"""A bucket: weights, gradients, and what an optimizer updates of them."""
+"""A bucket: weights, their gradients, and the pieces that an optimizer updates."""
 
 from dataclasses import dataclass
 
@@ -22,10 +22,10 @@ CHANNELS_OF_A_BUCKET, OTHER_TRANSFERS = 4, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketKey:
-    """What the parameters of a bucket have in common.
+    """The common properties of a bucket's parameters.
 
-    `stages` of this rank use them, `unit` calls them where weights are gathered unit by unit; `tie` is the number of
-    the tie that other ranks' stages share them by. `is_partial`: tensor parallel ranks each have a part of their sums.
+    `stages` of this rank use them; `unit` uses them, if weights are gathered unit by unit; `tie` is the number of the
+    tie with stages of other ranks. `is_partial`: each tensor parallel rank has a partial sum of their gradients.
     """
 
     stages: frozenset[int]
@@ -40,10 +40,10 @@ class BucketKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
-    """What this rank updates of a parameter.
+    """The part of a parameter that this rank updates.
 
-    `weight` is what an optimizer is given: the parameter itself if the rank updates all of it, else the numbers of
-    `span`, flattened. It is in full precision where the parameter is not. `number` is the parameter's in its bucket.
+    `weight` is the optimizer's tensor: the parameter itself if the rank updates all of it, else the flattened elements
+    of `span`. It is in full precision even if the parameter is not. `number` is the parameter's index in its bucket.
     """
 
     number: int
@@ -58,7 +58,7 @@ class Piece:
 class Bucket:
     """The parameters of one key.
 
-    `updates_whole`: every rank updates all of them alike. `updates_late`: that may go on under the next forward.
+    `updates_whole`: every rank updates all of them alike. `updates_late`: updates may overlap with the next forward.
     `master`: the optimizer works on a copy in full precision.
     """
 

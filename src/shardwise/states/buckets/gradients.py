@@ -1,12 +1,13 @@
-"""The gradients of a bucket: held whole until the end of a step, never whole (zero 2 and 3), or where they are.
+"""The gradients of a bucket: whole until the end of a step, scattered (zero 2 and 3), or local.
 
-A gradient *arrives* when autograd has added it to its parameter. Held whole, it is moved into the bucket when it first
-arrives, and later microbatches add to it there. Scattered, it goes into memory that is lent for one backward: as soon
-as the bucket is full it is summed over the replicas, each rank adds its piece to its shard, and the memory is free.
-Where one replica alone has a parameter, nothing is summed over replicas, so its gradient stays where autograd put it.
+A gradient *arrives* when autograd has added it to its parameter. A whole gradient is moved into the bucket when it
+first arrives, and later microbatches accumulate there. A scattered gradient goes into a buffer borrowed for one
+backward: as soon as the bucket is full, it is summed over the replicas, each rank adds its piece to its shard, and the
+buffer is returned. If only one replica has a parameter, nothing is summed over replicas: the gradient is local, and
+stays where autograd put it.
 
-Where weights have two versions, two steps are under way at a time: one whose gradients are being summed, and the next
-one, whose backwards have begun. So what is kept of a step is kept by its number, until the step is finished:
+If weights have two versions, two steps are in progress at a time: one whose gradients are being summed, and the next,
+whose backwards have begun. So the data of a step is kept by its number, until the step is finished:
 
     begin     of the step after next     the result of the last finished step is forgotten; steps under way are not
     start     all gradients are there    a run of memory for the step, and its sums

@@ -4,9 +4,9 @@
                     in the last one     it is summed over the replicas before it goes
     zero 2 and 3    in every backward   gradients are summed to shards, which are added to what went home before
 
-On the device there is memory for one backward of a bucket. What is computed is what is computed without a host, in the
-same order: so are the sums, to the last bit. What a norm needs is computed by the device, on the way out. If a bucket
-is updated in the backward, its gradients are handed over `here` when they are final, and do not go home at all.
+The device has memory for one backward of a bucket. The computation is the same as without offloading, in the same
+order, so the sums are bitwise equal. The device computes the part of the norm before a gradient leaves. If a bucket is
+updated in the backward, its final gradients stay on the device (`here`), and do not go to the host at all.
 """
 
 from collections.abc import Callable, Sequence

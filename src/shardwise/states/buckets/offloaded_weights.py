@@ -1,4 +1,4 @@
-"""The weights of a bucket, where they live on the host and come to the device for their use.
+"""The weights of a bucket that lives on the host, and is copied to the device for each use.
 
               whole on every rank (zero 0 to 2)              in shards (zero 3)
     fetch     nothing                                        the shard comes
@@ -14,8 +14,8 @@ Where the newest numbers come from, of the piece that a rank updates and of the 
     MASTER    HOST      a step of zero 0                      the master weight comes, is cast, and that goes home
     MASTER    PEERS     a step of zero 1 or 2                 both of the last two
 
-Weights of 16 bits may have master weights of full precision, of what a rank updates: after a step these are newer. In
-shards the other ranks' pieces always come from peers.
+16-bit weights may have master weights in full precision, for the piece that a rank updates: after a step these are
+newer. In shards, the other ranks' pieces always come from peers.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
-"""When the gradients of each bucket begin to be summed.
+"""When the sum of each bucket's gradients over replicas starts.
 
-As soon as they are there: in the last backward of a step, or in every backward where gradients are scattered. But all
-replicas must sum in one order, and one of them may lack a gradient that the others have. So there is one order, made
-from the schedule alone; a bucket that is full waits for those before it, and one that is not when its stage is done is
-summed with zeros in the gaps.
+It starts as soon as the gradients are there: in the last backward of a step, or in every backward if gradients are
+scattered. But all replicas must sum buckets in the same order, and a replica may lack a gradient that others have. So
+the order is derived from the schedule alone. A full bucket waits for those before it; a bucket that is not full when
+its stage is done is summed with zeros in the gaps.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""The parameters of a bucket in one run of memory, and who has which part of it at which time.
+"""The parameters of a bucket in contiguous memory, and which rank has which part of it at which time.
 
               whole on every rank (zero 0 to 2)          in shards (zero 3)
     step      a rank writes its piece                    a rank writes its shard
@@ -10,8 +10,8 @@
     COMING     memory, in which numbers arrive             wait: HERE
     HERE       the newest numbers, for what is computed    release, expire: AWAY;  renew: COMING
 
-The module's parameters are the same objects all the while, and what autograd has saved of them is too: they look into
-the memory that is taken and given back. So a backward finds its weights where its forward had them, if they have been
+The module's parameters stay the same objects, and so do the tensors that autograd has saved of them: they are views of
+the memory that is taken and given back. So a backward finds its weights where its forward had them, once they have been
 gathered again.
 """
 

@@ -1,16 +1,17 @@
-"""What forwards save for their backwards, a part of it on the host until it is needed.
+"""Offload part of the activations that forwards save for their backwards to the host until they are needed.
 
     compute   forward of 0, 1, 2, 3 | ...... | backward of 3, 2, 1, 0
     out         a0  a1  a2  a3
     in                                 a3  a2  a1  a0        ahead of their use, in the order that is expected
 
-A schedule says when: what a forward saves leaves while it is computed, and OFFLOAD is where its memory on the device is
-given up; RELOAD, some computations before the backward, is where the first of it begins to come back. What the backward
-asks for brings what it will need next.
+The schedule says when. Activations are copied out while the forward computes; OFFLOAD frees their memory on the device.
+RELOAD, some computations before the backward, starts to copy the first of them back. Each access by the backward
+prefetches the next ones.
 
-Autograd is asked to hand over what it saves. Memory goes as a whole, once, whatever views of it are saved, and comes
-back with the same views: the backward sees the same numbers at the same strides. What is there anyway (weights, the
-batch, what a stage was given) stays. A forward that is ahead of its copies waits for them, or nothing would be saved.
+Saved-tensor hooks of autograd intercept what it saves. A storage is moved as a whole, once, however many views of it
+are saved, and comes back with the same views: the backward sees the same values at the same strides. Tensors that are
+on the device anyway (weights, the batch, a stage's inputs) stay. A forward that is ahead of its copies waits for them;
+otherwise no memory would be saved.
 """
 
 import weakref

@@ -1,6 +1,6 @@
-"""Chunks: what is staged and updated together, of the weights whose optimizer state is on the host.
+"""Chunks: groups of weights with optimizer state on the host that are staged and updated together.
 
-A chunk has some of what its optimizer has, or rows of it. So the optimizer steps on stand-ins in their place.
+A chunk has some of its optimizer's weights, or some of their rows. So the optimizer steps on substitutes for them.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,8 +1,8 @@
 """Copies between a device and its host, beside the computation and in both directions at once.
 
-On a GPU nothing here waits: copies stand in streams of their own, and what is computed comes after one by an event. On
-the CPU the host is the same memory; there a copy is made by a thread, and whoever needs it waits for it. So what is put
-on the host is kept apart and moved on a laptop as it is beside a GPU.
+On a GPU nothing here waits: copies run in separate streams, and computation is ordered after a copy by an event. On the
+CPU, host and device are the same memory; there a thread makes the copy, and its user waits for it. So offloading runs
+on a laptop with the same separate memory and the same moves as on a GPU.
 
     call              copies or runs            after
     to_device         host -> device            the given events
@@ -11,8 +11,8 @@ on the host is kept apart and moved on a laptop as it is beside a GPU.
     run_after         in a stream of its own    the given events
     follow            what is computed next     the given event
 
-Nothing here knows who uses the memory. So both tensors of a copy have to stay until its event is reached, and memory
-that was just allocated is written after `computed()`: until then it was somebody else's.
+This module does not track the users of memory. So both tensors of a copy must stay alive until its event is reached,
+and newly allocated memory must be written after `computed()`: until then earlier work may still use it.
 """
 
 import threading

@@ -1,13 +1,13 @@
-"""Optimizer state that lives on the host and comes to the device when its weights are updated.
+"""Optimizer state that lives on the host and is copied to the device when its weights are updated.
 
-A chunk is updated when somebody says that the gradients of its weights are final, or at the step's end;
-`state_prefetch.py` has its state there by then. On a GPU that runs beside the computation, and `follow` puts what uses
-a weight behind its update.
+A chunk is updated when the caller reports that the gradients of its weights are final, or at the end of the step;
+`state_prefetch.py` has copied its state by then. On a GPU this runs beside computation, and `follow` orders the users
+of a weight after its update.
 
-Between two steps an optimizer looks as ever: `optimizer.state` has an entry for each weight, of some of them with
-tensors on the host. So what saves it, loads it or changes its settings need not know. It steps on the weights whose
-state is staged: on several small ones at once, on a large one in parts where every number is treated by itself. The
-arithmetic is the device's: the numbers are those of the plain optimizer to the last bit.
+Between two steps an optimizer looks as always: `optimizer.state` has an entry for each weight, some with tensors on the
+host. So code that saves it, loads it or changes its settings need not know. The optimizer steps on the weights whose
+state is staged: several small ones at once, a large one in parts if its rule is elementwise. The device does the
+arithmetic: the results are bitwise those of the plain optimizer.
 
 A weight may itself live on the host, and its gradient: `residency.py`.
 """

@@ -1,11 +1,11 @@
 """Training with optimizer state on the host: updates run beside the backward and under the next forward.
 
-A bucket of parameters, one block say, is ready when its last gradient is there. Then its state, which has come ahead,
-is updated by the device (`host_states.py`), or where it is if it has not gone. A block's forward waits for its own
-weights and for nothing else. Nothing is stale: the numbers are those of the optimizer without any of this.
+A bucket of parameters, for example one block, is ready when its last gradient has arrived. Then the device updates its
+state, which was prefetched (`host_states.py`) or is on the device anyway. A block's forward waits only for its own
+weights. Nothing is stale: the results are those of the optimizer without offloading.
 
-The weights that are trained are fp32, beside the optimizer's state. The device has them in the precision that it
-computes in; where that is fp32 and the state is on the device, they are one and the same.
+The trained weights are fp32 and live beside the optimizer's state. The device has them in the precision that it
+computes in; if that is fp32 and the state is on the device, they are the same tensors.
 
 The host's cores update nothing: 16 of them with 91 GB/s of memory made 6,300 tokens/s of a Llama-3B, where state that
 comes to an H200 made 18,062.

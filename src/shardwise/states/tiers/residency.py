@@ -1,4 +1,4 @@
-"""Where a weight lives, and so what comes to be updated beside its optimizer state.
+"""Where a weight lives, and so what is copied to the device with its optimizer state for an update.
 
     residency          the weight     its gradient    comes with the state      goes home with it
     Residency          device         device          nothing                   nothing
@@ -7,9 +7,9 @@
     HostResidency      host           host            weight, then gradient     the weight
       in a backward    device         device          nothing                   the weight
 
-A weight that lives on the host is on the device for its backward, and so is its gradient when that is over. If it is
-updated then, neither needs to come once more. A `MasterWeight` is of a parameter on the device that is computed with,
-in less than full precision.
+A weight that lives on the host is on the device for its backward, and its gradient is there when the backward ends. If
+it is updated then, neither needs another copy. A `MasterWeight` belongs to a parameter on the device that is used in
+computation, in less than full precision.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,24 +1,24 @@
-"""Optimizer-state prefetch: chunks of what lives on the host come to the device, are updated there, and go home.
+"""Optimizer-state prefetch: chunks of host state are copied to the device, updated there, and copied back.
 
     compute   forward | backward, gradients of 3, 2, 1, 0 | forward of 0, 1, 2, 3
     in        s3 s2        s1  s0                              ahead of its turn, as far as there are staging buffers
     update                 3   2   1   0                       when somebody asks for it and it is here
     out                        s3  s2  s1  s0                  while others come
 
-A chunk is what comes into one staging buffer, is updated at once and goes home. Where it is:
+A chunk is the content of one staging buffer: it is updated together and copied back. Its states:
 
     state      its numbers are                            left by
     HOST       on the host, once `newest` is reached      bring: STAGED
     STAGED     in a staging buffer, once `arrives` is     update: LEAVING, or HOST if nothing was written; drop: HOST
     LEAVING    written, and still to be told to go home   send: HOST
 
-Beside that a chunk may be expected (the last step asked for it), and asked for (its gradients are final, or will be
-once `gradients` is reached). Those that are expected come ahead, in the order in which they were asked for in the last
-step. One that is asked for comes before all that are expected, and if no buffer is left, the one that is expected last
-makes room for it. A link carries both ways at once.
+In addition a chunk may be expected (it was requested in the last step), and requested (its gradients are final, or will
+be once `gradients` is reached). Expected chunks are prefetched, in the order of the requests of the last step. A
+requested chunk goes before all expected ones; if no buffer is free, the chunk expected last is evicted for it. A link
+carries both directions at once.
 
-`StatePrefetch` tells the device of everything as soon as it is asked: what has to wait does so there, and nothing is
-LEAVING for long. `paced_prefetch.py` tells it of one copy after the other.
+`StatePrefetch` launches everything on the device as soon as it is requested: waiting happens there, and nothing is
+LEAVING for long. `paced_prefetch.py` launches one copy at a time.
 """
 
 import threading

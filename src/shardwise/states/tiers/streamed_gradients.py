@@ -1,10 +1,10 @@
-"""Gradients of streamed blocks: they go to the host while the backward goes on, and are the parameters' when it ends.
+"""Gradients of streamed blocks: copied to the host during the backward, and set as the parameters' `grad` at its end.
 
     compute   backward of 3 | backward of 2 | backward of 1 | backward of 0 |
     out                       g3              g2              g1              g0 | parameter.grad
 
-A gradient leaves the device as soon as autograd has it. The host waits once, at the end of `backward()`, and gives each
-parameter its own. Where a parameter has a gradient already the new one is added to it, by the host.
+A gradient leaves the device as soon as autograd has computed it. The host waits once, at the end of `backward()`, and
+sets each parameter's `grad`. If a parameter has a gradient already, the host adds the new one to it.
 """
 
 from contextlib import AbstractContextManager

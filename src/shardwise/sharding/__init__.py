@@ -4,6 +4,6 @@ tensor/     columns | rows of linear layers, vocabulary, sequence parallelism
 context/    tokens of a sequence over ranks: ring attention, all-to-all attention
 expert/     experts over ranks: permute, all-to-all, grouped experts, all-to-all, unpermute
     |
-wrap_forward, rng_tracker, zigzag     what they share
+wrap_forward, rng_tracker, zigzag     shared by all three
 dropout                               masks from seed, step, layer and position
 """

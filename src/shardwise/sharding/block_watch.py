@@ -1,7 +1,7 @@
-"""Which blocks of a list need not be run in a trial: those that do, operation by operation, what an earlier one does.
+"""Find the blocks that a trial may skip: those that run the same operations as an earlier block of their list.
 
-Blocks of one class, with parameters of the same shapes, may still differ in what a number, a list or a function of
-theirs says, in what they are called with, and in what their buffers hold. What they do shows in a run without numbers.
+Blocks of one class, with parameters of the same shapes, may still differ in an attribute (a number, a list, a
+function), in their arguments and in their buffers. A run on the meta device shows the operations of each block.
 """
 
 from collections.abc import Hashable, Mapping
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from shardwise.stages.split.units import is_block_list
 from shardwise.torch_private import EagerDispatchMode, pytree
 
-#: So many numbers of a buffer are compared, beside its sum.
+#: How many elements of a buffer are compared, in addition to its sum.
 _SAMPLE = 4_096
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 class BlockWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes, while a module runs, what each block of its lists does. `passing` then has what may be left out."""
+    """Records the operations of every block of a module's lists while it runs. `passing` is the result."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -31,7 +31,7 @@ class BlockWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
             if is_block_list(each)
             for key, block in each.named_children()
         }
-        #: Of each block, all of its operations, as hashes; and those that are being run.
+        #: The operations of each block, as hashes; then the blocks that are running now.
         self._done: dict[str, list[int]] = {}
         self._running: list[str] = []
         self._unlike: set[str] = set()
@@ -39,7 +39,7 @@ class BlockWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def passing(self) -> dict[str, Hashable]:
-        """Blocks that return a tensor like the first that they are given, and what each does."""
+        """Blocks whose output has the shape of their first tensor argument, with a hash of their operations."""
         return {path: hash(tuple(done)) for path, done in self._done.items() if path not in self._unlike}
 
     def __enter__(self) -> "BlockWatch":
@@ -75,7 +75,7 @@ class BlockWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _print(given: Any) -> int:
-    """What is given, in a number: shapes and types of tensors, and plain values."""
+    """Hash arguments: shapes and dtypes of tensors, and plain values."""
     leaves, tree = pytree.tree_flatten(given)
     return hash((str(tree), *(_leaf(each) for each in leaves)))
 
@@ -87,7 +87,7 @@ def _leaf(each: Any) -> Any:
 
 
 def left_out(module: nn.Module, representative: Mapping[str, str], passing: Mapping[str, Hashable]) -> list[str]:
-    """Blocks that do what an earlier one of their list does, with the same numbers in buffers; not the last of it."""
+    """Return blocks with the operations and buffers of an earlier block of their list, except each list's last."""
     lasts = {name.rpartition(".")[0]: name for name in representative}
     return [
         name
@@ -101,7 +101,7 @@ def left_out(module: nn.Module, representative: Mapping[str, str], passing: Mapp
 
 
 def _contents(block: nn.Module) -> Hashable:
-    """What a block holds beside its parameters: buffers, and tensors in attributes."""
+    """Return a fingerprint of a block's tensors other than parameters: buffers, and tensors in attributes."""
     tensors = dict(block.named_buffers())
     for name, each in block.named_modules():
         tensors |= {f"{name}.{key}": value for key, value in vars(each).items() if isinstance(value, Tensor)}

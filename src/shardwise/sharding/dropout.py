@@ -1,23 +1,23 @@
-"""Dropout whose masks no plan changes: they come from the seed, the step, the layer's name and a number's place.
+"""Dropout masks that are the same under every plan: functions of seed, step, layer name and element position.
 
     place in the whole batch        which rank has it
     row                             dp, and the microbatch
     token                           cp, and sp between layers that are cut
     channel, head                   tp, inside of layers that are cut
 
-It is a counter-based generator: a number is hashed from these, so that no rank draws what others use, and a forward
-that is recomputed for its backward drops the same. It is for `nn.Dropout`, and for functions that drop:
+The generator is counter-based: each element's random number is a hash of these values. So ranks need not draw in
+step, and a forward recomputed for its backward drops the same elements. It serves `nn.Dropout` and these functions:
 
     nn.functional.dropout(hidden, 0.1, self.training)
     nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
 
-One that is called several times in a forward (a layer that is used again, a net that is run twice on the same rows)
-drops something else each time: its calls are counted, from those of stages before on, and a second run for a backward
-counts as the first did (`dropout_calls.py`).
+A dropout called several times in one forward (a reused layer, a net run twice on the same rows) gets a different mask
+each time. Its calls are numbered, continuing from the earlier stages; a recomputed forward repeats the numbers of the
+first one (`dropout_calls.py`).
 
-An `nn.Dropout` is seen in the module. Who calls such a function is seen in one run of it (`Finding`); of those a module
-may call several, and weights of attention have a place by their head, their query and their key. Attention that drops
-computes all of its weights: kernels that do not, draw their own.
+`nn.Dropout` modules are found by type. Modules that call these functions, possibly several times, are found in one run
+(`Finding`). The position of an attention weight is its head, query and key. Attention with dropout materialises all of
+its weights, because fused kernels draw their own masks.
 """
 
 import hashlib
@@ -45,13 +45,13 @@ from shardwise.torch_private import SAFE_SOFTMAX, DropoutModule, backward_id, ch
 
 # The increment and multipliers of splitmix64 (Steele et al. 2014), as signed numbers.
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-#: A mask is drawn with so many bits.
+#: The number of random bits per element of a mask.
 _BITS = 24
 _DROPOUT = (functional.dropout, torch.dropout)
 
 
 class AttentionArguments(NamedTuple):
-    """Those of `scaled_dot_product_attention`."""
+    """The arguments of `scaled_dot_product_attention`, in its order."""
 
     query: Tensor
     key: Tensor
@@ -64,18 +64,18 @@ class AttentionArguments(NamedTuple):
 
 
 class Finding(TorchFunctionMode):
-    """Sees which modules drop at random by calling a function, in a run of a module in training mode."""
+    """Finds the modules that apply dropout by calling a function, in one run of a module in training mode."""
 
     def __init__(self) -> None:
         super().__init__()
         self._inside: list[tuple[nn.Module, Counter[nn.Module]]] = []
         self.found: list[nn.Module] = []
-        #: How often a module is called in one call of another that is around it.
+        #: For (outer, inner): the most calls of `inner` within one call of `outer`.
         self._within: dict[tuple[nn.Module, nn.Module], int] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Where the run is."""
+        """Watch the run inside this context."""
         before = register_module_forward_pre_hook(lambda module, _: self._enter(module))
         after = register_module_forward_hook(lambda *_: self._leave(), always_call=True)
         try:
@@ -87,12 +87,12 @@ class Finding(TorchFunctionMode):
             self._inside.clear()
 
     def names(self, module: nn.Module) -> list[str]:
-        """Those of the module's that do."""
+        """Return the names, within `module`, of the modules that were found."""
         found = {id(each) for each in self.found}
         return [name for name, each in module.named_modules() if id(each) in found]
 
     def calls_before(self, module: nn.Module, units: Sequence[Sequence[str]]) -> tuple[dict[str, int], ...]:
-        """For each stage, by the calls of its units in order, how often what drops was called before it."""
+        """For each stage, given the unit calls of each in order, count the calls of every dropout by earlier stages."""
         found: list[dict[str, int]] = []
         counts: Counter[str] = Counter()
         for calls in units:
@@ -137,16 +137,16 @@ def _drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _dropout_arguments(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
 ) -> tuple[Tensor, float, bool, bool]:
-    """The arguments of both, whose names differ."""
+    """Return the arguments of `functional.dropout` or `torch.dropout`, whose names differ."""
     return input, p, training if train is None else train, inplace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the numbers of a microbatch stand: its rows in the batch of a step, and its tokens in their sequences.
+    """The position of a microbatch: its rows in the batch of a step, and its tokens in their sequences.
 
-    `rows` None: they are one after the other. `tokens` None: all of them, in order. `num_pieces` and `piece`: where a
-    sequence may be cut again, this rank's part.
+    `rows` None: consecutive from `first_row`. `tokens` None: all of them, in order. `num_pieces` and `piece`: where a
+    sequence may be cut once more (sequence parallelism), the number of pieces and this rank's piece.
     """
 
     step: int
@@ -166,7 +166,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightDrop:
-    """Drops weights of one attention. `rows` and `heads` are the places of those that are here."""
+    """Dropout of one attention's weights. `rows` and `heads` are the global positions of those on this rank."""
 
     key: int
     probability: float
@@ -174,44 +174,44 @@ class WeightDrop:
     heads: Tensor
 
     def factors(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """What weights are multiplied by, [rows, heads, queries, keys], for the places of queries and of keys."""
+        """Return the factors of the weights, [rows, heads, queries, keys], for positions of queries and keys."""
         drawn = _mixed(self.rows * _GOLDEN + self.key)
         for places in (self.heads, queries, keys):
             drawn = _mixed(drawn.unsqueeze(-1) + places * _GOLDEN)
         return _factors(drawn, self.probability)
 
     def of_heads(self, some: range) -> "WeightDrop":
-        """The same for a run of the heads that are here."""
+        """Return the same dropout restricted to a range of this rank's heads."""
         return replace(self, heads=self.heads[some.start : some.stop])
 
 
 @dataclass(slots=True)
 class Dropouts:
-    """The dropouts of one module. `channels` says which channels this rank is at, inside of layers that are cut.
+    """The dropouts of one module. `channels` returns this rank's channels while it is inside a layer that is cut.
 
-    `attends`: attention that drops is computed here; else whoever computes it asks for `weight_drop`.
+    `attends`: attention with dropout is computed here. If False, the code that computes it calls `weight_drop`.
     """
 
     seed: int
     channels: Callable[[], Channels | None] = lambda: None
     attends: bool = True
-    #: For each stage, how often what drops was called by stages before.
+    #: For each stage, how often earlier stages called each dropout.
     before: Sequence[Mapping[str, int]] = ()
     _places: dict[int, Place] = field(default_factory=dict)
     _now: Place | None = None
     _callers: "list[_Caller]" = field(default_factory=list)
     _calls: DropoutCalls = field(default_factory=DropoutCalls)
-    #: Where each that drops was when it was last run: a checkpoint of the module's own may begin behind a layer that is
-    #: cut, and then nobody is seen to enter what is between it and the next.
+    #: The channels of each dropout in its last forward. A checkpoint of the module's own may begin after a column
+    #: layer; its recomputation then never enters the region, so the channels must be remembered.
     _were: dict[str, Channels | None] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Dropouts":
         return self  # A copy of the module, for its shapes alone, draws nothing.
 
     def attach(self, module: nn.Module, callers: Collection[str] = ()) -> bool:
-        """Let every dropout of a module draw from here, and the modules that drop by functions; whether there is one.
+        """Attach to every dropout of a module and to modules that call dropout functions; return whether any exist.
 
-        `callers` are these by name: see `Finding`.
+        `callers` are the names of the latter: see `Finding`.
         """
         found = {name: each for name, each in module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0}
         for name, each in found.items():
@@ -221,7 +221,7 @@ class Dropouts:
         return bool(found or callers)
 
     def take(self, microbatches: Sequence[Batch], first: Place) -> None:
-        """Say where the microbatches of a step stand, which come one after the other from a first place on."""
+        """Set the places of the microbatches of a step: consecutive rows, beginning at `first`."""
         self._places = {key: place for key, place in self._places.items() if place.step >= first.step - 1}
         row = first.first_row
         for microbatch in microbatches:
@@ -230,20 +230,20 @@ class Dropouts:
             row += rows
 
     def select(self, microbatch: Batch, stage: int = 0) -> None:
-        """A forward of a microbatch on a stage is about to be run, for the first time or again."""
+        """Prepare for the forward of a microbatch on a stage, whether the first or a recomputation."""
         self.stand(self._places.get(id(microbatch)), stage)
 
     def stand(self, place: Place | None, stage: int = 0) -> None:
-        """What is run from now on is here; None: it draws as torch does."""
+        """Set the place of the forward that follows. With None, dropout draws from torch's generators."""
         self._now = place
         self._calls.begin(self.before[stage] if self.before else {})
 
     def keep_calls(self) -> Callable[[], None]:
-        """What has calls counted on from here, when a layer is run again."""
+        """Return a function that resets the call counts to their present values, for the recomputation of a layer."""
         return self._calls.keep()
 
     def weight_drop(self, query: Tensor, probability: float) -> WeightDrop | None:
-        """What drops the weights of an attention by these queries, in the module that is running; None if unknown."""
+        """Return the weight dropout for these queries in the running module; None if their place is unknown."""
         return self._callers[-1].weight_drop(query, probability) if self._callers else None
 
     def _answer(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -261,12 +261,12 @@ class Dropouts:
         return call(given) if factors is None else given * factors
 
     def place_of(self, given: Tensor) -> Place | None:
-        """Where the rows of a tensor stand, if that is known."""
+        """Return the place of a tensor's rows; None if it is not known."""
         now = self._now
         return None if given.is_meta or now is None or given.shape[0] % now.num_rows else now
 
     def factors(self, name: str, probability: float, given: Tensor) -> Tensor | None:
-        """What a tensor is multiplied by; None if its place is not known."""
+        """Return the factors by which to multiply a tensor; None if its place is not known."""
         place = self.place_of(given)
         if place is None:
             return None
@@ -277,7 +277,7 @@ class Dropouts:
         return _factors(drawn, probability).view(given.shape).to(given.dtype)
 
     def channels_of(self, name: str) -> Channels | None:
-        """Which channels are there where this one drops; in a backward, which runs it again, as before."""
+        """Return this rank's channels at a dropout; in a recomputation during backward, those of its last forward."""
         if backward_id() < 0:
             self._were[name] = self.channels()
         return self._were.get(name)
@@ -288,7 +288,7 @@ class Dropouts:
 
 
 class _Caller(TorchFunctionMode):
-    """One forward of a module that drops by functions, which are answered meanwhile. Each of its calls has a number."""
+    """Answers the dropout functions during one forward of a module that calls them. Calls are numbered from 1."""
 
     def __init__(self, dropouts: Dropouts, name: str) -> None:
         super().__init__()
@@ -302,8 +302,8 @@ class _Caller(TorchFunctionMode):
         kwargs = kwargs or {}
         answer: Tensor | None = None
         if checkpoint_here() is not self._checkpoint:
-            # A checkpoint inside of this forward runs a part of it again in the backward, where nobody answers. It puts
-            # torch's own generators back.
+            # A checkpoint inside this forward reruns part of it in the backward, where this mode is not active. The
+            # checkpoint restores torch's own generators, so torch's dropout repeats correctly.
             return func(*args, **kwargs)
         if func in _DROPOUT and _drops(func, args, kwargs):
             answer = self._drop(*_dropout_arguments(*args, **kwargs))
@@ -331,7 +331,7 @@ class _Caller(TorchFunctionMode):
             scores = scores.masked_fill(keys > queries[:, None], float("-inf"))
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
-        # A query that sees nothing has weights of 0, as in torch's own.
+        # A fully masked query has weights of 0, as in torch's own attention.
         weights = SAFE_SOFTMAX(scores.float() if scores.dtype.itemsize < 4 else scores, -1)
         made: Tensor = (weights * drop.factors(queries, keys)).to(value.dtype) @ value
         return made
@@ -353,12 +353,12 @@ class _Caller(TorchFunctionMode):
 
 
 def num_tokens_of(batch: Batch) -> int | None:
-    """How many tokens a sequence of a batch has, as far as one can see."""
+    """Return the tokens per sequence, taken from the first tensor with more than one dim; None if there is none."""
     return next((each.shape[1] for each in tensors_in(batch) if each.dim() > 1), None)
 
 
 def _inner_places(given: Tensor, place: Place, channels: Channels | None) -> Tensor:
-    """For each number of a row, in order, its place in the row of one device."""
+    """For each element of a row, in order, return its position in that row on one device."""
     several = given.shape[0] // place.num_rows
     wholes = [*([several] if several > 1 else []), *given.shape[1:]]
     axes = [torch.arange(size, device=given.device) for size in wholes]
@@ -371,9 +371,9 @@ def _inner_places(given: Tensor, place: Place, channels: Channels | None) -> Ten
 
 
 def _place_channels(axes: list[Tensor], wholes: list[int], channels: Channels | None) -> int:
-    """Inside of layers that are cut: the last dim is channels, or the first of three is heads.
+    """Set positions along the channel dim inside layers that are cut: channels last, or heads first of three dims.
 
-    Of another form it is not known which numbers these are: then ranks differ by what is returned.
+    Return 0. In any other form the positions are unknown: return an offset that differs between ranks.
     """
     if channels is None:
         return 0
@@ -389,34 +389,34 @@ def _place_channels(axes: list[Tensor], wholes: list[int], channels: Channels | 
 
 
 def _heads_of(num_heads: int, channels: Channels | None, device: torch.device) -> Tensor:
-    """The places of so many heads: all of them, or inside of layers that are cut those whose channels are here."""
+    """Return the global positions of the heads: all, or inside layers that are cut those of this rank's channels."""
     if channels is None or len(channels.places) % num_heads:
         return torch.arange(num_heads, device=device)
     size = len(channels.places) // num_heads
-    # A host that waited for the copy would wait for all that its GPU has to do before.
+    # A blocking copy would make the host wait for all work queued on the GPU before it.
     return (torch.tensor(channels.places[::size]) // size).to(device, non_blocking=True)
 
 
 def _place_tokens(axes: list[Tensor], wholes: list[int], place: Place) -> None:
-    """The first dim that has as many numbers as this rank has tokens, or a piece of them, is that of tokens."""
+    """Set global positions along the token dim: the first dim as long as this rank's tokens, or its piece of them."""
     if place.num_tokens is None:
         return
     tokens = torch.arange(place.num_tokens) if place.tokens is None else place.tokens
     size = longest_piece(place.num_tokens, place.num_pieces)
     piece = tokens[place.piece * size : (place.piece + 1) * size]
-    # Behind tokens come channels, and before queries and keys come heads: there may be as many of either.
+    # Channels follow tokens, and heads precede queries and keys: either dim may happen to be as long as the tokens.
     first = 1 if len(axes) == 3 and len(axes[1]) == len(axes[2]) else 0
     for number, axis in list(enumerate(axes))[first : max(1, len(axes) - 1)]:
         if len(axis) not in (len(tokens), len(piece)):
             continue
-        # Tokens come first in a row, so that how many there are changes no number's place.
+        # A fixed size, 2^31, so that an element's position does not depend on the sequence length.
         axes[number] = (tokens if len(axis) == len(tokens) else piece).to(axis.device, non_blocking=True)
         wholes[number] = 2**31
         return
 
 
 def _factors(drawn: Tensor, probability: float) -> Tensor:
-    """What is kept is multiplied so that the mean stays; what is dropped is 0."""
+    """Return 1 / (1 - probability) where an element is kept, so that the mean stays, and 0 where it is dropped."""
     if probability >= 1:
         return torch.zeros_like(drawn, dtype=torch.float32)
     keeps: Tensor = _shifted(drawn, 64 - _BITS) >= int(probability * 2**_BITS)
@@ -424,13 +424,13 @@ def _factors(drawn: Tensor, probability: float) -> Tensor:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Numbers of 64 bits, each hashed to another."""
+    """Hash 64-bit numbers elementwise (splitmix64)."""
     numbers = (numbers ^ _shifted(numbers, 30)) * _FIRST
     numbers = (numbers ^ _shifted(numbers, 27)) * _SECOND
     return numbers ^ _shifted(numbers, 31)
 
 
 def _shifted(numbers: Tensor, by: int) -> Tensor:
-    """To the right, with zeros coming in."""
+    """Shift right logically: zeros come in."""
     shifted: Tensor = (numbers >> by) & (2 ** (64 - by) - 1)
     return shifted

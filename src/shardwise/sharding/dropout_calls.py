@@ -1,12 +1,12 @@
-"""Which call of a forward this is, of a dropout that is called several times.
+"""Number the calls of a dropout within one forward, where it is called several times.
 
     forward                       a call                        its name
     layer, layer                  the second of layer.drop      layer.drop@1
     on a stage behind another     the first that it has         layer.drop@1, as the other stage has @0
     run again for its backward    the same                      the same
 
-What a plan recomputes begins to count where it began (`keep`). A checkpoint of the module's own is known by what torch
-keeps of it: where it began is noted in its first run.
+A forward recomputed by a plan starts again from the counts of its first run (`keep`). A checkpoint of the module's own
+is identified by torch's frame object for it; the counts at its start are recorded in its first run.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,27 +21,27 @@ class DropoutCalls:
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
-        #: For each checkpoint, how many calls were before the first inside of it.
+        #: For each checkpoint, by name, how many calls preceded the first inside it.
         self._began: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
-        #: For each second run of one, what it has come to.
+        #: For each rerun of a checkpoint, the names that it has reached.
         self._again: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
     def begin(self, before: Mapping[str, int]) -> None:
-        """A forward begins. Stages before it had so many calls."""
+        """Begin a forward. `before` are the counts of calls in earlier stages."""
         self._counts = dict(before)
 
     def keep(self) -> Callable[[], None]:
-        """What has calls counted on from here."""
+        """Return a function that resets the counts to their present values."""
         then = dict(self._counts)
         return lambda: self.begin(then)
 
     def name_next(self, name: str) -> str:
-        """The name of this call: that of the first is the layer's own."""
+        """Return the name of this call. The first call has the layer's own name."""
         hook = checkpoint_here()
         if hook is not None:
             frame, is_again = checkpoint_frame(hook)
             if frame is None:
-                return name  # Nobody could tell it from others when it is run again.
+                return name  # A rerun of it could not be matched with its first run.
             began = self._began.setdefault(frame, {})
             if not is_again:
                 began.setdefault(name, self._counts.get(name, 0))

@@ -1,8 +1,8 @@
-"""The RNG tracker: random numbers inside of tensor-parallel regions.
+"""The RNG tracker: random numbers inside tensor-parallel regions.
 
-Between a column and its row each rank has other channels, so each must draw other masks. Outside, all ranks must draw
-the same ones. So a rank that enters a region draws a seed, as all do, and mixes its own rank into it. When it leaves,
-it sets the shared generator back. A forward that is recomputed from the same generator draws the same again.
+Between a column layer and its row layer, ranks hold different channels and must draw different masks. Outside, all
+ranks must draw the same ones. A rank that enters a region draws a seed, the same on all ranks, and mixes its rank into
+it. On leaving it restores the shared generator. A forward recomputed from the same generator state draws the same.
 """
 
 from typing import NamedTuple
@@ -13,14 +13,14 @@ from shardwise.ranks.collectives import Group
 
 
 class Channels(NamedTuple):
-    """Which channels of a whole layer's a rank has."""
+    """The positions of a rank's channels, and the channel count of the whole layer."""
 
     places: tuple[int, ...]
     whole: int
 
 
 class RngTracker:
-    """The generators of one region: the one that all ranks share, and this rank's own. `channels` are those in it."""
+    """Switches between the generator that all ranks share and this rank's own in one region, which has `channels`."""
 
     def __init__(self, group: Group, channels: Channels | None = None) -> None:
         self._group, self.channels = group, channels
@@ -32,11 +32,11 @@ class RngTracker:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the rank is inside."""
+        """Whether this rank is inside the region."""
         return self._shared is not None
 
     def enter(self, device: torch.device) -> None:
-        """Enter: from here on, this rank draws its own."""
+        """Enter the region: from here on, this rank draws its own random numbers."""
         if self._shared is not None or device.type == "meta":
             return
         on_gpu = device.type == "cuda"
@@ -49,7 +49,7 @@ class RngTracker:
             torch.default_generator.manual_seed(own)
 
     def leave(self, device: torch.device) -> None:
-        """Leave: all draw the same again."""
+        """Leave the region: restore the shared generator, so that all ranks draw the same again."""
         if self._shared is None or device.type == "meta":
             return
         if device.type == "cuda":

@@ -1,9 +1,9 @@
-"""A copy of a module to try: other numbers, few tokens, and one block's weights for all blocks of its kind.
+"""A copy of a module for trials: random weights, few tokens, and shared weights for all blocks of one kind.
 
-What a cut does to a module does not depend on its numbers, so any will do. Random ones are better than a user's: a
-matrix of zeros, as many begin with, hides every mistake. And all blocks that are alike may have the same ones, so that
-of a model of any depth no more is there than one block of each kind, its embeddings and its head. Of a list of blocks
-the first of each kind is run, and the last; those between give back what they are given.
+The effect of a cut on a module does not depend on its weights, so any will do. Random ones are better than the user's:
+a zero matrix, a common initialisation, hides every mistake. All blocks that are alike share one set of weights, so a
+model of any depth needs the memory of one block of each kind, its embeddings and its head. Of a list of blocks the
+first of each kind and the last are run; those between return their first tensor argument.
 """
 
 import re
@@ -24,15 +24,15 @@ from shardwise.stages.split.units import is_block_list
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import hooks_of, pytree, version_of
 
-#: So many tokens and rows are tried where there are more.
+#: A trial uses at most this many tokens and rows.
 _TOKENS, _ROWS = 12, 2
-#: Numbers that are drawn; beyond that they repeat. Of a vocabulary of 10^9 numbers a CPU draws the rest in 10 s.
+#: How many random numbers are drawn; larger tensors repeat them. Drawing all 10^9 of a vocabulary takes a CPU 10 s.
 _DRAWN = 2**20 + 7
-#: What a block keeps of its place in a list.
+#: Attributes in which a block stores its index in a list.
 _PLACE = re.compile(r"(idx|index|layer_id|layer_number|number)$")
-#: So many are computed with in float32 on a CPU, which has half of the memory to touch then.
+#: With more parameters than this, a CPU computes in float32: half the memory traffic.
 _MANY = 2**25
-#: So long are rows of numbers, each of which has its factor, where one sum tells whether they have changed.
+#: The row length of the checksum that shows whether weights have changed; each column has its own factor.
 _WIDE = 4099
 
 
@@ -40,10 +40,10 @@ def stand_in(
     module: nn.Module, sort: Callable[[str], Hashable], passing: Mapping[str, Hashable], *, dtype: torch.dtype,
     device: torch.device, seed: int, gain: float = 1.0,
 ) -> nn.Module:  # fmt: skip
-    """The copy. Parameters of blocks that are alike, and of one sort, become one; matrices are multiplied by `gain`.
+    """Return the copy. Parameters of one sort in blocks that are alike become one; matrices are multiplied by `gain`.
 
-    `passing` are blocks that return a tensor like the first that they are given, and what each does: one that does
-    what an earlier one does may be left out.
+    `passing` are blocks whose output has the shape of their first tensor argument, with a hash of their operations. A
+    block with the operations of an earlier one may be skipped.
     """
     representative = _representatives(module, sort)
     memo: dict[int, Any] = {}
@@ -66,7 +66,7 @@ def stand_in(
         memo[id(buffer)] = _converted(buffer.detach(), dtype, device).clone()
     twin = copied(module, memo)
     lost = [name for name, each in twin.named_buffers() if each.is_meta]
-    if lost:  # Those of a module on the meta device are made as its weights would be.
+    if lost:  # Buffers of a module on the meta device are materialised as its weights would be.
         materialise(twin, lost, seed=seed, device=device)
         for each in twin.modules():
             for key, buffer in list(each.named_buffers(recurse=False)):
@@ -75,7 +75,7 @@ def stand_in(
 
 
 def _emptied(block: nn.Module) -> nn.Module:
-    """A block without layers, that returns what it is given."""
+    """Return a shallow copy of a block without layers. Its forward returns its first tensor argument."""
     made = copy(block)
     made.__dict__ = {**vars(block), "_modules": {}, "_parameters": {}, "_buffers": {}, "forward": _first_tensor}
     return made
@@ -88,11 +88,11 @@ def _first_tensor(*args: Any, **kwargs: Any) -> Tensor:
 def fitting(
     module: nn.Module, sort: Callable[[str], Hashable], device: torch.device
 ) -> tuple[torch.device, tuple[torch.dtype, ...]]:
-    """The device for a trial, the given one or the host if it has too little memory free; and types, the best first."""
+    """Return the device for a trial, the CPU if the given one has too little free memory, and dtypes, best first."""
     representative = _representatives(module, sort)
     numbers = {_first_name(name, representative): each.numel() for name, each in module.named_parameters()}
     count = sum(numbers.values())
-    # Whole and in pieces, each with its gradients.
+    # Four times: the whole module and its shards, each with gradients.
     if device.type == "cuda" and 4 * count * torch.float64.itemsize > 0.5 * torch.cuda.mem_get_info(device)[0]:
         device = torch.device("cpu")
     many = device.type == "cpu" and count > _MANY
@@ -100,17 +100,17 @@ def fitting(
 
 
 def another(twin: nn.Module, *, writes: bool = False) -> nn.Module:
-    """A copy whose parameters have the same memory, unless its forward `writes` to them, and all else of its own.
+    """Return a copy. Its parameters share memory with the twin's unless the forward `writes` to them; all else is new.
 
-    They are tensors of its own, too: a forward may have them rest meanwhile (`requires_grad_(False)`), and copies are
-    run beside each other.
+    The parameters are new tensor objects: a forward may freeze them for a while (`requires_grad_(False)`), and copies
+    are run side by side.
     """
     return copied(twin, {id(each): _of_its_own(each, writes=writes) for each in twin.parameters()})
 
 
 def versions_of(twin: nn.Module) -> list[tuple[float, ...]]:
-    """How often each parameter was written; on its copies, too, that have its memory. What is written through `data`
-    counts as no version, so some of its numbers are told, and a sum in which each counts by its place."""
+    """Return a fingerprint of each parameter: its version counter, which also counts writes to copies that share its
+    memory, and a checksum weighted by position. Writes through `data` change only the checksum."""
     return [(version_of(each), *_told_of(each.detach())) for each in twin.parameters()]
 
 
@@ -118,7 +118,7 @@ def _told_of(numbers: Tensor) -> list[float]:
     flat = numbers.reshape(-1)
     if not flat.is_floating_point() or flat.is_meta or not flat.numel():
         return []
-    # Rows of one length, so that no number is looked at twice and none needs a factor of its own.
+    # Rows of one length are summed first: each element is read once, and only the columns need factors.
     wide = min(flat.numel(), _WIDE)
     rows = flat[: flat.numel() // wide * wide].view(-1, wide).sum(0)
     return [float(rows @ torch.linspace(1, 2, wide, dtype=rows.dtype, device=rows.device)), float(flat[-1])]
@@ -132,7 +132,7 @@ def _of_its_own(parameter: nn.Parameter, *, writes: bool) -> nn.Parameter:
 
 
 def _representatives(module: nn.Module, sort: Callable[[str], Hashable]) -> dict[str, str]:
-    """For each block of a list, the first of the list that is like it."""
+    """Map each block of a list to the first block of the list that is like it."""
     found: dict[str, str] = {}
     for name, each in module.named_modules():
         if not is_block_list(each):
@@ -141,13 +141,13 @@ def _representatives(module: nn.Module, sort: Callable[[str], Hashable]) -> dict
         for key, block in each.named_children():
             path = f"{name}.{key}" if name else key
             kind = tuple((inner, tuple(p.shape), sort(f"{path}.{inner}")) for inner, p in block.named_parameters())
-            # What is done about blocks is done about all that differ in their number alone, and no others.
+            # Keys that are numbers may differ; any other key must be equal. Sharding rules treat blocks likewise.
             found[path] = kinds.setdefault((key.isdecimal() or key, _habits(block), kind), path)
     return found
 
 
 def _habits(block: nn.Module) -> Hashable:
-    """All that a block does differently from another of its kind, apart from its numbers and its place."""
+    """Return what distinguishes a block's behaviour, except weights and index: types, hooks, forwards, settings."""
     return tuple(
         (name, type(each), *hooks_of(each), "forward" in vars(each), *_settings(each))
         for name, each in block.named_modules()
@@ -161,7 +161,7 @@ def _settings(module: nn.Module) -> Iterator[Hashable]:
 
 
 def _first_name(name: str, representative: Mapping[str, str]) -> str:
-    """The name that a parameter has in the first block that is like its own; lists may be in blocks of lists."""
+    """Return a parameter's name in the first block that is like its own. Lists of blocks may be nested."""
     parts = name.split(".")
     for count in range(1, len(parts)):
         path = ".".join(parts[:count])
@@ -171,7 +171,7 @@ def _first_name(name: str, representative: Mapping[str, str]) -> str:
 
 
 def _drawn(name: str, like: Tensor, owner: nn.Module, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """Numbers with which values stay about as large as they are."""
+    """Draw weights that roughly preserve the magnitude of activations."""
     device = generator.device
     if not like.is_floating_point():
         return like.detach().to(device).clone()
@@ -189,7 +189,7 @@ def _drawn(name: str, like: Tensor, owner: nn.Module, generator: torch.Generator
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor on a device, in the type of the trial if it is of floats."""
+    """Move a tensor to a device; convert floats, except float64, to the dtype of the trial."""
     if tensor.is_meta:
         return tensor
     is_float = tensor.is_floating_point() and tensor.dtype != torch.float64
@@ -197,12 +197,12 @@ def _converted(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def converted(batch: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """A batch for the copy."""
+    """Convert a batch for the copy."""
     return pytree.tree_map(lambda each: _converted(each, dtype, device) if isinstance(each, Tensor) else each, batch)
 
 
 def shortened(batch: Batch) -> Batch:
-    """Some rows of a batch, and some tokens of each, as far as these are told by the shapes of its tensors."""
+    """Return some rows of a batch and some tokens of each, as far as tensor shapes show which dims these are."""
     tensors = [each for each in batch.values() if isinstance(each, Tensor) and each.dim() >= 2]
     if not tensors:
         return batch
@@ -219,7 +219,7 @@ def shortened(batch: Batch) -> Batch:
         if isinstance(each, Tensor) and each.dim():
             if each.shape[0] == rows and rows > _ROWS:
                 each = each[:_ROWS]
-            # The last of several dims of floats are channels.
+            # The last dim of a float tensor with more than two dims is channels.
             last = each.dim() - 1 if each.is_floating_point() and each.dim() > 2 else each.dim()
             for dim in range(1, last):
                 if has_tokens and each.shape[dim] == tokens and tokens > _TOKENS:
@@ -229,7 +229,7 @@ def shortened(batch: Batch) -> Batch:
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """All tensors in what a module returned, however they are nested: also in dataclasses."""
+    """Return all tensors in a module's output, however nested, dataclasses included."""
     if isinstance(output, Tensor):
         return [output]
     if isinstance(output, Mapping):

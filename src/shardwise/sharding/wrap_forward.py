@@ -1,8 +1,8 @@
-"""Something done around a module's own forward.
+"""Wrap a module's forward in a function.
 
-The module becomes an instance of a class of its own, made for it from the one it had: hooks, copies and `isinstance`
-go on working, and nothing refers from one module to another. What is set on that class (`type(self).calls += 1`) is
-set on the one it was made from, which all modules of it share.
+The module becomes an instance of a new subclass of its class, made for it alone. So hooks, copies and `isinstance` keep
+working, and no module refers to another. Attributes set on the subclass (`type(self).calls += 1`) are set on the
+original class, which all of its modules share.
 """
 
 import inspect
@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import nn
 
-#: Is given the module's own forward and its arguments, and returns what the module returns.
+#: Takes the module's own forward and its arguments, and returns the module's output.
 Around = Callable[..., Any]
 
 
 @cache
 def _handing_on(kind: Any) -> Any:
-    """A class of classes like this one, that sets what is set on its base."""
+    """Return a subclass of a metaclass whose classes forward attribute assignments to their base class."""
 
     def set_there(made: Any, key: str, value: Any) -> None:
-        if key.startswith(("__", "_abc_")) or callable(value):  # Of the class itself, as another forward is.
+        if key.startswith(("__", "_abc_")) or callable(value):  # Belongs to the subclass itself: another forward, say.
             type.__setattr__(made, key, value)
         else:
             setattr(made.__base__, key, value)
@@ -30,13 +30,13 @@ def _handing_on(kind: Any) -> Any:
 
 
 def wrap_forward(module: nn.Module, around: Around) -> None:
-    """Put a function around a module's forward."""
+    """Wrap a module's forward in `around`."""
     own = type(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return around(partial(own.forward, self), *args, **kwargs)
 
-    # Hugging Face and others look at the names of what forward takes.
+    # Hugging Face and others inspect the parameter names of forward.
     forward.__signature__ = inspect.signature(own.forward)  # type: ignore[attr-defined]
     kind: Any = type(own)
     made = _handing_on(kind)

@@ -18,18 +18,18 @@ from torch import Tensor
 
 
 def pieces_of(rank: int, num_ranks: int) -> tuple[int, int]:
-    """The two pieces of a rank."""
+    """Return the two pieces of a rank."""
     return rank, 2 * num_ranks - 1 - rank
 
 
 def zigzag_shard(whole: Tensor, dim: int, rank: int, num_ranks: int) -> Tensor:
-    """A rank's part of a tensor, whose dim divides by twice the number of ranks."""
+    """Return a rank's two pieces of a tensor. The size of `dim` must divide by twice the number of ranks."""
     length = whole.shape[dim] // (2 * num_ranks)
     parts = [whole.narrow(dim, piece * length, length) for piece in pieces_of(rank, num_ranks)]
     return torch.cat(parts, dim)
 
 
 def zigzag_unshard(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole again, from the parts of all ranks."""
+    """Reassemble the whole tensor from the parts of all ranks."""
     halves = [part.chunk(2, dim) for part in parts]
     return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim)

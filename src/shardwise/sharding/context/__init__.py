@@ -1,1 +1,1 @@
-"""Context parallelism: the ranks of a group share out the tokens of every sequence."""
+"""Context parallelism: the tokens of every sequence are sharded over the ranks of a group."""

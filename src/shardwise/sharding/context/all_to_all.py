@@ -4,8 +4,8 @@
     rank 0       tokens of rank 0                               0 0 . .   all tokens
     rank 1       tokens of rank 1                               . . 1 1   all tokens
 
-Heads that do not divide are shared out as evenly as they can be. Keys and values that heads of several ranks share go
-to each of those ranks.
+If the ranks do not divide the heads, some ranks get one head more. Key and value heads that query heads of several
+ranks share go to each of those ranks.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from shardwise.sharding.zigzag import zigzag_shard, zigzag_unshard
 
 
 def all_to_all_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks."""
+    """Compute attention of this rank's queries to the keys of all ranks."""
     group, drop = call.group, call.drop
     runs = share_heads(query.shape[1], group.size)
     sharing = query.shape[1] // key.shape[1]
@@ -32,7 +32,7 @@ def all_to_all_attention(query: Tensor, key: Tensor, value: Tensor, call: Attent
         [query, key.index_select(1, chosen), value.index_select(1, chosen)], [runs, needed, needed], group
     )
     if len(here) != len(seen) * sharing:
-        # Not every head of keys is here for all heads that share it: each gets its own.
+        # Some key head has only part of its query heads here, so every query head gets its own copy.
         own = torch.tensor([head // sharing - seen.start for head in here], device=query.device)
         whole[1:] = [each.index_select(1, own) for each in whole[1:]]
     query, key, value = whole
@@ -41,7 +41,7 @@ def all_to_all_attention(query: Tensor, key: Tensor, value: Tensor, call: Attent
 
 
 def share_heads(num_heads: int, num_ranks: int) -> list[range]:
-    """Which heads each rank computes."""
+    """Return the heads that each rank computes."""
     if num_heads < num_ranks:
         raise ShardwiseError(
             f"{num_heads} heads cannot be shared out over cp={num_ranks} ranks: some would have none",
@@ -52,9 +52,9 @@ def share_heads(num_heads: int, num_ranks: int) -> list[range]:
 
 
 def _to_heads(tensors: list[Tensor], runs: list[list[range]], group: Group) -> list[Tensor]:
-    """This rank's tokens of all heads, one rank's heads after the other's, against all tokens of this rank's heads.
+    """Exchange this rank's tokens of all heads, ordered by receiving rank, for all tokens of this rank's heads.
 
-    All tensors go in one exchange. Each has its own runs of heads.
+    All tensors go in one all-to-all. Each has its own runs of heads.
     """
     cuts = [torch.split(each, [len(run) for run in own], 1) for each, own in zip(tensors, runs, strict=True)]
     sent = [sum(cut[rank].numel() for cut in cuts) for rank in range(group.size)]
@@ -67,7 +67,7 @@ def _to_heads(tensors: list[Tensor], runs: list[list[range]], group: Group) -> l
 
 
 def _to_tokens(heads: Tensor, runs: list[range], group: Group) -> Tensor:
-    """The way back."""
+    """Exchange all tokens of this rank's heads for this rank's tokens of all heads: the inverse of `_to_heads`."""
     parts = [zigzag_shard(heads.transpose(0, 1), 2, rank, group.size) for rank in range(group.size)]
     rows = exchange(torch.cat(parts), group, [heads.shape[1]] * group.size, [len(run) for run in runs])
     return rows.transpose(0, 1)

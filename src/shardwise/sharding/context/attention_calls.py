@@ -1,4 +1,4 @@
-"""Calls of torch's attention in a module, seen and answered, whichever way the module has imported it."""
+"""Intercept a module's calls of torch's attention, however the module imported it."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,8 +13,7 @@ from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.dropout import AttentionArguments
 from shardwise.torch_private import FUSED_ATTENTION_CALLS
 
-#: From queries, keys and values: what they see, the scale of logits and their cap, how many weights are dropped; to the
-#: output.
+#: Computes attention from queries, keys, values, the mask, the scale of logits, their cap and the dropout probability.
 Attend = Callable[[Tensor, Tensor, Tensor, Mask, float | None, float | None, float], Tensor]
 
 _WHOLE = (functional.multi_head_attention_forward, *FUSED_ATTENTION_CALLS)
@@ -22,10 +21,10 @@ _SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Gives each call of `scaled_dot_product_attention` to `attend`. `masks` is what a mask means, if calls have one.
+    """Routes each call of `scaled_dot_product_attention` to `attend`. `masks` is the meaning of masks in calls.
 
-    Attention that is computed in another way would see this rank's tokens alone. `is_strict` refuses what looks like
-    it: where a module was not tried with numbers.
+    Attention computed in any other way would see only this rank's tokens. `is_strict` refuses operations that look like
+    it; it is for modules that no trial has run.
     """
 
     def __init__(self, attend: Attend, num_tokens: int, masks: Mask | None, *, is_strict: bool = True) -> None:

@@ -1,7 +1,7 @@
-"""Attention of Hugging Face's models, through their registry of attention functions.
+"""Attention of Hugging Face models, through their registry of attention functions.
 
-A model makes its masks by asking the registry, from a rule for positions: before, within a window, of one document. We
-read the rule, and hand back a token that carries it to the attention function. No mask is ever made.
+A model asks the registry to make its masks from a rule over positions: causal, within a window, of one document. We
+read the rule and return a one-element tensor that carries it to the attention function. No dense mask is made.
 """
 
 import inspect
@@ -17,12 +17,12 @@ from shardwise.sharding.context.mask import Mask
 
 
 def models_in(module: nn.Module) -> list[nn.Module]:
-    """The models of Hugging Face in a module, itself perhaps, and those inside them."""
+    """Return the Hugging Face models in a module, the module itself and nested ones included."""
     return [each for each in module.modules() if hasattr(type(each), "_supports_attention_backend")]
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model whose attention does not go through the registry, or not as a decoder's or an encoder's does."""
+    """Refuse a model that bypasses the registry, is an encoder-decoder, or does its own gradient checkpointing."""
     name = type(model).__name__
     if not model._supports_attention_backend:
         raise ShardwiseError(
@@ -42,17 +42,17 @@ def check_model(model: nn.Module) -> None:
 
 
 def counts_positions_itself(module: nn.Module) -> bool:
-    """Whether positions are made from the tokens, as RoBERTa's are: not simply counted from 0."""
+    """Whether a model derives positions from the tokens, like RoBERTa, rather than count them from 0."""
     return any(hasattr(each, "create_position_ids_from_input_ids") for each in module.modules())
 
 
 def install(module: nn.Module, name: str, attend: Attend) -> Callable[[], None]:
-    """Let all models in a module use `attend`, under a name of its own. Returns what undoes this."""
+    """Register `attend` under a name, make all models in a module use it, and return a function that undoes this."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, _function(attend))
     AttentionMaskInterface.register(name, _mask)
-    # A layer may have a configuration of its own: tensor parallelism gives it one with fewer heads.
+    # A layer may have its own configuration: tensor parallelism gives it one with fewer heads.
     found = [getattr(each, "config", None) for each in module.modules()]
     configs: list[Any] = list({id(each): each for each in found if hasattr(each, "_attn_implementation")}.values())
     before = [(config, config._attn_implementation) for config in configs]
@@ -98,14 +98,14 @@ def _function(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
 
 
 def _mask(*, mask_function: Callable[..., Any], device: torch.device | str = "cpu", **_: Any) -> Tensor:
-    """What a model gets for a mask: nothing but a bearer of the rule."""
+    """Return a one-element tensor in place of a mask. Its attribute `rule` carries the rule."""
     bearer = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
     bearer.rule = _mask_of(mask_function)  # type: ignore[attr-defined]
     return bearer
 
 
 def _mask_of(rule: Callable[..., Any]) -> Mask:
-    """Read a rule: functions of positions that all must hold, each known by its name in transformers."""
+    """Read a rule: a conjunction of functions of positions, each recognised by its name in transformers."""
     causal, window = False, None
     for part in _parts(rule):
         name = part.__qualname__.split(".")[0]
@@ -114,7 +114,7 @@ def _mask_of(rule: Callable[..., Any]) -> Mask:
         elif name == "sliding_window_overlay":
             window = _held(part)["sliding_window"]
         elif name == "sliding_window_bidirectional_overlay":
-            window = _held(part)["sliding_window"] + 1  # It counts the furthest key itself.
+            window = _held(part)["sliding_window"] + 1  # Its window includes the furthest key; ours is exclusive.
         elif name not in ("bidirectional_mask_function", "packed_sequence_mask_function"):
             raise ShardwiseError(
                 f"the model masks by {name}, which cp does not know; it knows causal masks, windows, padding and"
@@ -125,11 +125,11 @@ def _mask_of(rule: Callable[..., Any]) -> Mask:
 
 
 def _parts(rule: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """The functions that a rule is made of. What tokens are packed with is known from the whole batch."""
+    """Return the functions that make up a rule. Packing is known from the whole batch instead."""
     name = rule.__qualname__.split(".")[0]
     if name == "and_masks":
         return [part for each in _held(rule)["mask_functions"] for part in _parts(each)]
-    if name == "remap_positions_for_packed_sequence":  # It counts tokens from the start of their document, as we do.
+    if name == "remap_positions_for_packed_sequence":  # Counts from the start of a document, as we do.
         return _parts(_held(rule)["mask_function"])
     return [rule]
 

@@ -1,12 +1,12 @@
-"""Attention of some queries to some keys, with the logarithm of each query's sum of weights; and its gradients.
+"""Attention of some queries to some keys: the output, the log-sum-exp of each query's logits, and the gradients.
 
-Results over different keys can be joined afterwards, each weighed by its sum. A backward is given the output and the
-sums over all keys, and gives what these keys contribute. All kernels mean the same:
+Results over different keys can be merged afterwards by their log-sum-exp. A backward takes the output and log-sum-exp
+over all keys, and returns the contribution of these keys to the gradients. All kernels compute the same function:
 
-    CPU     torch's flash kernel for CPUs        where queries and values have one size of head
+    CPU     torch's flash kernel for CPUs        where queries and values have the same head size
     CUDA    flash                                16 bits, and no mask
             memory-efficient                     32 bits, or a mask
-    any     plain matmuls                        all else: capped logits, odd sizes of heads, weights that are dropped
+    any     plain matmuls                        all else: capped logits, odd head sizes, dropout of weights
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ from shardwise.torch_private import (
     FLASH_ON_CPU_BACKWARD,
 )
 
-#: Of queries, keys and values.
+#: The gradients of queries, keys and values.
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitScaling:
-    """From products to logits: times `scale`, then squeezed between plus and minus `cap` where there is one."""
+    """Logits from query-key products: times `scale`, then soft-capped by tanh to (-`cap`, `cap`) if there is a cap."""
 
     scale: float
     cap: float | None = None
@@ -37,10 +37,10 @@ class LogitScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionBlock:
-    """Queries, keys and values: each [batch, heads, tokens, size of a head]. Several heads of queries may share one of
-    keys. `bias` is added to the logits: [batch or 1, 1, queries, keys]. With `causal` queries and keys are the same
-    tokens, and each sees those up to itself. Weights are multiplied by `factors` where some are dropped: [batch, heads,
-    queries, keys]. Sums are of all weights."""
+    """Queries, keys and values, each [batch, heads, tokens, head size]. Several query heads may share one key head.
+    `bias`, [batch or 1, 1, queries, keys], is added to the logits. With `causal`, queries and keys are the same tokens,
+    and each sees those up to itself. Under dropout, weights are multiplied by `factors`, [batch, heads, queries, keys].
+    The log-sum-exp is of all weights, before dropout."""
 
     query: Tensor
     key: Tensor
@@ -52,18 +52,18 @@ class AttentionBlock:
 
     @property
     def sharing(self) -> int:
-        """How many heads of queries share one of keys."""
+        """How many query heads share one key head."""
         return self.query.shape[1] // self.key.shape[1]
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For kernels that want as many heads of keys as of queries."""
+        """Query, key and value for kernels that need as many key heads as query heads."""
         if self.sharing == 1:
             return self.query, self.key, self.value
         return self.query, self.key.repeat_interleave(self.sharing, 1), self.value.repeat_interleave(self.sharing, 1)
 
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> Gradients:
-        """What such a kernel gives as gradients, summed over the heads that share."""
+        """Sum the key and value gradients of such a kernel over the query heads that share a key head."""
         if self.sharing == 1:
             return query, key, value
         num_heads = self.key.shape[1]
@@ -71,7 +71,7 @@ class AttentionBlock:
 
 
 def kernel_for(block: AttentionBlock) -> "Plain":
-    """The fastest kernel that can do it."""
+    """Return the fastest kernel that supports a block."""
     query_dim, value_dim, dtype = block.query.shape[-1], block.value.shape[-1], block.query.dtype
     if block.logits.cap is not None or block.factors is not None:
         return Plain()
@@ -84,27 +84,27 @@ def kernel_for(block: AttentionBlock) -> "Plain":
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """What sums of this type are kept in."""
+    """Return the dtype in which to accumulate values of this dtype."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def least_of(dtype: torch.dtype) -> float:
-    """What is added to a logit so that its weight is 0. It is finite: a query that sees nothing is no NaN."""
+    """Return the bias that makes a weight 0. It is finite, so that a fully masked query gives no NaN."""
     return max(-1e30, torch.finfo(dtype).min)
 
 
 def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to logits for a mask. Rows lie at multiples of 16 bytes, as kernels on CUDA want."""
+    """Return the bias for a mask. Rows begin at multiples of 16 bytes, as CUDA kernels require."""
     width = mask.shape[-1]
     bias = torch.zeros((*mask.shape[:-1], width + -width % 8), dtype=dtype, device=mask.device)[..., :width]
     return bias.masked_fill_(~mask, least_of(dtype))
 
 
 class Plain:
-    """The definition, which other kernels keep to. It holds all logits at once, in float32 or better."""
+    """The reference definition for the other kernels. It holds all logits at once, in float32 or better."""
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        """The output, and the logarithms of the sums: [batch, heads, queries]."""
+        """Return the output and the log-sum-exp of the logits, [batch, heads, queries]."""
         scores, _ = self._scores(block)
         sums = scores.logsumexp(-1)
         weights = self._dropped((scores - sums[..., None]).exp(), block)
@@ -112,13 +112,13 @@ class Plain:
         return out.flatten(1, 2).to(block.query.dtype), sums.flatten(1, 2)
 
     def backward(self, block: AttentionBlock, given: Tensor, out: Tensor, sums: Tensor) -> Gradients:
-        """From the gradient of the output over all keys, and that output and its sums."""
+        """Return gradients, given the output over all keys, its log-sum-exp (`sums`) and its gradient (`given`)."""
         grouped_query, grouped_given, grouped_out, grouped_sums = (
             _grouped(each, block.key.shape[1]) for each in (block.query, given, out, sums)
         )
         scores, slope = self._scores(block)
         weights = (scores - grouped_sums[..., None]).exp()
-        # The gradient of a logit: what its weight is wanted for, less the mean of that over all keys.
+        # The gradient of a logit: its weight times (gradient of the weight less its weighted mean over all keys).
         mean = (grouped_given * grouped_out).sum(-1, keepdim=True)
         useful = self._dropped(grouped_given @ _wide(block.value)[:, :, None].mT, block)
         wanted = weights * (useful - mean) * block.logits.scale
@@ -131,7 +131,7 @@ class Plain:
         return weights if block.factors is None else weights * _grouped(block.factors, block.key.shape[1])
 
     def _scores(self, block: AttentionBlock) -> tuple[Tensor, Tensor | None]:
-        """Logits as [batch, heads of keys, heads that share, queries, keys]; and their slope, where they are capped."""
+        """Return logits [batch, key heads, sharing heads, queries, keys], and the derivative of the cap if any."""
         grouped = _grouped(block.query, block.key.shape[1])
         scores, slope = grouped @ _wide(block.key)[:, :, None].mT * block.logits.scale, None
         if block.logits.cap is not None:
@@ -196,9 +196,9 @@ class Efficient(Plain):
             given,
             *block.operands,
             self._bias(block),
-            # In 16 bits the kernel takes it for granted that the output lies as it writes it: heads beside each other.
+            # In 16 bits the kernel assumes the output has the layout that it writes: [batch, tokens, heads, size].
             out.transpose(1, 2).contiguous().transpose(1, 2),
-            torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 32)),  # They are read 32 at a time.
+            torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 32)),  # The kernel reads 32 at a time.
             rng_state,
             rng_state,
             0.0,
@@ -213,7 +213,7 @@ class Efficient(Plain):
 
 
 def _grouped(tensor: Tensor, num_heads: int) -> Tensor:
-    """Heads of queries beside those that share keys with them, in a wide type."""
+    """Group query heads by the key head that they share, [batch, key heads, sharing heads, ...], in a wide dtype."""
     return _wide(tensor).reshape(tensor.shape[0], num_heads, -1, *tensor.shape[2:])
 
 

@@ -1,7 +1,7 @@
-"""Which keys a query sees: by the rule of a layer, and by what is known of the tokens of a batch.
+"""Which keys a query sees: by the rule of a layer, and by the documents and padding of a batch.
 
-Ranks never hold a mask of the whole sequence against itself. They know the positions of any two pieces, and with them
-whether one sees all of the other, nothing of it, or a part; only for a part is a mask made, of those two pieces.
+Ranks never hold the mask of a whole sequence. The positions of two pieces of it tell whether one sees all of the other,
+nothing, or a part. A dense mask is made only for two pieces of which one sees a part of the other.
 """
 
 from dataclasses import dataclass, field
@@ -18,18 +18,18 @@ class BlockType(Enum):
 
     EMPTY = "."
     FULL = "#"
-    #: The keys up to the query's own, in pieces that are the same.
+    #: The keys up to the query's own. The pieces of queries and keys are the same.
     CAUSAL = "\\"
-    #: What a mask says.
+    #: Given by a dense mask.
     PARTIAL = "?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask:
-    """The rule of a layer. Within a `window` are keys less than this many tokens away.
+    """The rule of a layer. A key is within the `window` if it is less than this many tokens away.
 
-    Whether the documents and the padding of the batch matter is the layer's to say too: one that calls torch's
-    attention with `is_causal` and no mask sees across documents, and so it does here.
+    The rule also says whether the documents and padding of the batch matter. A layer that calls torch's attention with
+    `is_causal` and no mask sees across documents, and does so here too.
     """
 
     causal: bool
@@ -40,7 +40,7 @@ class Mask:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockMask:
-    """What the queries of each piece (rows) see of the keys of each. One that is the same is the same object."""
+    """What the queries of each piece (rows) see of the keys of each. Compared by identity; `_by_position` caches it."""
 
     rows: tuple[tuple[BlockType, ...], ...]
 
@@ -50,10 +50,10 @@ class BlockMask:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Tokens:
-    """What every rank knows of the whole sequences of a batch.
+    """The facts about the whole sequences of a batch that every rank knows.
 
-    `length` is that of a sequence with the tokens that were added to make it divide, `num_real` without. `documents`
-    are numbered in order, and `hidden` are keys that nobody sees: [batch, length] both, on the batch's device.
+    `length` counts the tokens of a sequence with padding to a multiple of the pieces, `num_real` without. `documents`
+    are numbered in order, and `hidden` marks keys that no query sees: both [batch, length], on the batch's device.
     """
 
     num_ranks: int
@@ -68,7 +68,7 @@ class Tokens:
         return self.length // (2 * self.num_ranks)
 
     def block_mask(self, mask: Mask) -> BlockMask:
-        """What each piece sees of each, found once for a rule."""
+        """Return what each piece sees of each other piece, computed once for a rule."""
         if mask not in self._block_masks:
             num_pieces, num_real = 2 * self.num_ranks, self.length if mask.causal else self.num_real
             block_mask = _by_position(num_pieces, self.piece_length, num_real, mask.causal, mask.window)
@@ -80,12 +80,12 @@ class Tokens:
         return self._block_masks[mask]
 
     def dense_mask(self, mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
-        """[batch or 1, 1, queries, keys], True where seen, for tokens given by their places in the whole sequence."""
+        """Return the mask [batch or 1, 1, queries, keys], True where seen, for positions in the whole sequence."""
         distance = queries[:, None] - keys
         far = self.length if mask.window is None else mask.window
         seen = (distance < far) & (distance >= 0 if mask.causal else distance > -far)
         if not mask.causal and self.num_real < self.length:
-            # A causal query that matters stands before the tokens that were added, and never sees them.
+            # Under a causal mask no real query sees the padding, which is at the end.
             seen = seen & (keys < self.num_real)
         seen = seen[None]
         if mask.documents and self.documents is not None:
@@ -116,16 +116,16 @@ def _by_position(num_pieces: int, length: int, num_real: int, causal: bool, wind
 
 
 def _by_documents(documents: Tensor, num_pieces: int) -> tuple[list[list[bool]], list[list[bool]]]:
-    """For pairs of pieces: whether they share a document in any sequence, and whether both are of one in all."""
+    """For pairs of pieces: whether they share a document in any sequence, and whether both lie in one in all."""
     pieces = documents.view(len(documents), num_pieces, -1)
-    first, last = pieces[..., 0], pieces[..., -1]  # Numbers only rise.
+    first, last = pieces[..., 0], pieces[..., -1]  # Numbers never fall along a sequence.
     meet = (first[:, :, None] <= last[:, None, :]) & (first[:, None, :] <= last[:, :, None])
     alike = (first[:, :, None] == last[:, None, :]) & (first[:, None, :] == last[:, :, None])
     return meet.any(0).tolist(), alike.all(0).tolist()
 
 
 def _by_padding(hidden: Tensor, num_pieces: int) -> tuple[list[list[bool]], list[list[bool]]]:
-    """The same for keys that are hidden: whether any is seen, and whether all are."""
+    """For pairs of pieces: whether any key is visible in any sequence, and whether all keys are in all."""
     pieces = hidden.view(len(hidden), num_pieces, -1)
     some, every = (~pieces).any(2).any(0).tolist(), (~pieces).all(2).all(0).tolist()
     return [some] * num_pieces, [every] * num_pieces
@@ -143,12 +143,12 @@ def _narrowed(block_mask: BlockMask, some: list[list[bool]], every: list[list[bo
 
 
 def number_documents(documents: Tensor) -> Tensor:
-    """Runs of equal ids, counted from 0 in each sequence: an id that comes back later is another document."""
+    """Number runs of equal ids from 0 in each sequence. An id that recurs later is another document."""
     return functional.pad(documents.diff() != 0, (1, 0)).cumsum(1)
 
 
 def positions_in(documents: Tensor) -> Tensor:
-    """Positions that begin at 0 in each of the numbered documents."""
+    """Return positions that begin at 0 in each of the numbered documents."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     starts = functional.pad(documents.diff() != 0, (1, 0), value=True)
     return index - torch.where(starts, index, 0).cummax(1).values

@@ -1,4 +1,4 @@
-"""Context parallelism of one module: its batches cut, and its attention made to see the tokens of other ranks.
+"""Context parallelism of one module: shard its batches, and make its attention see the tokens of other ranks.
 
     context = ContextParallel(mesh.group("cp"))
     context.attach(module)                          once, when the module has its weights and its stages
@@ -6,8 +6,8 @@
     with context.running(part):                     around every forward, the recomputed ones too
         output = module(**part)
 
-All else of the module runs as it is, on the tokens of this rank: it must treat each token alike, and positions must
-come from the argument that names them.
+The rest of the module runs unchanged on this rank's tokens. It must therefore treat each token independently, and take
+positions from the argument `positions`.
 """
 
 import inspect
@@ -41,11 +41,11 @@ _NUMBERS = count()
 
 
 class ContextParallel:
-    """How the ranks of a group share out the tokens of every sequence.
+    """How the tokens of every sequence are sharded over the ranks of a group.
 
-    `form` is how attention sees those of others. `positions` is the argument in which the module takes positions, None
-    if it uses none; `entries` are dims of entries of the batch that cp does not know (see `sequence_shards.py`); `pads`
-    adds tokens to sequences that do not divide; `masks` is what masks mean that the module gives to torch's attention.
+    `form` is the way attention sees the tokens of other ranks. `positions` is the module's argument for positions, None
+    if it uses none. `entries` are the token dims of batch entries unknown to cp (see `sequence_shards.py`). `pads` adds
+    padding to sequences that do not divide. `masks` is the meaning of masks that the module gives to torch's attention.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class ContextParallel:
         if form not in FORMS:
             raise unknown("form of context parallelism", form, FORMS)
         self.group = group
-        #: Attentions that were answered so far. If there were none, the module's attention was not found.
+        #: Attention calls handled so far. If it stays 0, the module's attention was not found.
         self.num_calls = 0
-        #: Says for queries and a probability which weights are dropped.
+        #: Returns the dropout of weights for queries and a probability.
         self.drops: Callable[[Tensor, float], WeightDrop | None] | None = None
-        #: Whether attention is to drop what it is told to, and what looks like attention by hand is refused. Not so
-        #: while a copy is tried; and what was tried need not be guessed.
+        #: `draws`: attention applies dropout. `is_strict`: operations that look like hand-written attention are
+        #: refused. Both are off during a trial; a module that a trial has run needs no such guess.
         self.draws = self.is_strict = True
         self._attention, self._masks = FORMS[form], masks
         self._sharding = SequenceSharding(entries=entries or {}, positions=positions, pads=pads)
@@ -77,10 +77,10 @@ class ContextParallel:
         self._undo: list[Callable[[], None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ContextParallel":
-        return self  # A copy of one block, for its shapes alone, is no reason to copy all others that attend here.
+        return self  # A copy of one block, made for its shapes only, must not copy all blocks attached here.
 
     def attach(self, module: nn.Module) -> None:
-        """Let the module's attention go through this, and learn what it takes. Refuses what would go wrong."""
+        """Route the module's attention through this object, and read its signature. Refuse unsupported modules."""
         _check_tokenwise(module)
         models = hf.models_in(module)
         for model in models:
@@ -100,12 +100,12 @@ class ContextParallel:
         for each in own:
             self._undo.append(partial(setattr, each, "attend", each.attend))
             setattr(each, "attend", self._attend_by_mask)  # noqa: B010 - a method of theirs, not a submodule
-        # Models of other makers are watched call by call.
+        # In other modules each call of torch's attention is intercepted.
         self._watches = not models and not own
         self._counts_itself = hf.counts_positions_itself(module)
 
     def attach_stages(self, split: Split) -> None:
-        """Let every stage of a pipeline run where attention sees the tokens of other ranks."""
+        """Make every stage of a pipeline run inside `running`, where attention sees the tokens of other ranks."""
         for stage in split.stages:
             if isinstance(stage, ModuleStage):
                 stage.running = self.running
@@ -116,9 +116,9 @@ class ContextParallel:
             self._undo.pop()()
 
     def cut(self, batch: Batch, *, predicts: bool = False) -> LocalBatch:
-        """This rank's part of a batch, or a microbatch, that all ranks of the group have whole.
+        """Return this rank's part of a batch, or a microbatch, that all ranks of the group have whole.
 
-        `predicts`: nobody takes a loss of it, so tokens may be added that no label leaves out.
+        `predicts`: no loss is computed, so padding tokens may be added without labels that exclude them.
         """
         if self._counts_itself and self._sharding.positions not in batch:
             raise ShardwiseError(
@@ -129,12 +129,12 @@ class ContextParallel:
         return shard_sequence(batch, rank=self.group.rank, num_ranks=self.group.size, sharding=sharding)
 
     def shortened(self, batch: Batch, num_tokens: int) -> Batch:
-        """The first tokens of a batch, about so many and such that they divide."""
+        """Return about the first `num_tokens` tokens of a batch, a number that the pieces divide."""
         return first_tokens(batch, num_tokens, 2 * self.group.size, self._sharding)
 
     @contextmanager
     def running(self, batch: Batch) -> Iterator[None]:
-        """Where the module's forward is run on a batch that was cut here."""
+        """Run the module's forward in this context, on a batch from `cut`."""
         if not isinstance(batch, LocalBatch):
             raise ShardwiseError("the batch was not cut for cp", remedy="context.cut(batch) for each microbatch")
         before, self._tokens = self._tokens, batch.tokens
@@ -149,7 +149,7 @@ class ContextParallel:
             self._tokens = before
 
     def real_tokens(self) -> Tensor | None:
-        """Of this rank's tokens of a sequence, which are of the batch; None outside of a forward."""
+        """Return which of this rank's tokens of a sequence are not padding; None outside of a forward."""
         if self._tokens is None:
             return None
         places = zigzag_shard(torch.arange(self._tokens.length), 0, self.group.rank, self.group.size)
@@ -159,7 +159,7 @@ class ContextParallel:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, cap: float | None = None,
         dropout: float = 0.0,
     ) -> Tensor:  # fmt: skip
-        """Attention of this rank's queries to all keys: each [batch, heads, this rank's tokens, size of a head]."""
+        """Compute attention of this rank's queries to all keys: each [batch, heads, this rank's tokens, head size]."""
         logits = LogitScaling(scale=query.shape[-1] ** -0.5 if scale is None else scale, cap=cap)
         self.num_calls += 1
         if query.is_meta and self._tokens is None:
@@ -180,7 +180,7 @@ class ContextParallel:
         return self._attention(query, key, value, call)
 
     def _drop(self, query: Tensor, dropout: float) -> WeightDrop | None:
-        """What drops weights: the same on every rank, whichever of them it has."""
+        """Return the dropout of weights, which does not depend on the rank that computes them."""
         if not dropout or not self.draws:
             return None
         drop = None if self.drops is None else self.drops(query, dropout)
@@ -194,18 +194,18 @@ class ContextParallel:
     def _attend_by_mask(
         self, query: Tensor, key: Tensor, value: Tensor, own: Any, scale: float, dropout: float = 0.0
     ) -> Tensor:  # fmt: skip
-        """For modules whose attention is a function `attend` of theirs: causal, with the window of their mask."""
+        """Compute attention for modules with their own function `attend`: causal, with the window of their mask."""
         mask = Mask(causal=True, window=own.window, documents=True, padding=True)
         return self.attend(query, key, value, mask, scale, dropout=dropout)
 
 
 def _with_attend(module: nn.Module) -> list[nn.Module]:
-    """The modules whose attention is a function of theirs."""
+    """Return the modules whose attention is a function `attend` in their attributes."""
     return [each for each in module.modules() if callable(each.__dict__.get("attend"))]
 
 
 def _check_tokenwise(module: nn.Module) -> None:
-    """Refuse layers that are known to mix the tokens of a sequence: each rank has a part of them."""
+    """Refuse layers known to mix the tokens of a sequence, since each rank has only a part of them."""
     for name, each in module.named_modules():
         mixes = isinstance(each, (BatchNormModule, nn.RNNBase)) or (
             isinstance(each, nn.Conv1d) and each.kernel_size != (1,)
@@ -233,5 +233,5 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, num_tokens: int) ->
 
 
 def _on_meta(query: Tensor, key: Tensor, value: Tensor, logits: LogitScaling) -> Tensor:
-    """Without numbers nothing is sent, and the shape is right."""
+    """Return a meta tensor of the right shape, without communication."""
     return Plain().forward(AttentionBlock(query=query, key=key, value=value, bias=None, causal=False, logits=logits))[0]

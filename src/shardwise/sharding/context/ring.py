@@ -1,12 +1,12 @@
-"""Ring attention (Liu et al. 2023): queries stay, keys and values go round, and partial results are joined.
+"""Ring attention (Liu et al. 2023): queries stay, keys and values go round the ring, and partial results are merged.
 
     forward      rank 0      rank 1      rank 2         backward, on the same way round:
     stop 0       K0 V0       K1 V1       K2 V2          K and V once more, and beside them from the second stop on
     stop 1       K2 V2       K0 V0       K1 V1          the gradients of K and V, which grow at every stop
     stop 2       K1 V1       K2 V2       K0 V0          and at last are brought home
 
-What is next goes on its way before a stop is computed, so bytes move meanwhile. Partial results are joined by an online
-softmax, in a fixed order: a rerun gives the same bits, if the kernels do.
+The next keys and values are sent before a stop is computed, so that communication overlaps with it. Partial results are
+merged by an online softmax in a fixed order: a rerun gives the same bits if the kernels do.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,22 +28,22 @@ from shardwise.sharding.zigzag import pieces_of
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionCall:
-    """What one attention goes by: who takes part, which tokens there are, and what sees what.
+    """The parameters of one attention: the ranks that take part, the tokens, and the mask.
 
-    Queries, keys and values are each [batch, heads, this rank's tokens, head size], and several heads of queries may
-    share one of keys. All ranks of the group come to it in the same order.
+    Queries, keys and values are each [batch, heads, this rank's tokens, head size]. Several query heads may share one
+    key head. All ranks of the group must compute their attentions in the same order.
     """
 
     group: Group
     tokens: Tokens
     mask: Mask
     logits: LogitScaling
-    #: What drops weights, of the heads that are here.
+    #: The dropout of weights, for this rank's heads.
     drop: WeightDrop | None = None
 
 
 class _Round(NamedTuple):
-    """A call, the pieces that lie here, in order, and where the keys stop that this rank computes with."""
+    """A call, this rank's pieces in order, and the stops of the keys on their way round, with this rank's tiles."""
 
     call: AttentionCall
     group: Group
@@ -51,30 +51,30 @@ class _Round(NamedTuple):
     stops: tuple[RingStep, ...]
 
     def came_from(self, distance: int) -> tuple[int, ...]:
-        """The pieces of keys that have come from so far."""
+        """Return the pieces of the keys that have come from `distance` ranks before this one."""
         if self.group.size == 1:
             return self.pieces
         return pieces_of((self.group.rank - distance) % self.group.size, self.group.size)
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks."""
+    """Compute attention of this rank's queries to the keys of all ranks."""
     group = call.group
     stops = ring_steps(call.tokens.block_mask(call.mask), group.rank, group.size)
     return _apply(query, key, value, _Round(call, group, pieces_of(group.rank, group.size), stops))
 
 
 def whole_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-    """The same where all tokens lie here, in order: nothing is sent, and no mask of all against all is made."""
+    """Compute the same where this rank has all tokens in order: nothing is sent, and no full dense mask is made."""
     pieces = tuple(range(2 * call.tokens.num_ranks))
     stops = (RingStep(0, tiles_of(call.tokens.block_mask(call.mask), pieces, pieces)),)
     return _apply(query, key, value, _Round(call, Group(), pieces, stops))
 
 
 def _apply(query: Tensor, key: Tensor, value: Tensor, around: _Round) -> Tensor:
-    # Keys and values are one tensor on the way, and autograd keeps that one.
+    # Keys and values are sent as one tensor, and autograd saves that one.
     packed = torch.cat((key.flatten(), value.flatten()))
-    # Kernels choose their types themselves. Sums of weights are not to be rounded by autocast.
+    # Kernels choose their own dtypes. Autocast must not round the log-sum-exp.
     with torch.autocast(query.device.type, enabled=False):
         return _Ring.apply(query, packed, (key.shape, value.shape), around)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -98,10 +98,10 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the queries, and of keys and values as they are packed.
+        """Return the gradients of the queries, and of the packed keys and values.
 
-        With the sums over all keys every tile's weights are final, so the tiles' gradients simply add up. Those of keys
-        and values travel with them one stop behind, and come home after a whole round.
+        The log-sum-exp is over all keys, so every tile's weights are final and the tiles' gradients simply add up. The
+        gradients of keys and values follow them one stop behind, and are home after a whole round.
         """
         query, packed, out, sums = ctx.saved_tensors
         given, around, grad_query = given.contiguous(), ctx.around, torch.zeros_like(query, dtype=sums.dtype)
@@ -117,7 +117,7 @@ class _Ring(torch.autograd.Function):
                 grad_key[:, :, keys] += made[1]
                 grad_value[:, :, keys] += made[2]
             if number == 0:
-                # Of its own keys: they never left, so neither does this part.
+                # The gradient from this rank's own queries stays here.
                 home = grad_packed
                 continue
             if travelling is not None:
@@ -132,7 +132,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _blocks(packed: Tensor, around: _Round) -> Iterator[tuple[RingStep, Tensor]]:
-    """Keys and values at each stop. Before one is given, those of the next are on their way."""
+    """Yield keys and values at each stop. The transfer for the next stop starts before each yield."""
     block, stops = packed, around.stops
     for stop, following in zip(stops, [*stops[1:], None], strict=True):
         hop = None if following is None else _Hop(block, following.distance - stop.distance, around.group)
@@ -142,7 +142,7 @@ def _blocks(packed: Tensor, around: _Round) -> Iterator[tuple[RingStep, Tensor]]
 
 
 class OnlineSoftmax:
-    """The merged result of what queries have seen so far (Milakov and Gimelshein 2018).
+    """The merged result over the keys that queries have seen so far (Milakov and Gimelshein 2018).
 
     A result over a set of keys is an output o and the logarithm l of the sum of its weights. Two of them merge to
 
@@ -153,12 +153,12 @@ class OnlineSoftmax:
 
     def __init__(self, query: Tensor, value_dim: int) -> None:
         self._query, self._value_dim = query, value_dim
-        # One result for all queries is kept as it is, until another comes.
+        # A single result for all queries is kept unconverted until a second comes.
         self._only: tuple[Tensor, Tensor] | None = None
         self._all: tuple[Tensor, Tensor] | None = None
 
     def add(self, queries: slice, out: Tensor, sums: Tensor) -> None:
-        """Join the result of some of the queries."""
+        """Merge the result of some of the queries."""
         if self._all is None and self._only is None and out.shape[2] == self._query.shape[2]:
             self._only = out, sums
             return
@@ -170,7 +170,7 @@ class OnlineSoftmax:
         self._join(self._all, queries, out, sums)
 
     def finish(self, *, hides: bool) -> tuple[Tensor, Tensor]:
-        """The result. `hides`: some queries may have seen nothing. They get 0, and give no gradient."""
+        """Return the result. `hides`: some queries may be fully masked. Their output is 0, with no gradient."""
         out, sums = self._only or self._all or self._nothing()
         if hides:
             blind = sums < least_of(self._query.dtype) / 2
@@ -194,7 +194,7 @@ class OnlineSoftmax:
 
 
 class _Hop:
-    """A tensor on its way to the rank that is so many further, and another on its way here from as far back."""
+    """A send to the rank `distance` further on, and a receive from the rank as far back, both in flight."""
 
     def __init__(self, sent: Tensor, distance: int, group: Group) -> None:
         self._device, self._group = sent.device, group
@@ -219,7 +219,7 @@ class _Hop:
 def _block(
     tile: Tile, stop: RingStep, query: Tensor, came: tuple[Tensor, Tensor], around: _Round
 ) -> tuple[slice, slice, AttentionBlock]:
-    """Which of the queries here and of the keys that came a tile is of, and the block itself."""
+    """Return a tile's slices of this rank's queries and of the keys at this stop, and its attention block."""
     call, length = around.call, around.call.tokens.piece_length
     queries, keys = (slice(run.start * length, run.stop * length) for run in (tile.queries, tile.keys))
     bias = factors = None
@@ -243,7 +243,7 @@ def _block(
 
 
 def _places(pieces: Sequence[int], length: int, device: torch.device) -> Tensor:
-    """Where the tokens of some pieces stand in the whole sequence."""
+    """Return the positions in the whole sequence of the tokens of some pieces."""
     return torch.cat([torch.arange(piece * length, (piece + 1) * length, device=device) for piece in pieces])
 
 

@@ -1,12 +1,12 @@
-"""A batch cut along its sequences: this rank's pieces of every entry that has something for each token.
+"""Shard a batch along its sequences: this rank's pieces of every entry with one value per token.
 
     batch                                  rank 0 of 2 (pieces 0 and 3)
     input_ids      a b c d e f g           a b g +                      + is a token added to make 8, which 4 divides
     labels         b c d e f g h           b c h -                      - is -100: it is left out of the loss
     position_ids   (none)                  0 1 6 0                      where tokens stand in the whole sequence
 
-Labels are those of the tokens that they lie beside. Where the label of a token is the token after it, the shift is made
-before the cut (`shift_labels`): afterwards that token may be on another rank.
+Labels are aligned with their tokens. If the label of a token is the next token, the shift is made before the cut
+(`shift_labels`): afterwards the next token may be on another rank.
 """
 
 from collections.abc import Mapping
@@ -23,20 +23,20 @@ from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.rows import nodes
 from shardwise.stages.stage import Batch
 
-#: A label that is not to be learned.
+#: The label of tokens that are excluded from the loss.
 IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Along which dim an entry's tokens are, what those that are added get, and whether that is out of the loss."""
+    """The token dim of an entry, its value for padding tokens, and whether that value excludes them from the loss."""
 
     dim: int = 1
     fill: float = 0
     ignores: bool = False
 
 
-#: The names that are known.
+#: The known entry names.
 ENTRIES: Mapping[str, Entry] = {
     "input_ids": Entry(),
     "inputs_embeds": Entry(),
@@ -54,10 +54,10 @@ ENTRIES: Mapping[str, Entry] = {
 class SequenceSharding:
     """How batches of a module are cut.
 
-    `entries` adds to the names that are known: the entry, its dim, or None for what every rank gets whole. `positions`
-    is the argument in which the module takes positions, None if it wants none; `packs` says that positions which begin
-    again begin another document. `drops` are entries that only attention asks for, and the module does not take.
-    `predicts` says that no loss is taken, which tokens that are added would have to be left out of.
+    `entries` adds to the known names: the entry, its dim, or None if every rank gets it whole. `positions` is the
+    module's argument for positions, None if it has none. `packs`: positions that restart begin another document.
+    `drops` are entries that only attention uses and the module does not take. `predicts`: no loss is computed, so
+    padding tokens need not be excluded from it.
     """
 
     entries: Mapping[str, Entry | int | None] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class SequenceSharding:
 
 
 class LocalBatch(dict[str, Any]):
-    """This rank's part of a batch, and what it knows of the tokens of the whole."""
+    """This rank's part of a batch, with the facts about all of its tokens."""
 
     def __init__(self, entries: Mapping[str, Any], tokens: Tokens) -> None:
         super().__init__(entries)
@@ -77,7 +77,7 @@ class LocalBatch(dict[str, Any]):
 
 
 def shift_labels(input_ids: Tensor) -> Tensor:
-    """The label of every token: the one after it. The last has none."""
+    """Return the label of every token: the next token. The last has none (`IGNORED`)."""
     return torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=IGNORED)
 
 
@@ -107,7 +107,7 @@ def shard_sequence(batch: Batch, *, rank: int, num_ranks: int, sharding: Sequenc
 
 
 def first_tokens(batch: Batch, num_tokens: int, num_pieces: int, sharding: SequenceSharding) -> Batch:
-    """The first tokens of all sequences: at most `num_tokens`, or as many as there are pieces, if these divide them."""
+    """Return the first tokens of all sequences: the largest multiple of `num_pieces` in `num_tokens`, at least one."""
     entries = _entries_of(batch, sharding)
     length = _length_of(batch, entries)
     kept = max(min(num_tokens, length) // num_pieces, 1) * num_pieces
@@ -117,7 +117,7 @@ def first_tokens(batch: Batch, num_tokens: int, num_pieces: int, sharding: Seque
 
 
 def _entries_of(batch: Batch, how: SequenceSharding) -> dict[str, Entry]:
-    """The entries of a batch that have something for each token."""
+    """Return the entries of a batch that have one value per token."""
     known: dict[str, Entry | int | None] = {**ENTRIES, **how.entries}
     found = {}
     for name, each in batch.items():
@@ -147,7 +147,7 @@ def _entries_of(batch: Batch, how: SequenceSharding) -> dict[str, Entry]:
 
 
 def _length_of(batch: Batch, entries: Mapping[str, Entry]) -> int:
-    """How many tokens a sequence has, by all entries."""
+    """Return the tokens per sequence, on which all entries must agree."""
     lengths: dict[str, int] = {}
     for name, entry in entries.items():
         shape = batch[name].shape
@@ -169,7 +169,7 @@ def _length_of(batch: Batch, entries: Mapping[str, Entry]) -> int:
 
 
 def _num_added(length: int, num_ranks: int, entries: Mapping[str, Entry], how: SequenceSharding) -> int:
-    """How many tokens are added so that the sequence divides."""
+    """Return how many padding tokens make the sequence divide."""
     num_pieces = 2 * num_ranks
     num_added = -length % num_pieces
     can_ignore = how.predicts or any(entry.ignores for entry in entries.values())
@@ -186,7 +186,7 @@ def _num_added(length: int, num_ranks: int, entries: Mapping[str, Entry], how: S
 
 
 def _documents(batch: Batch, how: SequenceSharding) -> Tensor | None:
-    """Documents of tokens, numbered in order: given, or found from positions where that is how a module packs them."""
+    """Return the document number of each token: given, or from positions where the module packs documents that way."""
     if isinstance(batch.get("documents"), Tensor):
         return number_documents(batch["documents"])
     positions = batch.get(how.positions or "")
@@ -199,7 +199,7 @@ def _documents(batch: Batch, how: SequenceSharding) -> Tensor | None:
 
 
 def _positions(batch: Batch, entries: Mapping[str, Entry], documents: Tensor | None, length: int) -> Tensor:
-    """Where every token stands in its sequence, or in its document."""
+    """Return the position of every token in its sequence, or in its document."""
     if documents is not None:
         return positions_in(documents)
     first = next(name for name, entry in entries.items() if entry.dim == 1)
@@ -207,7 +207,7 @@ def _positions(batch: Batch, entries: Mapping[str, Entry], documents: Tensor | N
 
 
 def _hidden(attention_mask: Tensor | None) -> Tensor | None:
-    """The keys that nobody sees, if there are any."""
+    """Return the keys that no query sees; None if there are none."""
     if attention_mask is None:
         return None
     hidden = attention_mask == 0

@@ -1,4 +1,4 @@
-"""The attention of one part of a sequence to another, as the fewest calls of a kernel; and who meets whom, and when.
+"""Attention of one part of a sequence to another in the fewest kernel calls, and the steps of the ring.
 
 A rank's queries stay. Keys and values go round: at distance 1 a rank has those of the rank before it, and so on.
 
@@ -19,7 +19,7 @@ from shardwise.sharding.zigzag import pieces_of
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries against keys in one call: runs of pieces, by their places among those that a rank has."""
+    """Queries against keys in one kernel call: ranges of pieces, by their index among a rank's pieces."""
 
     queries: range
     keys: range
@@ -28,7 +28,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
-    """What a rank computes with the keys that have come from `distance` ranks before it."""
+    """The tiles that a rank computes with the keys from `distance` ranks before it."""
 
     distance: int
     tiles: tuple[Tile, ...]
@@ -36,8 +36,8 @@ class RingStep:
 
 @lru_cache(maxsize=256)
 def ring_steps(block_mask: BlockMask, rank: int, num_ranks: int) -> tuple[RingStep, ...]:
-    """Where keys and values stop on their way round, first at home. Distances at which nobody needs them are left out,
-    for all ranks alike: they are passed over in one hop."""
+    """Return the stops of keys and values on their way round, the first at home. Distances at which no rank needs them
+    are skipped by all ranks: one hop passes over them."""
 
     def sees(reader: int, owner: int) -> bool:
         return any(
@@ -55,7 +55,7 @@ def ring_steps(block_mask: BlockMask, rank: int, num_ranks: int) -> tuple[RingSt
 
 
 def tiles_of(block_mask: BlockMask, queries: Sequence[int], keys: Sequence[int]) -> tuple[Tile, ...]:
-    """The tiles of some pieces of queries against some of keys."""
+    """Return the tiles of some pieces of queries against some pieces of keys."""
     rows = [tuple(block_mask.rows[query][key] for key in keys) for query in queries]
     if len(queries) > 1 and tuple(queries) == tuple(keys) and _is_causal(rows):
         return (Tile(range(len(queries)), range(len(keys)), BlockType.CAUSAL),)
@@ -67,7 +67,7 @@ def tiles_of(block_mask: BlockMask, queries: Sequence[int], keys: Sequence[int])
 
 
 def _is_causal(rows: list[tuple[BlockType, ...]]) -> bool:
-    """Whether each piece sees all before it and nothing after, so that all are one causal sequence in order."""
+    """Whether each piece sees all pieces before it and none after, so that they form one causal sequence."""
     return all(
         kind is (BlockType.CAUSAL if key == query else BlockType.FULL if key < query else BlockType.EMPTY)
         for query, row in enumerate(rows)
@@ -76,7 +76,7 @@ def _is_causal(rows: list[tuple[BlockType, ...]]) -> bool:
 
 
 def _runs(row: tuple[BlockType, ...], place: int) -> tuple[tuple[range, BlockType, int | None], ...]:
-    """Runs of equal kinds in a row that sees something. A causal one is joined with no other, so it has its place."""
+    """Return runs of equal kinds in a row, without empty ones. `place` keeps a causal run from merging with others."""
     runs: list[tuple[range, BlockType, int | None]] = []
     for kind, keys in groupby(range(len(row)), key=lambda key: row[key]):
         together = tuple(keys)

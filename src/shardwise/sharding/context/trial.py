@@ -1,9 +1,9 @@
-"""A module is tried on parts of sequences before it is trained on them: a part must give what the whole gives there.
+"""Test a module on parts of sequences before training: a part must give the numbers that the whole gives there.
 
-Attention is answered from the tokens of all ranks. What else mixes tokens (a shift, a mean over them, positions that
-are counted in the forward) does so among those of one rank, and nobody would notice. So a copy with numbers of its own
-(`stand_in.py`) is run on a few tokens: by every rank whole, and then by all ranks together, each on its part. Compared
-are what modules return and the loss. What is drawn at random is not: nothing is dropped meanwhile.
+Attention sees the tokens of all ranks. Any other operation that mixes tokens (a shift, a mean over them, positions
+counted in the forward) would silently mix only those of one rank. So a copy with random weights (`stand_in.py`) is run
+on a few tokens: whole on every rank, then by all ranks together, each on its part. The outputs of modules and the loss
+are compared. Dropout is off in both runs.
 """
 
 import math
@@ -34,29 +34,29 @@ from shardwise.torch_private import pytree
 from shardwise.units import format_percent
 
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
-#: About so many tokens of a sequence are tried.
+#: About how many tokens of a sequence are tried.
 _TOKENS = 12
 
 
 @dataclass(kw_only=True)
 class _Course:
-    """What came of a forward: what each module returned, in the order in which they ended, the output, the loss."""
+    """The results of a forward: the output of each module in order of completion, the output, and the loss."""
 
     made: list[tuple[str, Tensor]] = field(default_factory=list)
     output: list[Tensor] = field(default_factory=list)
-    #: The sum and what it is over; or what its loss raises.
+    #: The loss as a sum and its count; or the exception that the loss raised.
     loss: tuple[float, float] | None = None
     raised: Exception | None = None
-    #: Whole numbers in buffers: what counts tokens.
+    #: Integer buffers, which may count tokens.
     counted: dict[str, Tensor] = field(default_factory=dict)
 
 
 @leaves_classes
 def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Loss | None) -> bool:
-    """Refuse a module that makes something else of parts of sequences. False: it could not be tried.
+    """Refuse a module that computes other numbers on parts of sequences. Return False if it could not be tried.
 
-    `make` gives a context like the one that the module will have, and `batch` is a microbatch. All ranks of the group
-    call this alike.
+    `make` returns a context like the one that the module will have, and `batch` is a microbatch. All ranks of the group
+    must call this together.
     """
     device, dtypes = fitting(module, lambda _: None, home_of(batch))
     passing = _passing(module, batch)
@@ -70,7 +70,7 @@ def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batc
                     whole = _run(another(twin), given, tried)
                     if whole.raised is not None:
                         continue
-                except Exception:  # Another type, or more tokens, may do.
+                except Exception:  # It may run in another dtype, or with more tokens.
                     continue
                 _compare(another(twin), make(), given, tried, whole, _TOLERANCE[dtype])
                 return True
@@ -78,15 +78,15 @@ def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batc
 
 
 def _leave_balance_out(twin: nn.Module) -> None:
-    """Let experts of ours take all that come, and their balance not count: both are of the tokens of all ranks, and
-    layers are told of those (`expert/shard.py`) after this trial. Without a weight nothing is returned of it."""
+    """Remove the capacity of our experts and make their balancing loss negligible. Both depend on the tokens of all
+    ranks, which layers see only after this trial (`expert/shard.py`). A weight of 0 would change what they return."""
     for each in twin.modules():
         if isinstance(each, MoE):
             each.mixture = replace(each.mixture, capacity=None, auxiliary=1e-12 if each.mixture.auxiliary else 0.0)
 
 
 def _passing(module: nn.Module, batch: Batch) -> Mapping[str, Hashable]:
-    """Blocks that need not be run, as far as a run without numbers tells."""
+    """Return the blocks that need not be run, as found in a run on the meta device."""
     twin = meta_twin(module)
     watch = BlockWatch(twin)
     args, kwargs = pytree.tree_map(
@@ -113,18 +113,18 @@ def _run(module: nn.Module, batch: Batch, loss: Loss | None) -> _Course:
                 with left_as_it_was(loss):
                     total, count = loss(output, copy(batch))
                 course.loss = float(total), float(count)
-            except Exception as error:  # It may be so on one rank alone, and others wait for it.
+            except Exception as error:  # Perhaps on this rank only: the others wait for it, so go on.
                 course.raised = error
     return course
 
 
 def _may_count(name: str, buffer: Tensor) -> bool:
-    """Whether a buffer may count tokens. Those of our routers are added up over ranks."""
+    """Whether a buffer may count tokens. The `load` of our routers does not matter: it is summed over ranks."""
     return not buffer.is_floating_point() and not buffer.is_complex() and name.rpartition(".")[2] != "load"
 
 
 def _whole(each: Tensor) -> Tensor:
-    """Scores may be in parts over tp."""
+    """Gather logits that are sharded over tp."""
     gather = getattr(each, "whole", None)
     return each if gather is None else gather()
 
@@ -145,7 +145,7 @@ def _noting(module: nn.Module, made: list[tuple[str, Tensor]]) -> Iterator[None]
 def _compare(
     twin: nn.Module, context: ContextParallel, batch: Batch, loss: Loss | None, whole: _Course, most: float
 ) -> None:
-    """Run this rank's part, and refuse if any rank's differs."""
+    """Run this rank's part, and refuse the module if any rank's result differs."""
     context.draws = context.is_strict = False
     context.attach(twin)
     part = context.cut(batch)
@@ -198,7 +198,7 @@ def _first_difference(
 
 
 def _part_of(whole: Tensor, part: Tensor, length: int, group: Group) -> Tensor | None:
-    """What of a result of all tokens is this rank's; None if nobody can tell."""
+    """Return this rank's part of a result over all tokens; None if it cannot be determined."""
     if whole.dim() != part.dim() or not whole.dim():
         return None
     differ = [dim for dim in range(whole.dim()) if whole.shape[dim] != part.shape[dim]]
@@ -207,7 +207,7 @@ def _part_of(whole: Tensor, part: Tensor, length: int, group: Group) -> Tensor |
     if len(differ) > 1 or whole.shape[differ[0]] != length:
         return None
     mine = zigzag_shard(whole, differ[0], group.rank, group.size)
-    # Tokens that data choose, those of an expert say, may be as many as a sequence has by chance.
+    # A data-dependent selection of tokens, an expert's for example, may be as long as a sequence by chance.
     return mine if mine.shape == part.shape else None
 
 
@@ -215,7 +215,7 @@ def _agree(
     twin: nn.Module, wrong: str, error: float, whole: tuple[float, float] | None, part: tuple[float, float] | None,
     group: Group, device: torch.device, most: float,
 ) -> None:  # fmt: skip
-    """Refuse on all ranks what is wrong on one."""
+    """Refuse the module on all ranks if it is wrong on one."""
     total, count = part or (0.0, 0.0)
     sums = torch.tensor([total, count], dtype=torch.float64, device=device)
     worst = torch.tensor([error], dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""Expert parallelism: experts shared out over ranks, and tokens that travel to them."""
+"""Expert parallelism: experts sharded over ranks, and tokens dispatched to them."""
 
 from shardwise.sharding.expert.move import move, rebalance
 from shardwise.sharding.expert.placement import Placement, balanced

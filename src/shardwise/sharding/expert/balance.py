@@ -1,17 +1,17 @@
-"""Balance and capacity of a microbatch of all replicas together, as on one device that has it whole.
+"""Balancing loss and capacity over a microbatch of all replicas together, as on one device that holds all of it.
 
-The balancing loss is a product of two means over tokens, so the mean of the ranks' losses is another number than the
-loss of all their tokens. The definition here is the latter. Each layer sums two numbers an expert over the replicas,
-forward and backward. Tokens that fill up sequences for cp go to experts like any other, and count in no balance.
+The balancing loss is a product of two means over tokens, so the mean of the ranks' losses differs from the loss over
+all their tokens. The latter is the definition here. Each layer sums two numbers per expert over the replicas, in
+forward and backward. Padding tokens that cp adds to sequences are routed like any other but do not count in the loss.
 
-An expert takes the first of those who choose it, up to its capacity. Who is first is said by the order on one device:
-replica by replica (dp), row by row, and token by token in a row, of which a rank of cp has two pieces.
+An expert takes the first tokens that choose it, up to its capacity. The order is that of one device: replica by
+replica (dp), row by row, and token by token within a row. A cp rank holds two pieces of each row.
 
     one device     row 0: p0 p1 p2 p3   row 1: p0 p1 p2 p3      cp=2: rank 0 has p0 and p3, rank 1 has p1 and p2
 
-So ranks tell each other how often each expert is chosen in each piece, and a rank adds up what comes before its own:
-for every layer one number an expert, from each replica, and under cp from each piece of each row. Tokens that fill up
-sequences for cp stand in nobody's way.
+So ranks exchange how often each expert is chosen in each piece, and a rank sums the counts that precede its own. Every
+layer exchanges one number per expert from each replica, and under cp from each piece of each row. Padding tokens that
+cp adds take up no capacity.
 """
 
 from collections.abc import Callable
@@ -25,17 +25,17 @@ from shardwise.ranks.collectives import Group, copy, start_all_gather, sum_over
 from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.sharding.zigzag import zigzag_shard, zigzag_unshard
 
-#: Of this rank's tokens of each sequence, which are of the batch; None for all.
+#: Returns which of this rank's tokens of a sequence come from the batch (True) rather than padding; None for all.
 Real = Callable[[], Tensor | None]
 
 
 def balancing_loss(experts: Tensor, scores: Tensor, group: Group, counted: Tensor | None = None) -> Tensor:
     """N sum f_i P_i (Fedus et al. 2021, eq. 4) over the tokens of all ranks.
 
-    Of N experts, f_i is how often expert i is chosen by a token, and P_i its mean share of a token's scores.
+    Of N experts, f_i is how often a token chooses expert i, and P_i its mean share of a token's scores.
 
-    `experts` are [tokens, chosen] and `scores` [tokens, all], of this rank's tokens, of which those `counted` count.
-    All ranks return the same, so it does not matter how much each one's loss weighs in the whole.
+    `experts` is [tokens, chosen] and `scores` [tokens, all], for this rank's tokens. Only tokens in `counted` count.
+    All ranks return the same value, so the weight of each rank's loss in the whole does not matter.
     """
     num_experts, num_chosen = scores.shape[1], experts.shape[1]
     shares = scores / scores.sum(-1, keepdim=True)
@@ -50,7 +50,7 @@ def balancing_loss(experts: Tensor, scores: Tensor, group: Group, counted: Tenso
 
 
 def share_balance(layer: nn.Module, group: Group, real: Real) -> None:
-    """Let one of our layers return the balancing loss of all ranks' tokens, if it returns one, and count its load."""
+    """Make one of our layers count load without padding, and return the balancing loss (if any) over all ranks."""
     mixture: Any = getattr(layer, "mixture", None)
     router: Any = getattr(layer, "router", None)
     if group.size == 1 or not isinstance(router, nn.Module):
@@ -82,9 +82,9 @@ def _of_all_rows(real: Tensor | None, hidden: Tensor) -> Tensor | None:
 
 
 def share_capacity(layer: nn.Module, replicas: Group, sequence: Group, real: Real) -> None:
-    """Let one of our layers, if it has a capacity, drop what one device would drop that has the tokens of all ranks.
+    """Make one of our layers, if it has a capacity, drop what one device with the tokens of all ranks would drop.
 
-    `replicas` have other rows and `sequence` other tokens of the same rows, each in their order.
+    Ranks of `replicas` hold other rows, and ranks of `sequence` other tokens of the same rows, each in rank order.
     """
     here: Any = getattr(layer, "queue", None)
     if getattr(getattr(layer, "mixture", None), "capacity", None) is None or replicas.size * sequence.size == 1:
@@ -93,7 +93,7 @@ def share_capacity(layer: nn.Module, replicas: Group, sequence: Group, real: Rea
     def queue(experts: Tensor, num_experts: int) -> tuple[Tensor, int]:
         real_here = real()
         if experts.is_meta or (sequence.size > 1 and real_here is None):
-            # A look at the module, by which it is split: without numbers, or with sequences that are whole.
+            # A run that inspects the module in order to split it: on the meta device, or with whole sequences.
             return here(experts, num_experts)  # type: ignore[no-any-return]
         pieces = _by_pieces(experts, num_experts, real_here)
         before, num_choices = _before(pieces.sum(2), replicas, sequence)
@@ -104,9 +104,9 @@ def share_capacity(layer: nn.Module, replicas: Group, sequence: Group, real: Rea
 
 
 def _by_pieces(experts: Tensor, num_experts: int, real: Tensor | None) -> Tensor:
-    """Choices of [tokens, chosen] as [rows, pieces, choices, experts]: 1 where one is of an expert, and counts.
+    """Return choices [tokens, chosen] as one-hot [rows, pieces, choices, experts], with 0 for padding.
 
-    Rows that are whole need not be told apart: they are one.
+    Without cp, rows are whole and their boundaries do not matter: all are treated as one row of one piece.
     """
     marks = one_hot(experts, num_experts)
     if real is None:
@@ -117,7 +117,7 @@ def _by_pieces(experts: Tensor, num_experts: int, real: Tensor | None) -> Tensor
 
 
 def _before(counts: Tensor, replicas: Group, sequence: Group) -> tuple[Tensor, int]:
-    """How often each expert is chosen before each piece of this rank, [rows, pieces, experts], and all choices."""
+    """Return each expert's choices before each piece of this rank, [rows, pieces, experts], and the grand total."""
     whole = counts
     if sequence.size > 1:
         parts = start_all_gather(counts[None], sequence).finish()

@@ -1,11 +1,11 @@
-"""Rows to the ranks of their experts, and what the experts make of them back.
+"""Dispatch rows to the ranks of their experts, and bring the experts' outputs back.
 
     rank 0   rows by slot   a0 a1 | a2 a3 ─┐ counts, then rows ┌─ a0 b0 a1 b1 ─ experts 0, 1 ─┐ rows ┌─ back, as sent
     rank 1                  b0 b1 | b2 b3 ─┘                   └─ a2 b2 a3 b3 ─ experts 2, 3 ─┘      └─
 
-How many rows go where is known to their sender alone, so a rank first sends each other one the counts for its experts.
-No row is dropped here and none is padded: what a router has dropped does not come this far. Rows are put in order by
-`permute` and `reorder`, whose backwards are permutations too: no two rows are added by a race.
+Only the sender knows how many rows go where, so a rank first sends every other rank the counts for its experts. No row
+is dropped or padded here: tokens dropped by a router do not reach this code. Rows are ordered by `permute` and
+`reorder`, whose backwards are permutations too, so gradients are never added in a nondeterministic order.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,16 +20,16 @@ from shardwise.ranks.collectives import Group, Pending, exchange, gather, read, 
 from shardwise.sharding.expert.placement import Placement
 
 StageStates = TypeVar("StageStates")
-#: What this rank's experts make of rows, given with [ranks, experts here]: how many rows of each came from each rank.
+#: Applies this rank's experts to rows. The second argument is [ranks, local experts]: rows per sender and expert.
 Compute = Callable[[Tensor, Tensor], Tensor]
-#: From tokens, the experts of each and their weights, what the experts make of them.
+#: Maps tokens, the chosen experts of each and their weights to the experts' output.
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Dispatch:
-    """The exchange of one layer, on one rank. `load` is how many rows each expert of this rank has had in training.
+    """The dispatch of one layer on one rank. `load` counts the rows of each of this rank's experts in training.
 
-    `alike` are the ranks of the group that have the same tokens (tensor parallel ones), each of which sends a part.
+    `alike` are the ranks of the group with the same tokens (tensor parallel ranks); each of them sends a part.
     """
 
     def __init__(self, group: Group, placement: Placement, alike: Group | None = None) -> None:
@@ -37,15 +37,15 @@ class Dispatch:
         self.place(placement)
 
     def place(self, placement: Placement) -> None:
-        """From now on experts lie like this."""
+        """Set the placement of experts, and reset the load."""
         self.placement = placement
         self.load = [0] * placement.sizes[self.group.rank]
         order = placement.order
-        #: The slot of each expert; None if that is its number.
+        #: The slot of each expert; None if every slot equals its expert's index.
         self._slots = None if order == tuple(range(len(order))) else inverse(torch.tensor(order))
 
     def take_load(self) -> Tensor:
-        """How many rows each of all experts has had in training on this rank. The numbers begin at 0 again."""
+        """Return the rows that each expert has had in training on this rank (0 for others'), and reset the counts."""
         whole = torch.zeros(len(self.placement.order), dtype=torch.int64)
         whole[list(self.placement.ranks[self.group.rank])] = torch.tensor(self.load)
         self.load = [0] * len(self.load)
@@ -57,11 +57,11 @@ class Dispatch:
     def run(
         self, rows: Tensor, counts: Tensor, experts: nn.Module, compute: Compute, meanwhile: Callable[[], StageStates]
     ) -> tuple[Tensor, StageStates]:
-        """Rows that lie by slot, `counts[slot]` of each: what experts make of them, and what was computed meanwhile."""
+        """Dispatch rows sorted by slot, `counts[slot]` of each. Return the experts' output and `meanwhile`'s result."""
         if torch.is_autocast_enabled(rows.device.type):
-            # Experts would round them: so do we, before they travel.
+            # Autocast would round the rows in the experts anyway, so round them before they are sent.
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
-        # Ranks with the same tokens each send a part of them, so that no row travels twice.
+        # Ranks with the same tokens each send a part of them, so that no row is sent twice.
         part, counts = _part(rows, counts, self.alike)
         there, sent, received = self._agree(counts)
         transfer = AsyncAllToAll(part, self.group, sent, received)
@@ -72,11 +72,11 @@ class Dispatch:
         return gather(back, self.alike, 0, used_alike=True, length=len(rows)), beside
 
     def _agree(self, counts: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """The counts of rows for the experts here, by sender; and rows sent to and received from every rank."""
+        """Return rows per sender and local expert, and the numbers of rows sent to and received from every rank."""
         sizes, rank = self.placement.sizes, self.group.rank
         arrived = start_all_to_all(counts, self.group, sizes, [sizes[rank]] * self.group.size).finish()
         there = arrived.view(self.group.size, sizes[rank])
-        both: list[int] = read(torch.cat((counts, arrived)), self.group)  # The device is waited for once.
+        both: list[int] = read(torch.cat((counts, arrived)), self.group)  # One device synchronisation.
         mine, theirs = both[: len(counts)], both[len(counts) :]
         if torch.is_grad_enabled():
             self.load = [had + sum(theirs[slot :: sizes[rank]]) for slot, had in enumerate(self.load)]
@@ -88,9 +88,9 @@ class Dispatch:
     def exchange_sorted(
         self, experts: nn.Module, rows: Tensor, counts: Tensor, meanwhile: Callable[[], StageStates]
     ) -> tuple[Tensor, StageStates]:
-        """For experts that take rows sorted by expert, with counts: the seam of our own transformer."""
+        """Dispatch for experts that take rows sorted by expert, with counts: the `exchange` of our own transformer."""
         if rows.is_meta:
-            # Without numbers nobody knows how many arrive: as many as leave, on average.
+            # On the meta device the number of arriving rows is unknown. On average it is the number sent.
             return experts(rows, counts[: self.placement.sizes[self.group.rank]]), meanwhile()
 
         compute = partial(_sorted, experts)
@@ -105,9 +105,9 @@ class Dispatch:
         self, experts: nn.Module, call: Call, tokens: Tensor, chosen: Tensor, weights: Tensor,
         meanwhile: Callable[[], StageStates],
     ) -> tuple[Tensor, StageStates]:  # fmt: skip
-        """For experts that take tokens with the experts chosen and their weights, both [tokens, chosen].
+        """Dispatch for experts that take tokens, the chosen experts and their weights, both [tokens, chosen].
 
-        Weights stay here: experts are given ones, and what they make is weighted when it is back.
+        Weights are not sent: experts are given ones, and their output is weighted when it is back.
         """
         slots = self._slots_of(chosen.flatten())
         order = slots.argsort(stable=True)
@@ -125,7 +125,7 @@ class Dispatch:
 
 
 def _part(rows: Tensor, counts: Tensor, alike: Group) -> tuple[Tensor, Tensor]:
-    """This rank's part of rows that several have, and how many of each slot are in it."""
+    """Return this rank's part of rows that all `alike` ranks hold, and its count of rows for each slot."""
     if alike.size == 1:
         return rows, counts
     first, last = span_of(len(rows), alike)
@@ -134,14 +134,14 @@ def _part(rows: Tensor, counts: Tensor, alike: Group) -> tuple[Tensor, Tensor]:
 
 
 def _expert_of_rows(there: Tensor, num_rows: int) -> Tensor:
-    """The expert, counted from this rank's first, of each row in the order in which they arrive."""
+    """Return the local index of each row's expert, in order of arrival."""
     num_ranks, num_experts = there.shape
     experts = torch.arange(num_experts, device=there.device).repeat(num_ranks)
     return experts.repeat_interleave(there.flatten(), output_size=num_rows)
 
 
 def _sorted(experts: nn.Module, rows: Tensor, there: Tensor) -> Tensor:
-    """What experts make of rows that are sorted by sender, for experts that want them sorted by expert."""
+    """Apply experts that take rows sorted by expert to rows that are sorted by sender; restore the order."""
     counts = there.sum(0)
     if 1 in there.shape:
         made: Tensor = experts(rows, counts)
@@ -151,13 +151,13 @@ def _sorted(experts: nn.Module, rows: Tensor, there: Tensor) -> Tensor:
 
 
 class AsyncAllToAll:
-    """Rows for every rank against rows from every rank, while something else is computed. It begins when it is made.
+    """An all-to-all of rows that overlaps with other computation. The constructor starts it.
 
         forward     start ─ meanwhile ─ wait          the rows travel from `start` to `wait`,
         backward    start ─ meanwhile ─ wait          and their gradients from `wait` to `start`
 
-    Autograd goes back through what is ready in the reverse order of the forward, so what was computed meanwhile goes
-    back meanwhile. What ties `wait` to `start` in its graph is a tensor without numbers.
+    Autograd runs ready nodes in the reverse order of the forward, so the backward of the computation in between
+    overlaps the transfer too. In the graph an empty tensor links `wait` to `start`.
     """
 
     def __init__(self, rows: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> None:
@@ -167,7 +167,7 @@ class AsyncAllToAll:
         self._link: Tensor = _Start.apply(rows, self)  # type: ignore[no-untyped-call]
 
     def wait(self) -> Tensor:
-        """The rows that have arrived."""
+        """Wait for the rows that arrive, and return them."""
         return _Wait.apply(self._link, self)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -203,31 +203,31 @@ class _Wait(Function):
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Where each row went."""
+    """Return the inverse permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
 
 
 def reorder(rows: Tensor, order: Tensor) -> Tensor:
-    """Row `order[i]` at place i, where `order` has every row once."""
+    """Put row `order[i]` at place i. `order` is a permutation."""
     return _Reorder.apply(rows, order, inverse(order))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def permute(tokens: Tensor, order: Tensor, num_chosen: int) -> Tensor:
-    """[tokens, width] to one row for each choice: choice `order[i]` at place i."""
+    """Expand [tokens, width] to one row for each choice, with choice `order[i]` at place i."""
     return _Permute.apply(tokens, order, inverse(order), num_chosen)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Rows of choices, back at their tokens: the sum over each one's choices, weighted with [tokens, chosen]."""
+    """Return rows of choices to their tokens: the sum over each token's choices, weighted with [tokens, chosen]."""
     choices = reorder(rows, inverse(order)).view(*weights.shape, rows.shape[-1])
     return (choices * weights[..., None]).sum(1)
 
 
 def untouched(rows: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-    """No rows, from experts that had nothing to do.
+    """Return the empty rows of experts that received none.
 
-    The graph goes on through them all the same: other ranks wait for this one's part in the backward. And gradients are
-    zeros, not absent: an optimizer that has a gradient may decay the weight.
+    They stay in the autograd graph, because other ranks wait for this rank's part in the backward. Gradients are zeros,
+    not absent: an optimizer that has a gradient may decay the weight.
     """
     return _Untouched.apply(rows, *parameters)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -245,7 +245,7 @@ class _Reorder(Function):
 
 
 class _Permute(Function):
-    """Backward: in the order of the choices again, summed over a token's."""
+    """The backward restores the order of choices and sums over those of a token."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, back: Tensor, num_chosen: int) -> Tensor:

@@ -1,10 +1,10 @@
-"""Layers of experts in a module, known by their form.
+"""Find the expert layers of a module by their form.
 
-    ours          a layer with `experts` and a function `exchange` that is given rows sorted by expert
+    ours          a layer with `experts` and a function `exchange` that takes rows sorted by expert
     any other     experts with `num_experts`, whose parameters all have one entry for each, and whose forward takes
-                  tokens, the experts chosen for each and their weights: so do those of transformers since 5.0
+                  tokens, the experts chosen for each and their weights: as in transformers since 5.0
 
-Of the second kind, what comes out must be the weighted sum of what the experts chosen make of a token.
+The output of the second kind must be the weighted sum of the chosen experts' outputs for each token.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from shardwise.sharding.wrap_forward import wrap_forward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayer:
-    """Experts by their name in the module, the module that calls them, and how many there are."""
+    """One expert layer: the experts and their name in the module, the block that calls them, and their number."""
 
     name: str
     experts: nn.Module
@@ -31,12 +31,12 @@ class ExpertLayer:
 
 
 def find_layers(module: nn.Module) -> list[ExpertLayer]:
-    """Every layer of experts, in the module's order."""
+    """Return every expert layer, in the module's order."""
     return [found for name, each in module.named_modules() for found in _layers_at(name, each)]
 
 
 def find_others(module: nn.Module) -> dict[str, str]:
-    """What looks like experts and is of another form, by name, with the reason."""
+    """Return the names of modules that look like experts but have another form, each with the reason."""
     found = {}
     for name, each in module.named_modules():
         if name.rpartition(".")[2] == "experts":
@@ -63,14 +63,14 @@ def _layers_at(name: str, block: nn.Module) -> Iterator[ExpertLayer]:
 
 
 def _num_experts(module: nn.Module) -> int | None:
-    """How many experts a module has, if all of its parameters have an entry for each."""
+    """Return the number of experts of a module; None unless all of its parameters have an entry for each."""
     count = getattr(module, "num_experts", None)
     lengths = {each.shape[0] if each.dim() > 1 else None for each in module.parameters()}
     return count if isinstance(count, int) and lengths == {count} else None
 
 
 def attach(layer: ExpertLayer, dispatch: Dispatch, *, overlap: bool) -> None:
-    """Let a layer, whose experts are this rank's already, send its tokens to their experts."""
+    """Make a layer dispatch its tokens to their experts. Its own experts are this rank's already."""
     if layer.is_ours:
         setattr(layer.block, "exchange", dispatch.exchange_sorted)  # noqa: B010 - a seam of theirs
         return
@@ -81,7 +81,7 @@ def attach(layer: ExpertLayer, dispatch: Dispatch, *, overlap: bool) -> None:
     def around(call: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         tokens, chosen, weights = signature.bind(*args, **kwargs).arguments.values()
         if tokens.is_meta:
-            return call(tokens, chosen, weights)  # As many rows stay as would arrive on average.
+            return call(tokens, chosen, weights)  # On average as many rows arrive as are sent.
         experts = call.args[0]  # type: ignore[attr-defined]
         flat = tokens.flatten(0, -2)
         meanwhile = (lambda: None) if ahead is None else lambda: ahead.compute(flat)

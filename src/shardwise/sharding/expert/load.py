@@ -1,8 +1,8 @@
-"""How often experts are chosen, by layer, in the batches of all ranks.
+"""Count how often experts are chosen, by layer, over the batches of all ranks.
 
-A rank counts what it sees: some of the rows (dp), of the tokens (cp), of the layers (pp), and where a schedule holds
-the model twice, some of the microbatches of a layer. All ranks add up what they have, of all layers at once, so that
-every rank knows the same of every layer, and copies of a layer are treated alike. Tensor parallel ranks see the same
+A rank counts its own share: some of the rows (dp), tokens (cp) and layers (pp), and where a schedule holds the model
+twice, some of the microbatches of a layer. The counts of all layers are summed over all ranks at once. So every rank
+has the same counts for every layer, and copies of a layer are treated alike. Tensor parallel ranks see the same
 tokens.
 """
 
@@ -19,10 +19,10 @@ Load = Mapping[str, Sequence[int]]
 
 
 class Loads:
-    """What the layers of experts of a module have counted in training.
+    """The counts of a module's expert layers in training.
 
-    Our routers count choices (`router.load`). Of other layers whose rows travel, those who compute them count rows. Of
-    others nothing is known. `add_up` sums numbers over all processes, in place, of which `num_alike` count the same.
+    Our routers count choices (`router.load`). For other dispatched layers, the ranks that compute the rows count them.
+    Other layers are not counted. `add_up` sums a tensor in place over all processes, `num_alike` of which count alike.
     """
 
     def __init__(
@@ -44,23 +44,23 @@ class Loads:
 
     @property
     def are_there(self) -> bool:
-        """Whether anybody counts."""
+        """Whether any layer is counted."""
         return bool(self._sizes)
 
     def told(self) -> dict[str, list[int]]:
-        """What was chosen since this was last asked. All ranks call it alike."""
+        """Return the load since the last call of this. All ranks must call it together."""
         self._count()
         found = self._by_layer(self._since_told)
         self._since_told.zero_()
         return found
 
     def since_placed(self) -> dict[str, list[int]]:
-        """What was chosen since experts were last placed. All ranks call it alike."""
+        """Return the load since experts were last placed. All ranks must call it together."""
         self._count()
         return self._by_layer(self._since_placed)
 
     def begin_anew(self, load: Load | None = None) -> None:
-        """Experts have been placed; or were a while ago, and have had a load since. Layers that it lacks had none."""
+        """Restart the count after a placement, from `load` if experts have had one since; absent layers are at 0."""
         parts = [torch.tensor((load or {}).get(name, [0] * size)) for name, size in self._sizes.items()]
         self._since_placed = torch.cat(parts) if parts else self._since_placed
 
@@ -74,11 +74,11 @@ class Loads:
 
     @torch.no_grad()
     def _taken(self) -> dict[str, Tensor]:
-        """This process's counts, by layer, on the CPU. They begin at 0 again."""
+        """Return this process's counts by layer, on the CPU, and reset them."""
         found = {name: torch.zeros(size, dtype=torch.int64) for name, size in self._sizes.items()}
         here = {name: each.load for name, each in self._routers.items() if not each.load.is_meta}
         if here:
-            # The device is waited for once.
+            # A single device synchronisation.
             together = torch.cat(list(here.values())).cpu()
             found |= zip(here, torch.split(together, [self._sizes[name] for name in here]), strict=True)
             for each in here.values():
@@ -91,7 +91,7 @@ class Loads:
 
 
 def _find_routers(module: nn.Module) -> dict[str, Any]:
-    """The routers of our layers, by the names of their experts: the seam of one is its `exchange`."""
+    """Return the routers of our layers, known by their `exchange`, by the names of their experts."""
     found = {}
     for name, block in module.named_modules():
         router = getattr(block, "router", None)

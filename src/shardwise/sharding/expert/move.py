@@ -1,7 +1,7 @@
-"""Experts that move to other ranks, between steps: with their weights, gradients and optimizer state.
+"""Move experts to other ranks between steps, with their weights, gradients and optimizer state.
 
-An expert is a row of every tensor that its parameters have: what it computes and how it is trained does not depend on
-where it lies, so the loss does not notice. Tensors are written in place, since others may hold on to them.
+An expert is one row of every tensor of its layer's parameters. Its output and its training do not depend on its rank,
+so the loss does not change. Tensors are written in place, since other objects may hold references to them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,9 +25,9 @@ def rebalance(
     also: Mapping[str, Sequence[Tensor]] | None = None,
     gain: float = 0.05,
 ) -> dict[str, int]:
-    """Place experts by the load that was measured since the last call; return how many moved in each layer.
+    """Place experts by the load measured since the last call; return how many moved in each layer.
 
-    A layer is left alone unless its most loaded rank gets more than this share less to do. All ranks call this alike.
+    A layer changes only if its peak load of a rank falls by more than the share `gain`. All ranks call this together.
     """
     device = next((each.device for each in module.parameters() if not each.is_meta), torch.device("cpu"))
     wanted = better_placements(sharding, sharding.measured_load(device), gain)
@@ -37,7 +37,7 @@ def rebalance(
 
 
 def better_placements(sharding: ExpertSharding, loads: Load, gain: float) -> dict[str, Placement]:
-    """By layer, where that is worth it: a placement for the load that was measured."""
+    """Return, for each layer where the peak load falls by more than `gain`, a placement for the measured load."""
     wanted = {}
     for name, dispatch in sharding.layers.items():
         home, load = dispatch.placement, loads[name]
@@ -48,7 +48,7 @@ def better_placements(sharding: ExpertSharding, loads: Load, gain: float) -> dic
 
 
 def count_moved(sharding: ExpertSharding, placements: Mapping[str, Placement]) -> dict[str, int]:
-    """How many slots of each layer would have another expert."""
+    """Count the slots of each layer that would hold another expert."""
     return {
         name: sum(one != other for one, other in zip(sharding.layers[name].placement.order, each.order, strict=True))
         for name, each in placements.items()
@@ -64,10 +64,10 @@ def move(
     optimizers: Sequence[Optimizer] = (),
     also: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> None:
-    """Bring experts to where new placements, by layer, have them. All ranks call this alike, between steps.
+    """Move experts to new placements, given by layer. All ranks must call this together, between steps.
 
-    State that the optimizers keep goes with them, if it has an entry for each expert; and so do the tensors that `also`
-    names for a parameter: master weights, say.
+    Optimizer state moves with them if it has an entry for each expert. So do the tensors that `also` lists for a
+    parameter: master weights, for example.
     """
     for layer, placement in placements.items():
         if layer not in sharding.layers:
@@ -87,7 +87,7 @@ def move(
 
 
 def _tensors_of(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
-    """A parameter, its gradient, and what optimizers know of each of its experts."""
+    """Yield a parameter, its gradient, and the optimizer states that have an entry for each of its experts."""
     yield parameter
     if parameter.grad is not None:
         yield parameter.grad
@@ -104,7 +104,7 @@ def _tensors_of(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> Ite
 
 
 def _bring(tensor: Tensor, group: Group, old: Placement, new: Placement) -> None:
-    """Exchange the rows of a tensor, one for each expert here. Those that stay move within it."""
+    """Exchange the rows of a tensor, one for each expert on this rank. Experts that stay may change rows."""
     rank = group.rank
     leaving = [[old.ranks[rank].index(e) for e in new.ranks[other] if e in old.ranks[rank]]
                for other in range(group.size)]  # fmt: skip

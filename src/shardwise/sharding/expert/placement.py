@@ -16,7 +16,7 @@ from shardwise.errors import ShardwiseError
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The experts of every rank, in the order in which they lie there."""
+    """The experts of every rank, in the order of its slots."""
 
     ranks: tuple[tuple[int, ...], ...]
 
@@ -29,7 +29,7 @@ class Placement:
 
     @staticmethod
     def even(num_experts: int, num_ranks: int) -> "Placement":
-        """Neighbours together. Where they do not divide, the first ranks have one more."""
+        """Give each rank consecutive experts. If they do not divide evenly, the first ranks have one more."""
         parts = np.array_split(np.arange(num_experts), num_ranks)
         return Placement(tuple(tuple(part.tolist()) for part in parts))
 
@@ -44,16 +44,16 @@ class Placement:
         return tuple(map(len, self.ranks))
 
     def peak(self, load: Sequence[float]) -> float:
-        """What the rank has to do that all others wait for, where an expert has `load[expert]`."""
+        """Return the load of the most loaded rank, for which all others wait. An expert has `load[expert]`."""
         return max(float(sum(load[expert] for expert in experts)) for experts in self.ranks)
 
 
 def balanced(home: Placement, load: Sequence[float]) -> Placement:
-    """A placement with a lower peak, as few experts away from home as it takes.
+    """Return a placement with a lower peak, reached from `home` by greedy swaps, so that few experts move.
 
-    The most loaded rank swaps an expert with another rank, the pair of experts after which the more loaded of the two
-    ranks has least, as long as that is less than before. Every rank keeps its number of experts, so that parameters
-    keep their shapes; an expert that stays keeps its slot.
+    The most loaded rank swaps one expert with another rank, choosing the pair that minimises the larger load of the two
+    ranks, while that lowers it. Every rank keeps its number of experts, so parameters keep their shapes. An expert that
+    stays keeps its slot.
     """
     places = [list(experts) for experts in home.ranks]
     loads = np.asarray(load, dtype=np.float64)
@@ -68,7 +68,7 @@ def balanced(home: Placement, load: Sequence[float]) -> Placement:
 
 
 def _at_home(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
-    """The experts of a rank in slots: who was there before keeps its own, and newcomers have those that are left."""
+    """Return the experts of a rank by slot: those that stay keep their slots, and newcomers take the free ones."""
     newcomers = iter([expert for expert in after if expert not in before])
     return tuple(expert if expert in after else next(newcomers) for expert in before)
 
@@ -76,7 +76,7 @@ def _at_home(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
 def _best_swap(
     places: list[list[int]], loads: NDArray[np.float64], totals: NDArray[np.float64], heavy: int
 ) -> tuple[int, int, int] | None:
-    """Another rank, and the slots there and on the most loaded rank that are to be swapped; None if nothing helps."""
+    """Return the other rank, then the slots to swap on the most loaded rank and on it; None if no swap helps."""
     best, least = None, float(totals[heavy])
     for light in range(len(places)):
         if light == heavy:
@@ -84,7 +84,7 @@ def _best_swap(
         less = loads[places[heavy]][:, None] - loads[places[light]][None, :]
         after = np.where(less > 0, np.maximum(totals[heavy] - less, totals[light] + less), np.inf)
         here, there = np.unravel_index(int(after.argmin()), after.shape)
-        # A sum in another order is no improvement.
+        # Rounding differences of sums in another order are no improvement.
         if after[here, there] < least - 1e-9 * totals[heavy]:
             best, least = (light, int(here), int(there)), float(after[here, there])
     return best

@@ -1,4 +1,4 @@
-"""A module's experts shared out over the ranks of a mesh."""
+"""Shard a module's experts over the ranks of a mesh."""
 
 from collections.abc import Mapping
 
@@ -23,12 +23,12 @@ def shard_experts(
     module: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placement] | None = None, overlap: bool = True,
     real: Real = lambda: None, verify: bool = True,
 ) -> ExpertSharding:  # fmt: skip
-    """Keep this rank's experts, in place, and let tokens travel to those of others. All ranks call this alike.
+    """Keep only this rank's experts, in place, and dispatch tokens to other ranks. All ranks must call this together.
 
-    Call it for every module with experts that has replicas, also where ep is 1: a balancing loss is over the tokens of
-    all of them. `placements` are of layers by the names of their experts; others are placed evenly. `overlap`: rows
-    travel while the shared expert is computed. `real` says which tokens of a sequence are no padding. Unless `verify`
-    is False, experts that are not ours are tried first (`trial.py`).
+    Call it for every module with experts that has replicas, even if ep is 1: a balancing loss is over the tokens of all
+    replicas. `placements` are keyed by the names of the experts; other layers are placed evenly. `overlap`: rows travel
+    while the shared expert is computed. `real` returns which tokens of a sequence are not padding. Unless `verify` is
+    False, experts that are not ours are tried first (`trial.py`).
     """
     group, replicas = mesh.group("ep"), mesh.group("gradients")
     layers, others = find_layers(module), find_others(module)
@@ -39,7 +39,7 @@ def shard_experts(
     _check(module, mesh, layers, others)
     chosen = _choose(layers, placements or {}, group.size)
     twin = meta_twin(module)
-    # Experts may be shared out over tensor parallel ranks too, which all have the same tokens.
+    # Experts may be sharded over tensor parallel ranks too, which all have the same tokens.
     over_tensor = len({rank % mesh.sizes["tp"] for rank in mesh.ranks("ep")}) > 1
     alike = mesh.group("tp") if over_tensor else None
     dispatches: dict[str, Dispatch] = {}
@@ -72,7 +72,7 @@ def _keep(module: nn.Module, layer: ExpertLayer, mine: tuple[int, ...]) -> None:
 
 
 def _check(module: nn.Module, mesh: Mesh, layers: list[ExpertLayer], others: Mapping[str, str]) -> None:
-    """Refuse what cannot be shared out, before anything is changed."""
+    """Refuse experts that cannot be sharded, before anything is changed."""
     ep = mesh.group("ep").size
     if ep > 1 and not layers:
         name, why = next(iter(others.items()), ("", ""))
@@ -96,7 +96,7 @@ def _check(module: nn.Module, mesh: Mesh, layers: list[ExpertLayer], others: Map
 
 
 def _choose(layers: list[ExpertLayer], placements: Mapping[str, Placement], num_ranks: int) -> dict[str, Placement]:
-    """The placement of every layer: the one that is asked for, or an even one."""
+    """Return the placement of every layer: the requested one, or an even one."""
     even = {layer.name: Placement.even(layer.num_experts, num_ranks) for layer in layers}
     for name, placement in placements.items():
         if name not in even:

@@ -1,4 +1,4 @@
-"""What became of a module's experts: by the names of their parameters, where each lies."""
+"""The result of sharding a module's experts: the location of each, by the names of their parameters."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ from shardwise.stages.split.materialise import materialise, replace
 
 @dataclass(kw_only=True)
 class ExpertSharding:
-    """How the experts of a module lie on the ranks of an expert parallel group.
+    """How a module's experts are placed on the ranks of an expert parallel group.
 
-    `layers` are the experts by their names in the module, and `parameters` says of each of their parameters whose it
-    is. `whole` says of what looks like experts and is whole on every rank why that is so.
+    `layers` holds the dispatch of each expert layer by name. `parameters` maps each of their parameters to its layer.
+    `whole` maps modules that look like experts but stay whole on every rank to the reason.
     """
 
-    #: The ranks that share the experts out.
+    #: The ranks over which experts are sharded.
     group: Group
     #: The ranks that hold the same experts, and those that hold the same dense weights: gradients are summed over them.
     same: Group
@@ -27,24 +27,24 @@ class ExpertSharding:
     layers: Mapping[str, Dispatch]
     parameters: Mapping[str, str]
     whole: Mapping[str, str] = field(default_factory=dict)
-    #: Whether tensor parallel ranks have different experts. Else they have the same, whole or cut inside.
+    #: Whether tensor parallel ranks have different experts. If not, they have the same ones, whole or cut inside.
     over_tensor: bool = False
-    #: The module as it was, without numbers.
+    #: The original module on the meta device.
     twin: nn.Module = field(default_factory=nn.Module, repr=False)
 
     def gradients(self, name: str) -> Group:
-        """The ranks over which a parameter's gradient is summed. The first of them counts it in a norm."""
+        """Return the ranks over which a parameter's gradient is summed. The first of them counts it in a norm."""
         return self.same if name in self.parameters else self.replicas
 
     def local(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's experts of a whole parameter, or of anything that has one entry for each expert."""
+        """Return this rank's experts of a whole parameter, or of any tensor with one entry for each expert."""
         if name not in self.parameters:
             return whole
         mine = self.layers[self.parameters[name]].placement.ranks[self.group.rank]
         return whole.index_select(0, torch.tensor(mine, device=whole.device))
 
     def gather(self, name: str, local: Tensor) -> Tensor:
-        """The whole of a parameter, its gradient or its optimizer state, from every rank's experts. All call alike."""
+        """Gather a whole parameter, gradient or optimizer state from all ranks, which must call this together."""
         if name not in self.parameters or self.group.size == 1:
             return local
         placement = self.layers[self.parameters[name]].placement
@@ -54,9 +54,9 @@ class ExpertSharding:
         return torch.empty_like(by_slot).index_copy_(0, torch.tensor(placement.order, device=local.device), by_slot)
 
     def measured_load(self, device: torch.device | str = "cpu") -> dict[str, list[int]]:
-        """How many rows each expert of each layer has had in training since the last call, on all ranks together.
+        """Return the rows of each expert of each layer in training since the last call, summed over all ranks.
 
-        Every rank calls this alike; the numbers begin at 0 again.
+        All ranks must call this together. It resets the counts.
         """
         if not self.layers:
             return {}
@@ -70,9 +70,9 @@ class ExpertSharding:
 
     @torch.no_grad()
     def draw(self, module: nn.Module, names: Collection[str], *, seed: int, device: torch.device) -> None:
-        """Give experts, by name, their part of what the whole module would have drawn; one whole is there at a time.
+        """Initialise named expert parameters with their part of the whole module's; only one is held whole at a time.
 
-        Drawn by themselves, the experts of all ranks would be the same: their names are.
+        Drawn separately, the experts of all ranks would be equal, because their names are.
         """
         for name, parameter in module.named_parameters():
             if name in names and name in self.parameters and not parameter.is_meta:
@@ -82,7 +82,7 @@ class ExpertSharding:
                 replace(self.twin, drawn, drawn.detach().to("meta"))
 
     def describe(self) -> str:
-        """What is shared out, and what stays whole and why, in lines for people."""
+        """Describe which experts are sharded, and which stay whole and why, in readable lines."""
         lines = [f"{name}: {dispatch.placement.sizes} of {len(dispatch.placement.order)} experts on each rank"
                  for name, dispatch in self.layers.items()]  # fmt: skip
         return "\n".join([*lines, *(f"{name}: whole on every rank, since {why}" for name, why in self.whole.items())])

@@ -1,10 +1,10 @@
-"""The shared expert of a block, computed while rows are under way, and kept until the block asks for it.
+"""Compute a block's shared expert while rows are in flight, and keep the result until the block asks for it.
 
     block as written      router ─ experts ──────────────────── shared expert ─ sum
     as it runs            router ─ start ─ shared expert ─ wait ─ ... (taken) ─ sum
 
-That can be done where the block calls it after the experts, with the same tokens. Whether it does is seen in one run of
-the block without numbers.
+This is possible if the block calls the shared expert after the experts, with the same tokens. One run of the block on
+the meta device shows whether it does.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from shardwise.stages.split.sources import storage_of
 
 
 class SharedExpertAhead:
-    """What has been computed ahead, inside one call of the block."""
+    """The shared expert's output, computed ahead within one call of the block."""
 
     def __init__(self) -> None:
         self.shared: nn.Module | None = None
@@ -35,14 +35,14 @@ class SharedExpertAhead:
 
 
 def share_ahead(block: nn.Module, experts: nn.Module, num_experts: int) -> SharedExpertAhead | None:
-    """Let a block's shared expert be computed ahead; None if it has none for which that can be."""
+    """Make a block's shared expert computable ahead; None if the block has none for which that is possible."""
     name = find_shared(block, experts, num_experts)
     if name is None:
         return None
     ahead = SharedExpertAhead()
 
     def around_block(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        ahead.take()  # Left by a call that failed.
+        ahead.take()  # Discard a result left by a call that failed.
         ahead.shared = call.args[0].get_submodule(name)  # type: ignore[attr-defined]
         try:
             return call(*args, **kwargs)
@@ -59,7 +59,7 @@ def share_ahead(block: nn.Module, experts: nn.Module, num_experts: int) -> Share
 
 
 def find_shared(block: nn.Module, experts: nn.Module, num_experts: int) -> str | None:
-    """The child that a block calls after its experts, with the same tokens and nothing else."""
+    """Return the child that a block calls once, after its experts, with the same tokens and nothing else."""
     calls = _calls(block, _width(block, experts, num_experts))
     own = next(name for name, each in block.named_children() if each is experts)
     names = [name for name, _ in calls]
@@ -74,7 +74,7 @@ def find_shared(block: nn.Module, experts: nn.Module, num_experts: int) -> str |
 
 
 def _calls(block: nn.Module, width: int) -> list[tuple[str, tuple[Any, ...]]]:
-    """Which children a block calls, and with what; none if it takes more than tokens."""
+    """Return the children that a block calls, with their arguments; none if the block takes more than tokens."""
     calls: list[tuple[str, tuple[Any, ...]]] = []
     twin = meta_twin(block)
     for name, each in twin.named_children():
@@ -88,7 +88,7 @@ def _calls(block: nn.Module, width: int) -> list[tuple[str, tuple[Any, ...]]]:
 
 
 def _width(block: nn.Module, experts: nn.Module, num_experts: int) -> int:
-    """How wide tokens are: a router has a score for each expert from each of their numbers."""
+    """Return the width of a token: the second dim of the router's [experts, width] matrix; 0 if not found."""
     inside = {id(each) for each in experts.parameters()}
     others = [each for each in block.parameters() if id(each) not in inside]
     scores = [each.shape[1] for each in others if each.dim() == 2 and len(each) == num_experts]

@@ -1,8 +1,8 @@
-"""Experts of a user's own are tried before they are shared out: is what they make a weighted sum?
+"""Test a user's own experts before they are sharded: is their output a weighted sum?
 
-Shared out, an expert is given a row for each choice and a weight of one, and what it makes is weighted where the token
-came from. That is the same only if experts make, of each token, the sum of what each chosen expert makes of it alone,
-times its weight. A copy of two experts, with numbers of its own, makes three tokens both ways.
+A sharded expert gets one row for each choice, with a weight of one, and the token's own rank weights the output. That
+is correct only if a token's output is the sum, over its chosen experts, of each one's own output times its weight. The
+test runs a copy of two experts, with random weights, on three tokens both ways.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 def why_no_weighted_sum(layer: ExpertLayer) -> str | None:
-    """Why a layer's experts cannot be shared out; None if they can, or if they cannot be tried apart from the module.
+    """Return why a layer's experts cannot be sharded; None if they can, or if they cannot be run outside the module.
 
-    How wide a token is nobody says: it is tried with every width that their parameters have.
+    The width of a token is not known, so every dim of their parameters is tried as the width.
     """
     widths = list(dict.fromkeys(size for each in layer.experts.parameters() for size in each.shape[1:]))
     for dtype in _TOLERANCE:
@@ -39,7 +39,7 @@ def why_no_weighted_sum(layer: ExpertLayer) -> str | None:
 
 
 def _small(layer: ExpertLayer, dtype: torch.dtype) -> nn.Module:
-    """A copy of two of the experts."""
+    """Return a copy with two experts and random weights."""
     count = min(2, layer.num_experts)
     generator = torch.Generator().manual_seed(0)
     memo: dict[int, nn.Parameter | Tensor] = {}
@@ -58,7 +58,7 @@ def _home(tensor: Tensor) -> torch.device:
 
 
 def _error(experts: nn.Module, width: int, dtype: torch.dtype) -> float:
-    """How far apart the two ways are, in what is made and in every gradient."""
+    """Return the largest relative difference between the two ways, over the output and every gradient."""
     first = next(experts.parameters())
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randn((3, width), generator=generator, dtype=dtype).to(first.device).requires_grad_()

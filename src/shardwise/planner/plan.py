@@ -336,10 +336,6 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-#: What to write for a word that is like none that there is; of other keys the first.
-_INSTEAD = {"precision": "bf16", "schedule": "1f1b"}
-
-
 def _check_kinds(plan: Plan) -> None:
     """Refuse values of another kind than a key has: in Python anything can be given."""
     if not isinstance(plan.offload, Offload):
@@ -375,7 +371,8 @@ def _check(plan: Plan) -> None:
     ):
         if word not in known:
             error = unknown(key, word, known)
-            raise ShardwiseError(error.problem, remedy=f"{key}={error.remedy or _INSTEAD.get(key, known[0])}")
+            usual = {"precision": "bf16", "schedule": "1f1b"}.get(key, known[0])
+            raise ShardwiseError(error.problem, remedy=f"{key}={error.remedy or usual}")
     for key, value in _entries(plan).items():
         if key.startswith("offload.") and not 0 <= value <= 1:
             raise ShardwiseError(f"{key}={value:g}: a share is from 0 (none) to 1 (all)", remedy=f"{key}=1")

@@ -372,7 +372,8 @@ def _check(plan: Plan) -> None:
     ):
         if word not in known:
             error = unknown(key, word, known)
-            raise ShardwiseError(error.problem, remedy=f"{key}={error.remedy or _INSTEAD.get(key, known[0])}")
+            usual = {"precision": "bf16", "schedule": "1f1b"}.get(key, known[0])
+            raise ShardwiseError(error.problem, remedy=f"{key}={error.remedy or usual}")
     for key, value in _entries(plan).items():
         if key.startswith("offload.") and not 0 <= value <= 1:
             raise ShardwiseError(f"{key}={value:g}: a share is from 0 (none) to 1 (all)", remedy=f"{key}=1")

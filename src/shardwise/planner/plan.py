@@ -34,8 +34,6 @@ PRECISIONS = ("fp32", "bf16", "fp16", *FP8_SCALES)
 # As many equal stages in a row are written as one.
 _LONG_RUN = 4
 _MOST_STAGES = 4096
-#: The remedy for a word that resembles no known one; for other keys the first known word.
-_INSTEAD = {"precision": "bf16", "schedule": "1f1b"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,8 +108,7 @@ def prepare(
         compile_units(stages, backend)
     if by_layer and not (policy.selective and backend is not None):
         recompute_units(stages, is_compiled=backend is not None, **how_again)
-    callers, before = tuple(finding.names(module)), finding.calls_before(module, stages.units)
-    return Prepared(kept_in_order(stages, plan, rank, gather), schedule, callers, before)
+    return Prepared(kept_in_order(stages, plan, rank, gather), schedule, *finding.callers(module, stages.units))
 
 
 def _in_keys(error: ShardwiseError) -> ShardwiseError:

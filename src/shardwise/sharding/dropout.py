@@ -91,8 +91,11 @@ class Finding(TorchFunctionMode):
         found = {id(each) for each in self.found}
         return [name for name, each in module.named_modules() if id(each) in found]
 
-    def calls_before(self, module: nn.Module, units: Sequence[Sequence[str]]) -> tuple[dict[str, int], ...]:
-        """For each stage, given the unit calls of each in order, count the calls of every dropout by earlier stages."""
+    def callers(
+        self, module: nn.Module, units: Sequence[Sequence[str]]
+    ) -> tuple[tuple[str, ...], tuple[dict[str, int], ...]]:
+        """Return the names of the modules found; and for each stage, given the unit calls of each stage in order, how
+        often earlier stages called each dropout."""
         found: list[dict[str, int]] = []
         counts: Counter[str] = Counter()
         for calls in units:
@@ -102,7 +105,7 @@ class Finding(TorchFunctionMode):
                 for name, each in around.named_modules(prefix=unit):
                     if isinstance(each, nn.Dropout) or any(each is one for one in self.found):
                         counts[name] += 1 if each is around else self._within.get((around, each), 0)
-        return tuple(found)
+        return tuple(self.names(module)), tuple(found)
 
     def _enter(self, module: nn.Module) -> None:
         for _, counts in self._inside:

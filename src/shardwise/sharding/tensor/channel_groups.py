@@ -1,8 +1,8 @@
-"""Channel-group analysis: one run without numbers, in which every channel has a label, shows which stay apart.
+"""Channel-group analysis: a run on the meta device in which every channel has a label shows which stay independent.
 
-Each output channel of a linear layer or an embedding gets a label of its own. Labels flow with the values: views move
-them, an addition joins those that it adds, a softmax or a norm joins all that it normalises, and a matmul joins what it
-sums over. Where another linear layer reads channels whose labels were never joined, these can be on different ranks:
+Each output channel of a linear layer or an embedding gets its own label. Labels flow with the values: views move them,
+an addition joins those of its operands, a softmax or a norm joins all that it normalises together, and a matmul joins
+those that it sums over. Channels whose labels are still separate at the next linear layer can be on different ranks:
 
     gate  0 1 2 3 ──┐
                     * ── 0 1 2 3 ── down        four parts: channel i of gate, of up, and of down's input
@@ -12,8 +12,8 @@ sums over. Where another linear layer reads channels whose labels were never joi
     k  4 5 | 6 7 ────┘       @ ── 0 0 | 2 2 ── out      two parts: the heads
     v  8 9 | a b ────────────┘
 
-Channels whose labels were joined are one group. Nothing is known here of attention, gates or names: fused and
-interleaved projections are found like separate ones. What each operation does to labels is in `channel_rules.py`.
+Channels with joined labels form one group. The analysis knows nothing of attention, gates or names: it finds fused and
+interleaved projections like separate ones. `channel_rules.py` has the effect of each operation on labels.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,46 +34,46 @@ from shardwise.sharding.tensor.channel_rules import LabelFlow, Operation, Parame
 from shardwise.stages.split.meta import run_or_guess, tensors_of
 from shardwise.torch_private import EagerDispatchMode
 
-#: In the place of a parameter's name: random numbers.
+#: Marks random numbers where an origin is otherwise the name of a parameter.
 _DRAWN = ""
 
 
 @dataclass(kw_only=True)
 class TracedLayer:
-    """A layer with output channels, as it was seen in the run."""
+    """A layer with output channels, as observed in the run."""
 
     module: nn.Module
     #: The label of its first channel, and how many there are.
     first: int
     width: int
-    #: What it read: each call's tensor, and the label of each input channel (-1 for none), by the first call.
+    #: Its inputs: the tensor of each call, and for each labelled one the labels of input channels (-1 for none).
     inputs: list[Tensor] = field(default_factory=list)
     read: list[Labels] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
 class ChannelTrace:
-    """What came of a run."""
+    """The result of a run."""
 
     groups: UnionFind
-    #: Which numbers of parameters met which labels.
+    #: Which elements of parameters met which labels.
     parameters: ParameterChannels
     layers: dict[str, TracedLayer] = field(default_factory=dict)
-    #: Parameters, outside of layers, that were used on labelled values: their names, and the labels at each use.
+    #: Parameters used on labelled values outside of layers: by name, the labels at each use.
     used_on: dict[str, list[Labels]] = field(default_factory=dict)
-    #: Labels of the last dim of each tensor that the module returned, where it has any.
+    #: Labels along the last dim of each tensor that the module returned, where there are any.
     returned: list[Labels] = field(default_factory=list)
     #: Labels of values at which random numbers were drawn.
     drawn_at: list[Labels] = field(default_factory=list)
-    #: The first tensor that each module was given.
+    #: The first tensor argument of each module.
     given: dict[str, Tensor] = field(default_factory=dict)
-    #: For each layer, of which lists of blocks the main stream (what blocks are given first) reached its input.
+    #: For each layer, the lists of blocks whose main stream (the first argument of blocks) reaches its input.
     streams: dict[str, frozenset[str]] = field(default_factory=dict)
-    #: Tensors of which something else than layers read the numbers.
+    #: Tensors whose values are read by something other than layers.
     read: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-    #: What the module returned.
+    #: The module's output.
     output: Any = None
-    #: Layers whose weights something else than they themselves read: a second head, a penalty.
+    #: Layers whose weights are read outside of them: by a second head, a penalty.
     used_outside: set[str] = field(default_factory=set)
 
 
@@ -83,20 +83,20 @@ def trace(
 ) -> ChannelTrace:  # fmt: skip
     """Run a module on the meta device and follow the channels of some of its layers.
 
-    `labelled`, where given, says how many of the first channels of which layers get labels; others get none.
+    `labelled`, if given, maps layers to how many of their first channels get labels. Other layers get none.
     """
     run = _LabelMode(twin, layers, labelled)
     with torch.no_grad(), run.watching(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         returned = twin(*arguments, **keywords)
     run.seen.output = returned
-    # Outputs of Hugging Face are ordered dictionaries of a type of their own.
+    # Hugging Face outputs are a subclass of OrderedDict.
     tensors = tensors_of(dict(returned) if isinstance(returned, dict) else returned)
     run.seen.returned += [each for each in map(run.along_last, tensors) if each is not None]
     return run.seen
 
 
 class _Lists(TorchFunctionMode):
-    """Makes `tensor[..., [-2], :]` a slice. As a list it would reach the operations as a tensor without numbers."""
+    """Turns `tensor[..., [-2], :]` into a slice. A list would reach the operations as a meta tensor without values."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -114,7 +114,7 @@ def _as_slice(index: Any) -> Any:
 
 
 class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows labels through every operation of a run, and notes what is needed of it."""
+    """Follows labels through every operation of a run, and fills a `ChannelTrace`."""
 
     def __init__(self, module: nn.Module, layers: Mapping[str, nn.Module], labelled: Mapping[str, int] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -126,7 +126,7 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
         self._depth = 0
         for name, parameter in module.named_parameters():
             self._origins[parameter] = frozenset([name])
-        #: The layers that a parameter is of: several, if it is tied.
+        #: The layers that hold a parameter: several if it is tied.
         self._owners = WeakTensorKeyDictionary()
         for name, layer in layers.items():
             for parameter in layer.parameters(recurse=False):
@@ -140,7 +140,7 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
                     module.register_forward_pre_hook(partial(self._note_given, name), with_kwargs=True).remove
                 )
             for name, module in self._modules.items():
-                # Before the user's own hooks and after them: what they do is done outside of the layer.
+                # Inside the user's own hooks, so that their operations count as outside of the layer.
                 stack.callback(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(partial(self._after, name), prepend=True).remove)
             stack.enter_context(_Lists())
@@ -184,7 +184,7 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
         self.flow.labels[returned] = labels.expand(returned.shape)
 
     def along_last(self, tensor: Tensor) -> Labels | None:
-        """The label of each place along the last dim, joined over all others; None if there are no labels."""
+        """Return the label at each index of the last dim, joined over all other dims; None if there are no labels."""
         labels = self.flow.labels.get(tensor)  # type: ignore[no-untyped-call]
         if labels is None or not tensor.dim():
             return None
@@ -195,12 +195,12 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        # No mode of its own for guesses: it would see every operation on labels too, which are most of them.
+        # Guesses are made here, not in a second mode: that would also see the operations on labels, the majority.
         returned = run_or_guess(func, args, kwargs)
         operation, tensors = Operation(func, args, kwargs, returned), tensors_of((args, kwargs))
         self._pass_on(self._reached_by, tensors, returned)
         if self._depth:
-            return returned  # Inside a layer: what it makes of its input is known.
+            return returned  # Inside a layer, whose effect on labels is known.
         for each in tensors:
             self.seen.read[each] = True
             if not operation.makes_anew:
@@ -228,7 +228,7 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
             self.seen.drawn_at.append(labels[labels >= 0])
 
     def _pass_on(self, what: WeakTensorKeyDictionary, tensors: list[Tensor], returned: Any) -> None:
-        """Give what an operation returns all that its arguments have."""
+        """Give the results of an operation the union of its arguments' entries in `what`."""
         all_of_them = frozenset(chain.from_iterable(what.get(each, ()) for each in tensors))  # type: ignore[no-untyped-call]
         if all_of_them:
             for each in tensors_of(returned):
@@ -236,7 +236,7 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def width_of(module: nn.Module) -> int:
-    """How many output channels a layer has."""
+    """Return the number of output channels of a layer."""
     weight = module.weight
     assert isinstance(weight, Tensor), f"{type(module).__name__} has no weight"
     return weight.shape[0] if isinstance(module, nn.Linear) else weight.shape[1]

@@ -1,8 +1,8 @@
 """Channel-group analysis: tensors of labels, and the union-find over them.
 
-A tensor of labels has the shape of the values that it stands for, with a whole number for each. Along batch and tokens
-it repeats, so it has a stride of 0 there and is small. Whatever is done to labels is done to what is distinct of them:
-of attention over 8,192 tokens the weights alone would have gigabytes of labels.
+A label tensor has the shape of the values that it describes, with one integer for each. It repeats along batch and
+tokens, so its stride is 0 there and it is small. All operations on labels work on the distinct ones: for attention over
+8,192 tokens, the labels of the weights alone would take gigabytes.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 #: Labels along one dim.
 Labels = NDArray[np.int64]
 
-#: They only move values: what they do to values they do to labels.
+#: Operations that only move values. They are applied to labels as they are.
 MOVES = {
     "view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "permute", "transpose", "t", "slice", "select",
     "split", "split_with_sizes", "chunk", "unbind", "squeeze", "unsqueeze", "alias", "detach", "clone", "cat", "stack",
@@ -27,7 +27,7 @@ _RESHAPES = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 
 
 def moved(func: Any, name: str, labels: Any, kwargs: dict[str, Any], returned: Any) -> list[Tensor]:
-    """What one of `MOVES` makes of its arguments' labels."""
+    """Return the labels of the results of one of `MOVES`, given its arguments with labels for tensors."""
     if name in _RESHAPES:
         return [_reshaped(labels[0], returned.shape)]
     if name == "clone" and is_expanded(labels[0]):
@@ -41,7 +41,7 @@ def moved(func: Any, name: str, labels: Any, kwargs: dict[str, Any], returned: A
 
 
 def distinct(labels: Sequence[Tensor], *, but: int | None = None) -> list[Tensor]:
-    """Labels of one shape, with a length of 1 along every dim, but for one, along which all of them repeat."""
+    """Shrink to length 1 every dim along which all of these label tensors repeat, except dim `but`."""
     found = list(labels)
     count = found[0].dim()
     for dim in range(count):
@@ -56,7 +56,7 @@ def is_expanded(labels: Tensor) -> bool:
 
 
 def _reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:
-    """Labels in another shape. Where dims at the beginning and the end stay what they are, they go on repeating."""
+    """Reshape labels. Leading and trailing dims that do not change keep their stride of 0."""
     old, new = list(labels.shape), list(shape)
     before = _num_equal(old, new)
     behind = _num_equal(old[before:][::-1], new[before:][::-1])
@@ -68,7 +68,7 @@ def _reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _num_equal(some: list[int], others: list[int]) -> int:
-    """How many numbers at the beginning of both are the same."""
+    """Return the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
 
 
@@ -77,7 +77,7 @@ class UnionFind:
 
     def __init__(self) -> None:
         self._parent: list[int] = []
-        #: The root of every label, until labels are made or joined again.
+        #: A cache of the root of every label; None after labels were made or joined.
         self._roots: Labels | None = None
 
     def new(self, count: int) -> int:
@@ -93,18 +93,18 @@ class UnionFind:
         return label
 
     def join(self, some: Labels, others: Labels) -> None:
-        """Join labels pairwise. -1 is none."""
+        """Join labels pairwise. -1 means no label."""
         both = (some >= 0) & (others >= 0) & (some != others)
         if both.any():
             self._roots = None
-            # Each pair as one number, in the order of pairs: sorting rows of two takes far longer.
+            # Encode each pair as one number, which keeps the order: sorting rows of two takes far longer.
             count = len(self._parent)
             pairs = np.unique(some[both] * count + others[both])
             for one, other in zip(*(each.tolist() for each in np.divmod(pairs, count)), strict=True):
                 self._parent[self.find(one)] = self.find(other)
 
     def roots(self, labels: Labels) -> Labels:
-        """The group of each label, named by one of its labels; -1 stays -1."""
+        """Return the group of each label, named by its root label. -1 stays -1."""
         if self._roots is None:
             roots, above = np.empty(0, dtype=np.int64), np.array([*self._parent, -1], dtype=np.int64)
             while not np.array_equal(roots, above):

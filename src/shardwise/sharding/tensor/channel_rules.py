@@ -1,14 +1,14 @@
-"""Channel-group analysis: what each operation of aten does to labels, as a table.
+"""Channel-group analysis: the effect of each aten operation on labels, as a table.
 
     moves           view, cat, slice ...       labels move with the values
     casts           to, dropout ...            labels stay
-    reductions      softmax, sum, max ...      all that are reduced together are joined
-    norms           layer_norm, rms_norm       all that are normalised together are joined
-    matmuls         mm, bmm, addmm ...         what is summed over is joined
-    pointwise       mul, where ...             what meets, number by number, is joined
-    anything else                              everything is joined
+    reductions      softmax, sum, max ...      labels that are reduced together are joined
+    norms           layer_norm, rms_norm       labels that are normalised together are joined
+    matmuls         mm, bmm, addmm ...         labels that are summed over are joined
+    pointwise       mul, where ...             labels of elements that are combined are joined
+    anything else                              all labels are joined
 
-To join too much is safe: at worst a layer stays whole. To join too little would cut what belongs together.
+Joining too much is safe: at worst a layer stays whole. Joining too little would separate dependent channels.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ from shardwise.torch_private import pytree, schema_of
 
 
 class Operation(NamedTuple):
-    """One call of an operator of aten, and what it returned."""
+    """One call of an aten operator, and its result."""
 
     func: Any
     args: tuple[Any, ...]
@@ -43,7 +43,7 @@ class Operation(NamedTuple):
 
     @property
     def makes_anew(self) -> bool:
-        """Whether it takes only the shape of what it is given: zeros_like, new_empty."""
+        """Whether it uses only the shape of its argument: zeros_like, new_empty."""
         name = self.name
         return name.endswith("_like") or name.startswith("new_")
 
@@ -58,23 +58,23 @@ class Operation(NamedTuple):
         return tensors_of(self.returned)
 
 
-#: What has more is a matrix, and has no number for each channel.
+#: A parameter with more elements is a matrix, without one number per channel.
 _MOST_NUMBERS = 2**18
 
 
 class ParameterChannels:
-    """Parameters between layers: which of their numbers meets which channel or head.
+    """Parameters between layers: which of their elements meets which channel or head.
 
         hidden = up(x) * self.scale            scale[i] meets channel i, and goes where channel i goes
-        scores = q @ k.mT * self.temperature   temperature[h] meets all that head h has become
+        scores = q @ k.mT * self.temperature   temperature[h] meets all values of head h
 
-    Numbers are followed through a run, up to where they meet labelled values. A parameter whose every number meets
-    channels of all ranks (a scale of one head's channels, used by all heads) has nothing to be cut by.
+    Elements are followed through a run to the point where they meet labelled values. A parameter whose every element
+    meets channels of all ranks (a scale over one head's channels, used by all heads) cannot be cut.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        #: Of each parameter, its numbers (by their places in it) and the labels that they met, pair by pair.
+        #: For each parameter, pairs of arrays: flat indices of its elements, and the labels that they met.
         self.met: dict[str, list[tuple[Labels, Labels]]] = {}
         self._places = WeakTensorKeyDictionary()
         for name, parameter in module.named_parameters():
@@ -83,7 +83,7 @@ class ParameterChannels:
                 self._places[parameter] = name, torch.arange(parameter.numel()).view(parameter.shape)
 
     def follow(self, operation: Operation) -> None:
-        """An operation without labels: if it moves or casts the numbers of one parameter, they are followed."""
+        """Follow the elements of a parameter through an operation without labels, if it moves or casts them."""
         func, args, kwargs, returned = operation
         known = self._find(args[0]) if args else None
         if known is None or tensors_of((args[1:], kwargs)):
@@ -99,7 +99,7 @@ class ParameterChannels:
             self._places[tensor] = name, each
 
     def meet(self, args: tuple[Any, ...], labels: Tensor) -> None:
-        """An operation of number by number, whose result has these labels."""
+        """Record that parameters among `args` of a pointwise operation meet the labels of its result."""
         for each in args:
             known = self._find(each)
             if known is not None:
@@ -120,20 +120,20 @@ class LabelFlow:
         self.labels = WeakTensorKeyDictionary()
 
     def of(self, each: Any) -> Any:
-        """The labels of a tensor; -1 where it has none."""
+        """Return the labels of a tensor, -1 where it has none. Return anything else unchanged."""
         if not isinstance(each, Tensor):
             return each
         labels = self.labels.get(each)  # type: ignore[no-untyped-call]
         return torch.full((1,) * each.dim(), -1).expand(each.shape) if labels is None else labels
 
     def follow(self, operation: Operation) -> None:
-        """Label what an operation returned."""
+        """Label the results of an operation."""
         labels = rule_for(operation)(self, operation)
         for tensor, each in zip(operation.made, labels, strict=False):
             self.labels[tensor] = each
 
     def joined(self, labels: Tensor, dims: list[int]) -> Tensor:
-        """Join all labels along some dims, which are left with length 1."""
+        """Join all labels along some dims, which then have length 1."""
         if not dims:
             return labels
         (small,) = distinct([labels])
@@ -145,7 +145,7 @@ class LabelFlow:
         return highest.expand(shape)
 
     def together(self, several: list[Tensor], returned: Tensor) -> Tensor:
-        """Join labels that meet, place by place."""
+        """Join labels elementwise, after broadcasting to the shape of the result."""
         result, *others = distinct([each.expand(returned.shape) for each in several])
         for other in others:
             self.groups.join(result.reshape(-1).numpy(), other.reshape(-1).numpy())
@@ -153,7 +153,7 @@ class LabelFlow:
         return result.expand(returned.shape)
 
 
-#: Gives the labels of what an operation returned.
+#: Returns the labels of the results of an operation.
 Rule = Callable[[LabelFlow, Operation], list[Tensor]]
 
 
@@ -165,7 +165,7 @@ def _move(flow: LabelFlow, operation: Operation) -> list[Tensor]:
 
 
 def _meet_beside(flow: LabelFlow, tensors: list[Tensor], dim: int) -> None:
-    """Parameters that are put beside labelled values (a score that each head has for nothing) meet those."""
+    """Let parameters that are concatenated to labelled values (the sink score of each head) meet their labels."""
     labelled = [flow.labels[each] for each in tensors if each in flow.labels and each.numel()]
     for each in tensors:
         if labelled and each.dim() == labelled[0].dim():
@@ -178,9 +178,9 @@ def _cast(flow: LabelFlow, operation: Operation) -> list[Tensor]:
 
 
 def _reduce(flow: LabelFlow, operation: Operation) -> list[Tensor]:
-    """Reductions are given their dims second, norms third."""
+    """Join along the reduced dims. These are the second argument of reductions and the third of norms."""
     if any(isinstance(each, Tensor) for each in operation.args[1:]):
-        return _untabled(operation)(flow, operation)  # `max` of two tensors is of the same name.
+        return _untabled(operation)(flow, operation)  # `max` of two tensors has the same name.
     given = operation.args[2 if operation.name in ("linalg_vector_norm", "norm") else 1 :]
     labels = flow.of(operation.args[0])
     joined = flow.joined(labels, _dims(given[0] if given else operation.kwargs.get("dim"), labels.dim()))
@@ -194,7 +194,7 @@ def _normalise(flow: LabelFlow, operation: Operation) -> list[Tensor]:
 
 
 def _multiply(flow: LabelFlow, operation: Operation) -> list[Tensor]:
-    """Rows of the left factor and columns of the right one stay; those that add a third tensor are given it first."""
+    """Keep labels of the left factor's rows and the right one's columns. addmm and the like take the addend first."""
     added = [flow.of(operation.args[0])] if "add" in operation.name else []
     left, right = (flow.of(each) for each in operation.args[len(added) : len(added) + 2])
     rows, columns = flow.joined(left, [left.dim() - 1]), flow.joined(right, [right.dim() - 2])
@@ -215,7 +215,7 @@ def _pointwise(flow: LabelFlow, operation: Operation) -> list[Tensor]:
 
 
 def _join_all(flow: LabelFlow, operation: Operation) -> list[Tensor]:
-    """An operation that is not understood."""
+    """Join all labels of the arguments: the operation is unknown."""
     given = tensors_of((operation.args, operation.kwargs))
     touched = [flow.labels[each] for each in given if each in flow.labels]
     labels = np.concatenate([distinct([each])[0].reshape(-1).numpy() for each in touched])
@@ -229,7 +229,7 @@ def _table(rows: Iterable[tuple[Rule, str]]) -> dict[str, Rule]:
     return {name: rule for rule, names in rows for name in names.split()}
 
 
-#: By the name of the operator, without the underscore of one that works in place.
+#: By the name of the operator, without the trailing underscore of in-place variants.
 RULES = _table(
     [
         (_cast, "_to_copy to type_as contiguous native_dropout bernoulli dropout"),
@@ -243,7 +243,7 @@ RULES = _table(
 
 
 def rule_for(operation: Operation) -> Rule:
-    """The rule of an operation. Moves have one only if they do not work in place."""
+    """Return the rule of an operation. An in-place move is not in `MOVES`, so the last resorts apply to it."""
     name = operation.name
     if name in MOVES:
         return _move
@@ -256,14 +256,14 @@ def _untabled(operation: Operation) -> Rule:
 
 
 def _fit(joined: Tensor, returned: Tensor) -> Tensor:
-    """Labels with their joined dims of length 1, in the shape of what was returned, with or without these dims."""
+    """Fit labels whose joined dims have length 1 to the shape of a result that keeps or drops these dims."""
     if joined.dim() != returned.dim():
         return joined.reshape(returned.shape)
     return joined.expand(returned.shape)
 
 
 def _dims(given: Any, count: int) -> list[int]:
-    """The dims that an operation is given: one, some, or (none) all."""
+    """Return the dims in an argument as a list: one dim, several, or all if there is none."""
     if given is None or given == []:
         return list(range(count))
     return [given] if isinstance(given, int) else list(given)

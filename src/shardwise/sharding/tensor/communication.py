@@ -1,15 +1,15 @@
-"""Communication of tensor-parallel layers: what a layer reads is received, and what it makes is sent, in chunks.
+"""Communication of tensor-parallel layers: the input of a layer is received, and its output sent, in chunks.
 
     columns     forward   receive, multiply         backward   multiply, send
     rows        forward   multiply, send            backward   receive, multiply
 
                        receive          send
-    NoCommunication    nothing          nothing           no other rank has to do with it
+    NoCommunication    nothing          nothing           no other rank takes part
     AllReduce          nothing          all-reduce        every rank has all tokens (Megatron-LM, Shoeybi et al. 2019)
     SequenceShards     all-gather       reduce-scatter    every rank has some of the tokens (Korthikanti et al. 2022)
 
-While a chunk is multiplied, the one before it is on its way, or the one after it arrives. Here numbers lie as (batch,
-rank, token of that rank's shard, channel), so that a chunk has as many tokens of every rank.
+While a chunk is multiplied, the previous one is being sent, or the next one received. The layout here is (batch, rank,
+token of that rank's shard, channel), so that a chunk has equally many tokens of every rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,10 +30,10 @@ from shardwise.ranks.collectives import (
     start_reduce_scatter,
 )
 
-#: A message of fewer bytes takes as long to start as to travel: an all-reduce over 8 GPUs of a node starts in 69 and
-#: 40 microseconds and then moves 226 and 459 GB/s (A100, H200: fits to published sweeps), which meet at 9 and 10 MB.
+#: Below this size latency dominates: an all-reduce over 8 GPUs of a node has a latency of 69 and 40 microseconds and a
+#: bandwidth of 226 and 459 GB/s (A100, H200: fits to published sweeps); the two terms are equal at 9 and 10 MB.
 LEAST_CHUNK_BYTES = 8 * 2**20
-#: Of four chunks three are hidden. More hide little, and their matmuls fill a GPU less well.
+#: Of four chunks three are hidden. More chunks hide little more, and their smaller matmuls use a GPU less well.
 MOST_CHUNKS = 4
 
 
@@ -44,11 +44,11 @@ class Chunk(NamedTuple):
     tokens: slice = slice(None)
 
     def of(self, laid: Tensor) -> Tensor:
-        """The chunk of numbers that lie as (batch, rank, token, channel)."""
+        """Return the chunk of a tensor laid out as (batch, rank, token, channel)."""
         return laid[self.batch, :, self.tokens]
 
     def rows(self, laid: Tensor) -> Tensor:
-        """The same as (rows, channels)."""
+        """Return the chunk as (rows, channels)."""
         return self.of(laid).flatten(0, 2)
 
 
@@ -57,36 +57,36 @@ Multiply = Callable[[Chunk, Tensor], None]
 
 
 class NoCommunication:
-    """A layer that this rank computes for itself. `shape` is that of what the layer reads, but for its channels."""
+    """A layer that this rank computes alone. `shape` is that of the layer's input, without channels."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape, self.batch, self.num_pieces, self.size = tuple(shape), 1, 1, prod(shape)
 
     def lay(self, whole: Tensor) -> Tensor:
-        """All tokens as (batch, rank, token, channel)."""
+        """Lay out all tokens as (batch, rank, token, channel)."""
         return whole.reshape(self.batch, self.num_pieces, self.size, whole.shape[-1])
 
     def room(self, width: int, like: Tensor) -> Tensor:
-        """Room for so many channels of all tokens."""
+        """Allocate `width` channels for all tokens."""
         return like.new_empty((self.batch, self.num_pieces, self.size, width))
 
     def whole(self, laid: Tensor) -> Tensor:
-        """All tokens, in the shape that the layer reads."""
+        """Return all tokens in the shape of the layer's input."""
         return laid.view(*self.shape, laid.shape[-1])
 
     def receive(self, given: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
-        """The rows of all tokens, chunk after chunk as they are there."""
+        """Yield the rows of all tokens, chunk by chunk as they arrive."""
         yield Chunk(), given.reshape(-1, given.shape[-1])
 
     def send(self, width: int, like: Tensor, multiply: Multiply) -> Callable[[], Tensor]:
-        """Compute chunk after chunk and let each go. What is returned waits, and gives the result."""
+        """Compute chunk by chunk and start sending each. Return a function that waits and returns the result."""
         laid = self.room(width, like)
         multiply(Chunk(), Chunk().rows(laid))
         return lambda: self.whole(laid)
 
 
 class AllReduce(NoCommunication):
-    """A layer of which every rank has all tokens, and a part of every number."""
+    """A layer with all tokens on every rank. Each rank computes a partial sum of every element."""
 
     def __init__(self, shape: Sequence[int], group: Group, num_chunks: int | None) -> None:
         super().__init__(shape)
@@ -109,7 +109,7 @@ class AllReduce(NoCommunication):
 
 
 class SequenceShards(NoCommunication):
-    """A layer whose sequences, of `length` tokens in the last dim of `shape`, are shared out over the ranks."""
+    """A layer whose sequences, of `length` tokens in the last dim of `shape`, are sharded over the ranks."""
 
     def __init__(self, shape: Sequence[int], length: int, group: Group, num_chunks: int | None) -> None:
         super().__init__(shape)
@@ -155,7 +155,7 @@ class SequenceShards(NoCommunication):
 
     @property
     def _along(self) -> int:
-        """The dim of a piece that is cut into chunks: of several sequences some, of one alone some tokens."""
+        """The dim along which chunks are cut: the batch if it has several sequences, or else the tokens."""
         return 0 if self.batch > 1 else 1
 
     def _chunks(self, num_bytes: int, device: torch.device) -> list[Chunk]:
@@ -166,10 +166,10 @@ class SequenceShards(NoCommunication):
 
 
 def count_chunks(num_bytes: int, device: torch.device, wanted: int | None) -> int:
-    """In how many chunks so many bytes go, where a user does not say it.
+    """Return the number of chunks for so many bytes: `wanted` if the user gave it.
 
-    On a CPU it is one: the cores that would compute the next chunk are those that carry the last one, and two chunks
-    take them 1 to 3 % longer (hidden 512, 8 layers, 2 x 256 tokens, 2 ranks of one thread, torch 2.13).
+    On a CPU it is one: the cores that would compute the next chunk also transfer the last one, and two chunks take 1 to
+    3 % longer (hidden 512, 8 layers, 2 x 256 tokens, 2 ranks of one thread, torch 2.13).
     """
     if wanted is not None:
         return wanted
@@ -177,12 +177,12 @@ def count_chunks(num_bytes: int, device: torch.device, wanted: int | None) -> in
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Not `nbytes`, which a compiler does not know of shapes that change."""
+    """Return the size in bytes. `nbytes` would not compile with dynamic shapes."""
     return tensor.numel() * tensor.element_size()
 
 
 def _parts(length: int, count: int) -> list[slice]:
-    """A length in so many parts, or fewer where it is shorter, which differ by one at most."""
+    """Split a length into `count` parts, or fewer if it is shorter. Their sizes differ by one at most."""
     count = max(1, min(count, length))
     ends = [length * number // count for number in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]

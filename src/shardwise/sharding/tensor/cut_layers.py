@@ -1,4 +1,4 @@
-"""Layers of one module replaced by this rank's pieces of them, and what became of each parameter."""
+"""Replace the layers of one module by this rank's pieces, and record how each parameter is sharded."""
 
 import inspect
 import re
@@ -26,7 +26,7 @@ from shardwise.torch_private import parameter_slots
 def cut(
     module: nn.Module, group: Group, found: Found, seen: ChannelTrace, *, sequence: bool, num_chunks: int | None
 ) -> "LayerCutter":
-    """Cut a module, in place, as was found."""
+    """Cut a module in place, as `found` says."""
     cutter = LayerCutter(module, group, num_chunks)
     for region in found.regions:
         cutter.cut_region(region, seen)
@@ -45,7 +45,7 @@ def cut(
 
 
 class LayerCutter:
-    """Cuts layers of one module, and keeps what became of each parameter."""
+    """Cuts layers of one module, and records how each parameter is sharded."""
 
     def __init__(self, module: nn.Module, group: Group, num_chunks: int | None) -> None:
         self._module, self._group, self._num_chunks = module, group, num_chunks
@@ -57,7 +57,7 @@ class LayerCutter:
         self.notes: list[str] = []
 
     def shards(self) -> dict[str, Shards]:
-        """Where each parameter lies, by all of its original names."""
+        """Return the shards of each parameter, by all of its original names."""
         return {
             name: self._made[id(each)][1]
             if id(each) in self._made
@@ -103,7 +103,7 @@ class LayerCutter:
         return RngTracker(self._group, Channels(mine, max(stop for some in runs for _, stop in some)))
 
     def _correct(self, region: Region, seen: ChannelTrace) -> None:
-        """Correct the modules that hold a region's layers, if its pieces are heads."""
+        """Correct the head counts of modules that hold a region's layers, if its pieces are heads."""
         if not is_by_heads(region, seen):
             return
         for name in dict.fromkeys(name.rpartition(".")[0] for name in [*region.columns, *region.rows]):
@@ -114,7 +114,7 @@ class LayerCutter:
                 _take_own_heads(holder, "alibi", region, self._group.rank)
 
     def cut_head(self, name: str) -> None:
-        """Share out the words that a layer scores."""
+        """Shard the vocabulary of an output head."""
         layer = self._module.get_submodule(name)
         words = _weight(layer).shape[0]
         self._words[id(_weight(layer))] = words
@@ -126,7 +126,7 @@ class LayerCutter:
         self._put(name, made)
 
     def cut_embeddings(self, whole: Collection[str]) -> None:
-        """Share out the words of embeddings that are as many as a head scores."""
+        """Shard the vocabulary of embeddings that have as many words as an output head."""
         counts = set(self._words.values())
         for name, each in list(self._module.named_modules()):
             if isinstance(each, nn.Embedding) and each.num_embeddings in counts and name not in whole:
@@ -149,13 +149,13 @@ class LayerCutter:
         share_experts(experts, self._group)
 
     def mark_partial(self, names: Collection[str]) -> None:
-        """Parameters that are used on a piece of the sequence: each rank's gradient is a part."""
+        """Mark parameters that are used on a piece of the sequence: each rank's gradient is a partial sum."""
         for name in names:
             if id(self._names[name]) not in self._made:
                 self._inside.add(id(self._names[name]))
 
     def tie_again(self) -> None:
-        """Put pieces wherever else the module holds what they are pieces of."""
+        """Put pieces wherever else the module holds the original parameter (tied weights)."""
         for each in self._module.modules():
             for key, held in parameter_slots(each).items():
                 if held is not None and id(held) in self._made:
@@ -171,7 +171,7 @@ class LayerCutter:
         )
 
     def _piece(self, whole: nn.Parameter, dim: int, runs: tuple[Runs, ...], *, pads: bool = False) -> nn.Parameter:
-        """This rank's piece of a parameter. One that several layers share stays one."""
+        """Return this rank's piece of a parameter. Layers that share a parameter share its piece."""
         if id(whole) not in self._made:
             held = sum(stop - start for some in runs for start, stop in some)
             shards = Shards(
@@ -183,7 +183,7 @@ class LayerCutter:
             )
             piece = shards.local(whole.detach(), self._group.rank).clone()
             made = nn.Parameter(piece, requires_grad=whole.requires_grad)
-            vars(made).update(vars(whole))  # What a user has put on it: `weight.no_decay = True`.
+            vars(made).update(vars(whole))  # The user's attributes: `weight.no_decay = True`.
             self._made[id(whole)] = made, shards
         return self._made[id(whole)][0]
 
@@ -219,10 +219,10 @@ _QUERIES = re.compile(r"(num|n)_(attention_|query_|q_)?heads?|heads|all_head_siz
 
 
 def _correct_heads(module: nn.Module, region: Region, rank: int, width: int) -> list[str]:
-    """Correct what a module that holds columns or rows of a region remembers of its heads; what was changed, in words.
+    """Correct the head counts that a module with columns or rows of a region stores; return the changes as text.
 
-    Most modules of today leave the number of heads open in their views. Others keep counts and widths, which are of all
-    heads; they are known by their names, or guessed by what they are (`Region.guess`), and changed in proportion.
+    Most modern modules leave the number of heads open in their views. Others store counts and widths of all heads.
+    These are recognised by name, or guessed by value (`Region.guess`), and scaled to this rank's share.
     """
     if region.guess == "none":
         return []
@@ -240,7 +240,7 @@ def _correct_heads(module: nn.Module, region: Region, rank: int, width: int) -> 
     if config is not None:
         corrected = _corrected_heads(vars(config), queries, keys)
         if corrected:
-            # Everyone has the same configuration; this module gets one of its own.
+            # All modules share one configuration; this module gets its own copy.
             module.config = copy(config)
             for key, value in corrected.items():
                 setattr(module.config, key, value)
@@ -261,7 +261,7 @@ def _corrected_heads(values: dict[str, Any], queries: Fraction, keys: Fraction) 
 
 
 def _take_own_heads(module: nn.Module, name: str, region: Region, rank: int) -> None:
-    """Give a module only its heads of an argument that has one row for every head of every sequence."""
+    """Pass a module only its heads of an argument that has one row for every head of every sequence."""
     first = sum(count for count, _ in region.fine[:rank])
     count, all_heads = region.fine[rank]
 

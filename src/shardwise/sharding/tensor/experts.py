@@ -1,7 +1,7 @@
-"""Experts cut inside: every rank has all experts, and its channels of each.
+"""Tensor parallelism within experts: every rank has all experts, and its channels of each.
 
-Each rank's outputs are a part of the sum, and so are the gradients of what the experts are given: the tokens, and the
-weights with which the router mixes their outputs.
+Each rank's outputs are partial sums. So are its gradients of the experts' arguments: the tokens, and the weights with
+which the router mixes their outputs.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from shardwise.sharding.wrap_forward import wrap_forward
 
 
 def expert_runs(experts: nn.Module, num_ranks: int) -> dict[str, tuple[int, tuple[Runs, ...]]] | str:
-    """For each parameter the dim that is cut and the places of each rank; or why these experts stay whole.
+    """Return for each parameter the dim that is cut and the runs of each rank; or why these experts stay whole.
 
-    The form that is known: gates over ups as (experts, 2 x channels, hidden), and (experts, hidden, channels) back.
+    The supported form is gates over ups as (experts, 2 x channels, hidden), and downs as (experts, hidden, channels).
     """
     parameters = dict(experts.named_parameters())
     up, down = parameters.pop("gate_up_proj", None), parameters.pop("down_proj", None)
@@ -38,14 +38,14 @@ def expert_runs(experts: nn.Module, num_ranks: int) -> dict[str, tuple[int, tupl
 
 
 def _in_eights(channels: int, num_ranks: int) -> list[NDArray[np.int64]]:
-    """Channels of each rank. Grouped matmuls want rows of 16 bytes, which eight channels of any type fill."""
+    """Return the channels of each rank, in eights if there are enough: grouped matmuls need rows of whole 16 bytes."""
     step = 8 if channels >= 8 * num_ranks else 1
     starts = [int(some[0]) * step for some in np.array_split(np.arange(-(-channels // step)), num_ranks)]
     return [np.arange(start, stop) for start, stop in zip(starts, [*starts[1:], channels], strict=True)]
 
 
 def share_experts(experts: nn.Module, group: Group) -> None:
-    """Let experts, whose parameters are this rank's channels already, give the outputs of all channels."""
+    """Make experts, whose parameters are this rank's channels already, sum their outputs over the ranks."""
 
     def around(call: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         copied = [_copied(each, group) for each in args]

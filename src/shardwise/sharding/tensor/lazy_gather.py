@@ -1,7 +1,7 @@
-"""The lazy all-gather: all tokens of a sequence of which this rank has its piece, gathered when somebody reads them.
+"""The lazy all-gather: a tensor of all tokens of which this rank holds a piece, gathered when its values are read.
 
-A module that is given them sees the whole: its shape, its type. Column layers read nothing of it. They take the piece,
-and multiply what arrives of the others chunk by chunk (`communication.py`). Whoever else reads gets the whole first.
+A module that receives it sees the shape and dtype of the whole. Column layers do not read the whole: they take the
+piece, and multiply the other pieces chunk by chunk as they arrive (`communication.py`). Any other read gathers first.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.ranks.collectives import Group, gather, scatter
 from shardwise.torch_private import without_subclasses
 
-#: What is asked of a tensor without looking at its numbers.
+#: Queries of a tensor that do not read its values.
 _FACTS: set[Any] = {
     Tensor.dim,
     Tensor.size,
@@ -25,33 +25,33 @@ _FACTS: set[Any] = {
 
 
 class SequenceLength:
-    """The sequences of one list of blocks: how many there are, and their tokens. A piece tells neither.
+    """The number of sequences in one list of blocks, and their length. A piece shows neither.
 
-    Tensors are (batch, tokens, channels); or (batch x tokens, channels), as some blocks have them in between.
+    Tensors are (batch, tokens, channels), or (batch x tokens, channels) within some blocks.
     """
 
     def __init__(self, group: Group) -> None:
         self.group, self.batch, self.tokens = group, 0, 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SequenceLength":
-        return self  # A copy of a module is run in the midst of its original, on the same sequences.
+        return self  # A copy of a module runs within its original, on the same sequences.
 
     def note(self, whole: Tensor) -> None:
-        """Take over the shape of all tokens."""
+        """Record the shape of all tokens."""
         *lead, self.tokens = whole.shape[:-1]
         self.batch = prod(lead)
 
     def whole_shape(self, piece: Sequence[int]) -> tuple[int, ...]:
-        """The shape of all tokens, from that of a piece; both without channels."""
+        """Return the shape of all tokens, given that of a piece; both without channels."""
         return (*piece[:-1], self.tokens) if len(piece) > 1 else (self.batch * self.tokens,)
 
     def gather(self, piece: Tensor, *, used_alike: bool) -> Tensor:
-        """All tokens, of which each rank has a piece. `used_alike`: all ranks compute the same from them."""
+        """Gather all tokens from the pieces of all ranks. `used_alike`: all ranks compute the same from them."""
         found = gather(self._by_sequence(piece), self.group, -2, used_alike=used_alike, length=self.tokens)
         return found.reshape(*self.whole_shape(piece.shape[:-1]), piece.shape[-1])
 
     def scatter(self, whole: Tensor) -> Tensor:
-        """This rank's piece of all tokens."""
+        """Return this rank's piece of all tokens."""
         found = scatter(self._by_sequence(whole), self.group, -2)
         return found.flatten(0, 1) if whole.dim() == 2 else found
 
@@ -60,7 +60,7 @@ class SequenceLength:
 
 
 class LazyGather(Tensor):
-    """Stands for all tokens, of which `piece` are those of this rank."""
+    """A stand-in for all tokens. `piece` holds those of this rank."""
 
     piece: Tensor
     length: SequenceLength
@@ -69,13 +69,13 @@ class LazyGather(Tensor):
     @staticmethod
     def of(piece: Tensor, length: SequenceLength) -> "LazyGather":
         shape = (*length.whole_shape(piece.shape[:-1]), piece.shape[-1])
-        # One number of the right kind, spread out: there is nothing to read, and whoever still does will notice.
+        # One expanded NaN of the right dtype: it takes no memory, and a read that bypasses the gather shows as NaN.
         made = piece.new_full((), torch.nan).expand(shape).as_subclass(LazyGather)
         made.piece, made.length, made._whole = piece, length, None
         return made
 
     def whole(self) -> Tensor:
-        """The tokens of all ranks. Each rank computes a part from them, so gradients are summed."""
+        """Return the tokens of all ranks. Each rank computes a part from them, so their gradients are summed."""
         if self._whole is None:
             self._whole = self.length.gather(self.piece, used_alike=False)
         return self._whole

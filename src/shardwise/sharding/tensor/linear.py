@@ -1,10 +1,10 @@
 """Linear layers cut by their outputs (columns) or by their inputs (rows), and the matmuls of both.
 
-    x ── column ── what needs no other channel ── row ── sum over the ranks
+    x ── column ── operations within channels ── row ── sum over the ranks
 
-Columns that read one tensor (query, key and value; gate and up) are computed together, so that what is gathered for
-them is gathered once, and backward sums their input gradients here first, and then once over the ranks. That sum is
-under way while the weight gradients are computed. Of rows each rank multiplies its own, and the results are summed.
+Columns that read one tensor (query, key and value; gate and up) are computed together. So their input is gathered once,
+and backward sums their input gradients on this rank first, then once over the ranks, while the weight gradients are
+computed. For row layers each rank multiplies its own inputs, and the results are summed.
 """
 
 import copy
@@ -26,9 +26,9 @@ from shardwise.torch_private import is_input_wanted, version_of
 
 
 class ParallelLinear(nn.Linear):
-    """This rank's part of a linear layer. `is_transposed`: its weight lies as (inputs, outputs).
+    """This rank's part of a linear layer. `is_transposed`: its weight is stored as (inputs, outputs).
 
-    Scripts look for layers by their class (`isinstance(each, nn.Linear)`): it is one, whose numbers are asked for."""
+    It is an `nn.Linear`, since scripts look for layers by class (`isinstance(each, nn.Linear)`)."""
 
     bias: nn.Parameter | None  # type: ignore[assignment]
 
@@ -36,14 +36,14 @@ class ParallelLinear(nn.Linear):
         self, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, *, is_transposed: bool,
         rng: RngTracker | None,
     ) -> None:  # fmt: skip
-        nn.Module.__init__(self)  # Its weights are there.
+        nn.Module.__init__(self)  # Not nn.Linear's, which would allocate weights.
         self.weight, self.is_transposed = weight, is_transposed
         self.register_parameter("bias", bias)
         self.in_features, self.out_features = weight.shape if is_transposed else reversed(weight.shape)
         self.group, self.rng = group, rng
 
     def reset_parameters(self) -> None:
-        """As `nn.Linear` has it. A part cannot be drawn as a part of the whole would be."""
+        """Refuse. `nn.Linear` has this method, but a part cannot be drawn as if it were part of the whole."""
         raise ShardwiseError(
             f"a layer has {self.in_features} x {self.out_features} of its numbers on this rank (tp={self.group.size}),"
             " and cannot be drawn anew by itself",
@@ -57,18 +57,18 @@ class ParallelLinear(nn.Linear):
 class ColumnSet:
     """Column layers that read the same tensor.
 
-    The first that is called computes all of them; the others take what is theirs. What is gathered and summed goes in
-    `num_chunks`, or as many as its size is worth.
+    The first one called computes all of them; the others take their results. Gathers and sums are split into
+    `num_chunks`, or by their size if it is None.
     """
 
     def __init__(self, group: Group, num_chunks: int | None = None) -> None:
         self.group, self.num_chunks = group, num_chunks
-        #: Of a sequence of which the input is this rank's piece, which is gathered here.
+        #: Set if the input is this rank's piece of a sequence, to be gathered here.
         self.gathers: SequenceLength | None = None
-        #: The gradient of the input is summed here. If not, whoever gave the input does it.
+        #: Whether the gradient of the input is summed here. If not, the producer of the input does it.
         self.reduces = True
         self.members: list[ColumnParallelLinear] = []
-        #: How they are multiplied.
+        #: The way that they multiply.
         self.products = Products()
         self._ready: dict[int, Tensor] = {}
         self._of: weakref.ref[Tensor] | None = None
@@ -82,13 +82,13 @@ class ColumnSet:
         return twin
 
     def run(self, tensor: Tensor, asked: "ColumnParallelLinear") -> Tensor:
-        # What was written into since, or is now wanted with gradients, is another input.
+        # An input that was written to since, or another grad mode, counts as another input.
         given = tensor.piece if isinstance(tensor, LazyGather) else tensor
         state = 0 if given.is_inference() else version_of(given), torch.is_grad_enabled()
         is_same = self._of is not None and self._of() is tensor and self._state == state
         if not is_same or id(asked) not in self._ready:
-            # All of them, also where one is called again: a forward that is computed again, for its backward, must save
-            # as many tensors as the first one did; and nothing that is left from an earlier forward may be taken.
+            # Compute all of them, even if one is called again: a recomputed forward must save as many tensors as the
+            # first one did, and must not take results left from an earlier forward.
             self._ready = dict(zip(map(id, self.members), self._compute(tensor, self.members), strict=True))
             self._of, self._state = weakref.ref(tensor), state
         return self._ready.pop(id(asked))
@@ -154,18 +154,18 @@ class _Columns(torch.autograd.Function):
         ctx.save_for_backward(*(each for some in kept for each in some), *matrices)
         ctx.communication, ctx.transposed, ctx.products, ctx.computing = communication, transposed, products, kind
         ctx.are_tensors = (True, False, False, False, *(each is not None for each in weights))
-        # Models write into them, which autograd forbids of views.
+        # Models write to the outputs in place, which autograd forbids for views.
         return tuple(communication.whole(each).detach() for each in made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         products: Products = ctx.products
-        saved = ctx.saved_tensors  # Asked for once: a checkpoint gives them only once.
+        saved = ctx.saved_tensors  # Read once: a checkpoint returns them only once.
         count = len(saved) - len(ctx.transposed)
         arrived, matrices = _in_runs(saved[:count], len(ctx.chunks)), saved[count:]
         laid = [None if each is None else ctx.communication.lay(each) for each in gradients]
         finish = None
-        # The input gradient goes first: its sum over the ranks is under way while weight gradients are computed.
+        # The input gradient goes first: its sum over the ranks overlaps with the weight gradients.
         if is_input_wanted(ctx, 0):
             back = [products.backward_matrix(*each) for each in zip(matrices, ctx.transposed, strict=True)]
             width = _inputs(matrices[0], ctx.transposed[0])
@@ -186,7 +186,7 @@ class _Columns(torch.autograd.Function):
 
 
 def _input_gradient(products: Products, gradients: list[Tensor | None], matrices: list[Any]) -> Multiply:
-    """What computes the gradient of what the layers read: the sum of what comes back through each."""
+    """Return a function that computes the gradient of the layers' input: the sum of the gradients through each."""
 
     there = [(each, matrix) for each, matrix in zip(gradients, matrices, strict=True) if each is not None]
 
@@ -204,9 +204,9 @@ def _input_gradient(products: Products, gradients: list[Tensor | None], matrices
 
 
 class RowParallelLinear(ParallelLinear):
-    """This rank's inputs of a linear layer, summed over the ranks. The bias is added once, after the sum.
+    """A linear layer over this rank's inputs, summed over the ranks. The bias is added once, after the sum.
 
-    The sum goes in `num_chunks`, or as many as its size is worth.
+    The sum is split into `num_chunks`, or by its size if it is None.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class RowParallelLinear(ParallelLinear):
     ) -> None:  # fmt: skip
         super().__init__(weight, bias, group, is_transposed=is_transposed, rng=rng)
         self.num_chunks, self.products = num_chunks, Products()
-        #: Of sequences of which each rank keeps its piece of the sum.
+        #: Set if each rank keeps only its piece of the sequence.
         self.scatters: SequenceLength | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -225,13 +225,13 @@ class RowParallelLinear(ParallelLinear):
         communication = (
             AllReduce(shape, *how) if self.scatters is None else SequenceShards(shape, self.scatters.tokens, *how)
         )
-        # A bias inside of the sum would be added once by each rank.
+        # A bias inside the sum would be added once by each rank.
         whole: Tensor = _Rows.apply(input, self.weight, communication, self.products, self.is_transposed)  # type: ignore[no-untyped-call]
         return whole if self.bias is None else whole + self.bias
 
 
 class _Rows(torch.autograd.Function):
-    """x and w to the sum of all ranks' x @ w."""
+    """The sum of x @ w over all ranks."""
 
     @staticmethod
     def forward(
@@ -253,7 +253,7 @@ class _Rows(torch.autograd.Function):
             given,
             lambda chunk, rows: products.multiply(rows_of(chunk), straight, None, rows),
         )
-        made = finish().detach()  # Models write into it, which autograd forbids of a view.
+        made = finish().detach()  # Models write to it in place, which autograd forbids for a view.
         keep(_Rows, made)
         return made
 
@@ -264,7 +264,7 @@ class _Rows(torch.autograd.Function):
         wants_input, wants_weight = is_input_wanted(ctx, 0), is_input_wanted(ctx, 1)
         if wants_input or ctx.left is None or ctx.left[0] is not gradient:
             found, arrived = _receive(ctx, gradient, matrix if wants_input else None)
-        else:  # The other half of a backward, for which the first has left what it received.
+        else:  # The second half of a split backward: the first half left the rows that it received.
             found, (_, arrived) = None, ctx.left
         later = ctx.needs_input_grad[1] and not wants_weight
         ctx.left = (gradient, arrived) if later else None
@@ -277,7 +277,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _receive(ctx: Any, gradient: Tensor, matrix: Tensor | None) -> tuple[Tensor | None, list[tuple[Chunk, Tensor]]]:
-    """The gradient of what a layer read, if there is a matrix for it, and the rows of all gradients that arrived."""
+    """Return the gradient of a layer's input, if `matrix` is given, and the chunks of output gradients received."""
     communication: NoCommunication = ctx.communication
     products: Products = ctx.products
     laid, back = None, None
@@ -306,6 +306,6 @@ def _outputs(weight: Tensor, is_transposed: bool) -> int:
 
 
 def _computing_type(tensor: Tensor) -> torch.dtype:
-    """What matmuls compute in: under autocast its type."""
+    """Return the dtype of matmuls: that of autocast if it is on, or else that of the input."""
     device = "cpu" if tensor.is_meta else tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype

@@ -1,8 +1,8 @@
-"""A cut module against the whole one, number by number: one small forward and backward of each.
+"""Compare a cut module with the whole one, number by number: one small forward and backward of each.
 
-All ranks of the cut one are threads of this process (`ranks/simulated.py`), so nothing is sent, and every process comes
-to the same answer. Compared are what rows return, what the module returns, the loss, and the gradient of every
-parameter. Nothing is drawn at random in either: dropout drops nothing, and noise is one number.
+All ranks of the cut one are threads of this process (`ranks/simulated.py`), so nothing is sent, and every process gets
+the same answer. The outputs of rows and of the module, the loss, and the gradient of every parameter are compared.
+Neither run is random: dropout drops nothing, and noise is constant.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,33 +26,33 @@ from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout, sets_seed
 from shardwise.units import format_percent
 
-#: How far numbers may be apart, as a part of the largest among them. Modules that compute in float64 may still round
-#: to float32 in places.
+#: The largest allowed difference, relative to the largest number. Modules that compute in float64 may still round to
+#: float32 in places.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
-#: Gradients that are smaller than this part of the largest one are zero but for rounding.
+#: Gradients below this fraction of the largest one are zero up to rounding.
 _NOTHING = 1e-4
-#: And so are vectors in float64.
+#: The same for vectors in float64.
 _LEAST = 1e-10
-#: Results beyond this are made by products of channels, again and again: small differences get lost in them. Matrices
-#: are multiplied by the second number then, and all is tried once more.
+#: Results beyond the first number come from repeated products of channels, and hide small differences. Then matrices
+#: are multiplied by the second number, and the trial is repeated.
 _LARGE, SMALL = 1e4, 0.2
 
 
 @dataclass(kw_only=True)
 class Course:
-    """What came of a forward and a backward."""
+    """The results of a forward and a backward."""
 
-    #: What layers that are looked at returned, in the order of their calls.
+    #: The outputs of the observed layers, in the order of their calls.
     marks: list[tuple[str, Tensor]] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    #: Whether the forward draws at random by itself.
+    #: Whether the forward draws random numbers, dropout aside.
     has_drawn: bool = False
 
 
 @contextmanager
 def precisely(device: torch.device) -> Iterator[None]:
-    """Products in full precision, and generators as they were afterwards. For the process, so around all threads."""
+    """Use full-precision matmuls, and restore generators afterwards. Process-wide, so enter it around all threads."""
     forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with full_precision(), forked, nothing_recomputed(), layers_called():
         yield
@@ -62,9 +62,9 @@ def run(
     module: nn.Module, call: Callable[[nn.Module], Any], looked_at: Sequence[str], loss: Loss | None, batch: Batch, *,
     backward: bool = True,
 ) -> Course:  # fmt: skip
-    """One forward and backward of a module, with the same gradient for what it returns in every course.
+    """Run one forward and backward of a module, with the same output gradient in every course.
 
-    Without a backward it is run as evaluations are, where no gradients are wanted.
+    With `backward` False it runs as in evaluation, without gradients.
     """
     course = Course()
     handles = [
@@ -80,7 +80,7 @@ def run(
             handle.remove()
         total: Tensor | None = None
         returned = [_whole(each) for each in tensors_in(output)]
-        # A loss may write into what it is given.
+        # A loss may write to its arguments.
         course.outputs = [each.detach().clone() for each in returned]
         for number, each in enumerate(returned):
             if each.requires_grad and each.is_floating_point():
@@ -105,19 +105,19 @@ def _whole(each: Tensor) -> Tensor:
 
 
 def _weights(like: Tensor, number: int) -> Tensor:
-    """What a result is multiplied with before all are summed: the gradient with which the backward begins."""
+    """Return the factors of a result in the sum of all results: the gradient with which the backward begins."""
     steps = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
     return (steps * 0.7 + number + 1).sin().div_(max(1.0, like.numel() ** 0.5)).view(like.shape).to(like.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first thing that differs: the name of a layer (`mark`) or of a parameter, or neither for what is returned."""
+    """The first difference: in a layer's output (`mark`), a parameter's gradient, or else the module's output."""
 
     mark: str = ""
     parameter: str = ""
     error: float = 0.0
-    #: What was raised, where ranks came to no result.
+    #: The error message, if ranks raised instead of returning a result.
     raised: str = ""
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class Difference:
 def compare(
     whole: Course, ranks: Sequence[Course], shards: Mapping[str, Shards], dtype: torch.dtype, *, with_marks: bool
 ) -> Difference | None:
-    """The first difference between the whole module and its parts on all ranks: forward first, then backward."""
+    """Return the first difference between the whole module and its parts on all ranks: forward, then backward."""
     most = TOLERANCE[dtype]
     if with_marks:
         for (name, expected), (other, found) in zip(whole.marks, ranks[0].marks, strict=False):
@@ -148,17 +148,17 @@ def compare(
 
 
 def is_large(course: Course) -> bool:
-    """Whether numbers have grown so large that what differs could be next to nothing beside them."""
+    """Whether numbers have grown so large that they could hide a difference."""
     return any(_largest(each) > _LARGE for _, each in course.marks if each.numel())
 
 
 def may_differ(module: nn.Module) -> bool:
-    """Whether a module may compute something else in evaluations."""
+    """Whether a module may compute something else in evaluation mode."""
     return asks_for_mode(module)
 
 
 def are_alike(one: Course, other: Course, dtype: torch.dtype) -> bool:
-    """Whether two courses of one module came to the same."""
+    """Whether two courses of one module have equal results, within the tolerance."""
     pairs = list(zip(one.outputs, other.outputs, strict=True))
     pairs += [
         (each, found)
@@ -188,7 +188,7 @@ def _compare_gradients(
 
 
 def _assembled(pieces: Sequence[Tensor | None], lie: Shards, like: Tensor) -> list[Tensor]:
-    """The gradients that a step would be made with, from those of all ranks."""
+    """Return the gradients that an optimizer step would use, from those of all ranks."""
     if lie.dim is None:
         wholes = [torch.zeros_like(like) if each is None else each for each in pieces]
         return [torch.stack(wholes).sum(0)] if lie.is_partial else wholes
@@ -204,15 +204,15 @@ def _assembled(pieces: Sequence[Tensor | None], lie: Shards, like: Tensor) -> li
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest number, whatever its sign, in one pass."""
+    """Return the largest absolute value, in one pass."""
     return float(torch.linalg.vector_norm(tensor, torch.inf))
 
 
 def _error_of_made(expected: Tensor, found: Tensor) -> float:
-    """That of what layers and modules make: of all numbers, or of most of their vectors, each by itself.
+    """Return the error of an output: over all numbers, or the median over its vectors, whichever is larger.
 
-    Where products of channels make some tokens a million times as large as others, what is wrong in all of them is
-    next to nothing beside the largest number.
+    Where products of channels make some tokens a million times as large as others, an error in all of them is
+    negligible relative to the largest number.
     """
     error = _error(expected, found)
     if error != 0.0 and expected.dim() > 1 and expected.dtype is torch.float64 and expected.shape == found.shape:
@@ -223,14 +223,14 @@ def _error_of_made(expected: Tensor, found: Tensor) -> float:
 
 
 def _error(expected: Tensor, found: Tensor, floor: float = 0.0) -> float:
-    """The largest difference of two tensors, as a part of the largest number."""
+    """Return the largest difference of two tensors, relative to the largest number or to `floor`."""
     if expected.shape != found.shape:
         return 1.0
     if not expected.is_floating_point() or not expected.numel():
         return 0.0
     largest = max(_largest(expected), floor, 1e-30)
     error = _largest(expected - found)
-    if error != error:  # Where the whole is not a number either, as of rows that are all masked, nothing is told.
+    if error != error:  # NaN in the whole too, as in fully masked rows, tells nothing: compare the rest.
         same = (expected - found).abs().nan_to_num(0)[~expected.isnan() & ~expected.isinf()]
         alike = torch.equal(expected.isnan(), found.isnan())
         return float(same.max()) / largest if alike and same.numel() and largest == largest else float(not alike)

@@ -1,7 +1,7 @@
-"""Which layers are what they look like: a matrix, a bias, and torch's own forward.
+"""Recognise plain layers: a matrix, a bias, and torch's own forward.
 
-A layer that is cut is replaced, or gets another weight. Whatever else hangs on it (a forward of its own, hooks, small
-matrices beside the large one) was written for the whole, and would be lost: such a layer stays whole, and says why.
+A layer that is cut is replaced, or gets another weight. Anything else attached to it (its own forward, hooks, small
+matrices beside the large one) was written for the whole and would be lost. Such a layer stays whole, with the reason.
 """
 
 from collections.abc import Iterator
@@ -23,17 +23,17 @@ _OWN = {"weight", "bias"}
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether a layer is Hugging Face's Conv1D: a linear layer whose weight lies as (inputs, outputs)."""
+    """Whether a layer is Hugging Face's Conv1D: a linear layer whose weight is stored as (inputs, outputs)."""
     return type(layer).__name__ == "Conv1D" and isinstance(getattr(layer, "nf", None), int)
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether a module is, by its kind, one that may be cut."""
+    """Whether a module is of a type that may be cut."""
     return isinstance(module, (nn.Linear, nn.Embedding)) or is_transposed(module)
 
 
 def why_whole(layer: nn.Module) -> str | None:
-    """Why a layer cannot be cut, whatever reads its channels; None if it can."""
+    """Return why a layer cannot be cut, whatever reads its channels; None if it can."""
     return next(_reasons(layer), None)
 
 
@@ -42,7 +42,7 @@ def _reasons(layer: nn.Module) -> Iterator[str]:
         yield "its forward was replaced by another function"
     if any(True for _ in layer.children()) or not isinstance(parameter_slots(layer).get("weight"), nn.Parameter):
         yield "its weight is computed in every forward (weight_norm, or another parametrization)"
-    # A number that what an embedding gives is multiplied with is no matter.
+    # A scalar buffer that scales an embedding's output does no harm.
     buffers = [key for key, each in buffer_slots(layer).items() if not (_is_embedding(layer) and each.dim() == 0)]
     more = [key for key in (*parameter_slots(layer), *buffers) if key not in _OWN]
     if more:
@@ -65,9 +65,9 @@ def _is_embedding(layer: nn.Module) -> bool:
 
 
 def _does_as_torch(layer: nn.Module) -> bool:
-    """Whether a layer's forward is torch's, or comes to the same, backward too: that is tried on small matrices.
+    """Whether a layer's forward is torch's or equivalent to it, backward included: tested on small matrices.
 
-    What an embedding gives may be a multiple of what torch's gives, as in Gemma.
+    The output of an embedding may be a multiple of torch's, as in Gemma.
     """
     torchs = nn.Embedding if _is_embedding(layer) else nn.Linear
     if (type(layer).forward, type(layer).__call__) == (torchs.forward, torchs.__call__):
@@ -105,12 +105,12 @@ def _reasons_of_embedding(layer: nn.Embedding) -> Iterator[str]:
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether something waits for a parameter's gradient, which would be given a piece of it."""
+    """Whether a parameter has gradient hooks, which would receive only a piece of the gradient."""
     return bool(gradient_hooks(parameter) or accumulated_hooks(parameter))
 
 
 def keep_attributes(layer: nn.Module, made: nn.Module) -> None:
-    """Give what stands in the place of a layer whatever a user has put on it."""
+    """Copy a user's attributes from a layer to its replacement."""
     for key, value in vars(layer).items():
         if key not in vars(made) and not key.startswith("_"):
             setattr(made, key, value)

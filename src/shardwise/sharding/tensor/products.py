@@ -1,7 +1,7 @@
-"""How a layer that is cut multiplies: in the type that it computes in, or in 8 bits (`kernels/fp8.py`).
+"""The matmuls of a layer that is cut: in the dtype that it computes in, or in 8 bits (`kernels/fp8.py`).
 
-What goes over wires is the same in both: sums of ranks are of wide numbers. Scales are of what a rank has: its part of
-a weight, a chunk of what arrives.
+Communication is the same in both: ranks sum wide numbers. Scales cover the data of one rank: its part of a weight, a
+chunk that arrives.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,16 +15,16 @@ from torch.nn import functional
 from shardwise.kernels.fp8 import E4M3, E5M2, FAST, MULTIPLE, Scaled, Scales, multiply, quantise, quantise_both
 from shardwise.sharding.tensor.communication import Chunk
 
-#: Puts tokens where chunks are cut from.
+#: Lays tokens out as (batch, rank, token, channel), from which chunks are cut.
 Lay = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Products:
-    """Plain products. A factor is whatever `multiply` takes; what is kept are tensors, for autograd."""
+    """Plain matmuls. A factor is anything that `multiply` takes; values kept for the backward are tensors."""
 
     def kept_weight(self, weight: Tensor, kind: torch.dtype) -> Tensor:
-        """A weight as a backward finds it."""
+        """Return a weight in the form that is saved for the backward."""
         return weight.to(kind)
 
     def forward_matrix(self, weight: Tensor, is_transposed: bool) -> Any:
@@ -34,7 +34,7 @@ class Products:
         return weight.t() if is_transposed else weight
 
     def read(self, rows: Tensor, keeps: bool) -> tuple[Any, Sequence[Tensor]]:
-        """What arrived as a factor, and what is kept of it for the gradient of a weight, if there is to be one."""
+        """Return received rows as a factor, and the tensors to keep for the weight gradient (`keeps`: if wanted)."""
         del keeps
         return rows, (rows,)
 
@@ -42,22 +42,22 @@ class Products:
         return rows
 
     def take(self, given: Tensor, lay: Lay) -> Sequence[Tensor]:
-        """What is kept of all that a layer reads, of which chunks are multiplied."""
+        """Return the tensors to keep of a layer's whole input, from which chunks are multiplied."""
         del lay
         return (given,)
 
     def rows_of(self, kept: Sequence[Tensor], lay: Lay) -> Callable[[Chunk], Any]:
-        """What gives a chunk of that as a factor."""
+        """Return a function that gives a chunk of the kept input as a factor."""
         laid = lay(kept[0])
         return lambda chunk: chunk.rows(laid)
 
     def columns_of(self, kept: Sequence[Tensor], lay: Lay) -> Callable[[Chunk], Sequence[Tensor]]:
-        """What gives a chunk of that for the gradient of a weight."""
+        """Return a function that gives a chunk of the kept input for the weight gradient."""
         laid = lay(kept[0])
         return lambda chunk: (chunk.rows(laid),)
 
     def multiply(self, left: Any, matrix: Any, bias: Tensor | None, into: Tensor) -> None:
-        """Write left @ matrix + bias into a tensor of as many numbers, in one piece or not."""
+        """Write left @ matrix + bias into a tensor of as many numbers, contiguous or not."""
         in_one_piece = into.is_contiguous()
         flat = into.view(-1, into.shape[-1]) if in_one_piece else into.new_empty((into[..., 0].numel(), into.shape[-1]))
         self._write(left, matrix, bias, flat)
@@ -76,7 +76,7 @@ class Products:
     def weight_gradient(
         self, pairs: Iterable[tuple[Sequence[Tensor], Tensor]], kind: torch.dtype, *, is_transposed: bool
     ) -> Tensor:
-        """The gradient of a weight from chunks of what its layer read, each with the gradient of what it made."""
+        """Return the weight gradient, from chunks of the layer's input, each with the gradient of its output."""
         total: Tensor | None = None
         for (given,), gradient in pairs:
             left, right = (given.t(), gradient) if is_transposed else (gradient.t(), given)
@@ -87,7 +87,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Fp8Products(Products):
-    """Products of 8-bit numbers. `on_device`: by those of the GPU; else by their definition."""
+    """Matmuls of 8-bit numbers. `on_device`: with the GPU's 8-bit matmuls; otherwise by their definition."""
 
     scales: Scales = "tensor"
     on_device: bool = True
@@ -95,7 +95,7 @@ class Fp8Products(Products):
 
     def kept_weight(self, weight: Tensor, kind: torch.dtype) -> Tensor:
         del kind
-        return weight  # Cast anew from what it is.
+        return weight  # Quantised anew from the original in the backward.
 
     def forward_matrix(self, weight: Tensor, is_transposed: bool) -> Scaled:
         return self._quantised(weight, columns=is_transposed)
@@ -112,7 +112,7 @@ class Fp8Products(Products):
 
     def take(self, given: Tensor, lay: Lay) -> Sequence[Tensor]:
         if self.scales == "row":
-            return (given,)  # Scales of rows are none of columns, which a backward wants.
+            return (given,)  # The backward needs scales of columns; those of rows do not serve.
         laid = lay(given)
         made = self._quantised(laid.flatten(0, 2))
         return made.numbers.view(laid.shape), made.scale
@@ -130,7 +130,7 @@ class Fp8Products(Products):
         return lambda chunk: (_turned(chunk.rows(kept[0])), kept[1])
 
     def _write(self, left: Any, matrix: Any, bias: Tensor | None, flat: Tensor) -> None:
-        # Only what a layer reads is of e4m3 on the left.
+        # A left factor in e4m3 is always a layer's input, hence the forward.
         fast = FAST["forward" if left.numbers.dtype is E4M3 else "backward"]
         multiply(left, matrix, flat.dtype, bias, products=self.on_device, fast=fast, out=flat)
 
@@ -153,6 +153,6 @@ class Fp8Products(Products):
 
 
 def _turned(numbers: Tensor) -> Tensor:
-    """Columns of 8-bit numbers as rows, filled with zeros. torch does more with bytes than with such numbers."""
+    """Transpose 8-bit numbers, padded with zeros. It views them as bytes, which more torch operations support."""
     turned = functional.pad(numbers.view(torch.uint8).t(), (0, -len(numbers) % MULTIPLE))
     return turned.contiguous().view(numbers.dtype)

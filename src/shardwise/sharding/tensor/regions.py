@@ -1,12 +1,12 @@
-"""Which layers are cut, and where: from the labels of one run to the places that each rank holds.
+"""Which layers are cut, and where: from the labels of one run to the channels that each rank holds.
 
-A region begins with columns, whose outputs are shared out, and ends with rows, which read them:
+A region begins with columns, whose outputs are sharded, and ends with rows, which read them:
 
     columns q, k, v ── attention ── row out             its parts are heads
     columns gate, up ── product ── row down             its parts are channels
 
-Parts go to ranks in order, as evenly as their number allows. If there are fewer parts than ranks because queries share
-a key head, the queries of one part are shared out once more, and each of its ranks has a copy of the key head.
+Parts are assigned to ranks in order, as evenly as their number allows. If there are fewer parts than ranks because
+queries share a key head, the queries of one part are split further, and each of its ranks has a copy of the key head.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,53 +22,53 @@ from shardwise.sharding.tensor.channel_groups import ChannelTrace
 from shardwise.sharding.tensor.channel_labels import Labels
 from shardwise.sharding.tensor.sharding import Runs, runs_of, starred
 
-#: Numbers that a module with heads keeps of them, and that become those of a rank: those with names that are known;
-#: also any that is the number of heads; also any that is the width of all; or none. What comes of it is tried.
+#: Which integers stored by a module with heads are scaled to one rank: those with known names; also any equal to the
+#: number of heads; also any equal to the width of all heads; or none. A trial verifies each guess.
 GUESSES = ("names", "heads", "widths", "none")
 
-#: Another run, in which only so many of the first channels of these layers have labels.
+#: Repeats the run with labels only for so many of the first channels of these layers.
 Again = Callable[[Mapping[str, int]], ChannelTrace]
 
 
 @dataclass(kw_only=True)
 class Region:
-    """Layers that are cut together, with the places of each rank: of outputs for columns, of inputs for rows."""
+    """Layers that are cut together, with the channels of each rank: outputs for columns, inputs for rows."""
 
     columns: dict[str, tuple[Runs, ...]]
     rows: dict[str, tuple[Runs, ...]]
-    #: Of each rank: its share of what is shared out finely (queries, channels) and of whole parts (key heads).
+    #: For each rank, as (count, total): its share of the fine pieces (queries, channels) and of parts (key heads).
     fine: tuple[tuple[int, int], ...]
     coarse: tuple[tuple[int, int], ...]
-    #: Parameters that are used between columns and rows: each rank's gradient is a part.
+    #: Parameters used between columns and rows, whole on every rank: each rank's gradient is a partial sum.
     inside: set[str] = field(default_factory=set)
-    #: Those of them that have numbers for each part: the dim along which these are, and the places of each rank.
+    #: Parameters used there that have elements for each part: the dim that is cut, and the indices of each rank.
     cut_inside: dict[str, tuple[int, tuple[Runs, ...]]] = field(default_factory=dict)
-    #: The rank of each part, where each is on one.
+    #: The rank of each part, if each is on one rank.
     owners: Mapping[int, int] = field(default_factory=dict)
     draws: bool = False
-    #: Which numbers that a module keeps of its heads are taken to be of this rank's heads: an entry of `GUESSES`.
+    #: Which integers stored by a module are scaled to this rank's heads: an entry of `GUESSES`.
     guess: str = "names"
 
     @property
     def kind(self) -> str:
-        """What it has in common with the same region of other blocks: the names of its rows, without numbers."""
+        """The names of its rows with stars for numbers, equal for the same region of all blocks."""
         return ", ".join(map(starred, self.rows))
 
 
 @dataclass(kw_only=True)
 class Found:
-    """The regions of a module, its heads, and why other layers stay whole."""
+    """The regions of a module, its output heads, and why other layers stay whole."""
 
     regions: list[Region] = field(default_factory=list)
     heads: list[str] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
-    #: Of those that stay whole, the ones that are kept so because of what they do, not for want of a reader.
+    #: Whole layers that could not be cut for a reason of their own, rather than for lack of a row that reads them.
     kept: set[str] = field(default_factory=set)
     #: Modules whose parameters are experts' matrices, which are cut inside each expert.
     experts: list[str] = field(default_factory=list)
 
     def within(self, modules: Collection[str]) -> "Found":
-        """The same of a copy that has only these modules."""
+        """Restrict this to a copy that has only these modules."""
         regions = [
             replace(
                 region,
@@ -87,7 +87,7 @@ class Found:
 
 
 class _Seen:
-    """A run, with the parts of every layer looked up once."""
+    """A run with the parts (joined labels) of every layer looked up once."""
 
     def __init__(self, trace: ChannelTrace) -> None:
         self.trace, self.layers = trace, trace.layers
@@ -111,7 +111,7 @@ def _by_part(labels: Mapping[str, Labels]) -> dict[int, list[str]]:
 
 @dataclass(kw_only=True)
 class _Sketch:
-    """A region before it is spread: its parts in the order in which the first row reads them."""
+    """A region before its parts are assigned to ranks. `parts` is in the order in which the first row reads them."""
 
     columns: list[str]
     rows: list[str]
@@ -122,9 +122,9 @@ def find_regions(
     trace: ChannelTrace, again: Again, num_ranks: int, *, rows: Iterable[str] | None = None, heads: Iterable[str] = (),
     vocabularies: Collection[int] = (),
 ) -> Found:  # fmt: skip
-    """Find what can be cut. `rows`, where given, are the only layers that may be rows; `heads` are heads anyway.
+    """Find the layers to cut. `rows`, if given, are the only layers that may be rows; `heads` are heads in any case.
 
-    `vocabularies` are numbers of words of embeddings that stay whole themselves.
+    `vocabularies` are the sizes of embeddings that stay whole themselves.
     """
     seen = _Seen(trace)
     found = Found(heads=list(dict.fromkeys([*_heads(seen, vocabularies), *heads])))
@@ -151,14 +151,14 @@ def find_regions(
 
 
 def _embeddings(seen: _Seen, heads: Iterable[str]) -> list[str]:
-    """Embeddings of as many words as a head scores: they are shared out by words, and by nothing else."""
+    """Return embeddings with as many words as an output head. They are sharded by words only."""
     words = {seen.layers[name].width for name in heads if name in seen.layers}
     embeddings = {name: each.module for name, each in seen.layers.items() if isinstance(each.module, nn.Embedding)}
     return [name for name, each in embeddings.items() if each.num_embeddings in words]
 
 
 def _heads(seen: _Seen, others: Collection[int]) -> list[str]:
-    """Layers whose outputs the module returns as they are, one number for each row of an embedding."""
+    """Return output heads: layers whose outputs the module returns unchanged, one for each row of an embedding."""
     vocabularies = {
         each.module.weight.shape[0] for each in seen.layers.values() if isinstance(each.module, nn.Embedding)
     } | set(others)
@@ -173,22 +173,22 @@ def _heads(seen: _Seen, others: Collection[int]) -> list[str]:
 
 
 def _in_order(labels: Labels) -> Labels:
-    """Each label once, in the order in which they come first."""
+    """Return each label once, in order of first occurrence."""
     return np.array(list(dict.fromkeys(labels.tolist())), dtype=np.int64)
 
 
 def _sketch(seen: _Seen, name: str, taken: set[str], whole: dict[str, str]) -> _Sketch | None:
-    """The region that ends with this row, if it is one."""
+    """Return the region that ends with this row; None if there is none."""
     read = seen.reads[name]
     if (read < 0).any():
-        return None  # Some input channel has no label: it comes from no layer that could be cut with this one.
+        return None  # Some input channel has no label: no layer that could be cut with this one produces it.
     parts = _in_order(read)
     among = set(parts.tolist())
     columns = list(dict.fromkeys(each for part in parts.tolist() for each in seen.makers.get(part, ())))
     rows = list(dict.fromkeys(each for part in parts.tolist() for each in seen.readers.get(part, ())))
     if set(columns) & set(rows) or taken & {*columns, *rows} or not columns:
         return None
-    # A group that is cut must be cut wherever it is made and wherever it is read, and be seen nowhere else.
+    # A group that is cut must be cut in all layers that produce or read it, and appear nowhere else.
     for each in rows:
         if not set(seen.reads[each].tolist()) <= among:
             whole.setdefault(name, f"{each} reads what it reads, and something else")
@@ -204,7 +204,7 @@ def _sketch(seen: _Seen, name: str, taken: set[str], whole: dict[str, str]) -> _
 
 
 def _spread(seen: _Seen, sketch: _Sketch, num_ranks: int) -> Region:
-    """Parts to ranks, in order."""
+    """Assign parts to ranks, in order."""
     shares = np.array_split(sketch.parts, num_ranks)
     owners = {part: rank for rank, some in enumerate(shares) for part in some.tolist()}
     held = tuple((len(some), len(sketch.parts)) for some in shares)
@@ -223,7 +223,7 @@ def _runs(labels: Labels, owners: Mapping[int, int], num_ranks: int) -> tuple[Ru
 
 
 def _add_shared(seen: _Seen, again: Again, few: list[_Sketch], num_ranks: int, found: Found, taken: set[str]) -> None:
-    """Regions with fewer parts than ranks: once more with labels for queries alone."""
+    """Add regions with fewer parts than ranks, after another run with labels for queries only."""
     labelled: dict[str, int] = {}
     for sketch in few:
         width = len(seen.reads[sketch.rows[0]])
@@ -253,7 +253,7 @@ def _add_shared(seen: _Seen, again: Again, few: list[_Sketch], num_ranks: int, f
 
 
 def _spread_shared(seen: _Seen, finer: _Seen, sketch: _Sketch, num_ranks: int) -> Region | None:
-    """Ranks to parts, and the fine pieces of each part to its ranks. Every rank has pieces of one part only."""
+    """Assign ranks to parts, and the fine pieces of each part to its ranks. A rank has pieces of one part only."""
     row = sketch.rows[0]
     read, coarse = finer.reads[row], seen.reads[row]
     owners: dict[int, int] = {}
@@ -267,7 +267,7 @@ def _spread_shared(seen: _Seen, finer: _Seen, sketch: _Sketch, num_ranks: int) -
             part_of.append(part)
     columns = {}
     for name in sketch.columns:
-        # A channel that is no query's is wherever its part is.
+        # A channel that belongs to no query goes to every rank of its part.
         of = np.array([owners.get(piece, -1) for piece in finer.outputs[name].tolist()])
         columns[name] = tuple(
             runs_of(np.flatnonzero((of == rank) | ((of < 0) & (seen.outputs[name] == part_of[rank]))))
@@ -283,7 +283,7 @@ def _spread_shared(seen: _Seen, finer: _Seen, sketch: _Sketch, num_ranks: int) -
 
 
 def _note_inside(seen: _Seen, region: Region) -> None:
-    """What is used, and whether random numbers are drawn, between the columns and the rows."""
+    """Record the parameters used, and whether random numbers are drawn, between the columns and the rows."""
     roots = seen.trace.groups.roots
     parts = {part for name in region.columns for part in seen.outputs[name].tolist()}
     region.inside = {
@@ -298,7 +298,7 @@ def _note_inside(seen: _Seen, region: Region) -> None:
 
 
 def _owners_of(seen: _Seen, region: Region, name: str) -> tuple[int, tuple[Runs, ...]] | None:
-    """The dim of a parameter along which its numbers belong to parts of one rank each, and those of every rank."""
+    """Return the dim along which each index of a parameter belongs to one rank, and the indices of every rank."""
     shape = seen.trace.parameters.shapes[name]
     rank_of: dict[int, set[int]] = {}
     for places, labels in seen.trace.parameters.met.get(name, ()):

@@ -1,16 +1,16 @@
-"""Sequence parallelism: what lies between the regions of a block is shared out along the sequence.
+"""Sequence parallelism: the operations between the regions of a block are sharded along the sequence.
 
     block      norm ─ gather ─ columns ─ rows ─ sum and scatter ─ add ─ norm ─ gather ─ ...
                 s/n            all of s                     s/n
 
-The first block of a list takes its piece of what it is given, the last one gives back the whole, so that whatever comes
-before and after sees no difference; between two blocks only a rank's piece of the activations moves. In a block, what
-works token by token does so on its piece, and the gradients of its parameters are parts. What needs all tokens and is
-not cut (a router with its experts, an attention that was not recognised) has them gathered around it.
+The first block of a list takes its piece of its input, and the last one returns the whole, so code before and after
+sees no difference. Between two blocks only a rank's piece of the activations is passed. Within a block, tokenwise
+modules work on their piece, and the gradients of their parameters are partial sums. Modules that need all tokens and
+are not cut (a router with its experts, an unrecognised attention) have them gathered around them.
 
-Where the ranks do not divide the sequence, pieces at its end are shorter, or empty: nothing in a block is padding. A
-piece does not tell how long the whole is. The first block sees that and notes it (`SequenceLength`), in every
-forward, and in every stage of a pipeline: there it is given what stands in for the whole.
+If the ranks do not divide the sequence, the last pieces are shorter, or empty: a block has no padding. A piece does not
+show the length of the whole. The first block sees the whole and records its length (`SequenceLength`) in every forward,
+and in every stage of a pipeline, where it gets a stand-in for the whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,24 +31,24 @@ from shardwise.torch_private import DropoutModule, RunningNormModule
 
 
 class UnsharedError(ShardwiseError):
-    """A module of which nothing can be shared out along the sequence."""
+    """A module in which nothing can be sharded along the sequence."""
 
 
 class SequenceRegions:
-    """Shares out the blocks of one module; keeps which parameters now have parts of their gradients."""
+    """Shards the blocks of one module along the sequence. `partial` are parameters whose gradients become partial."""
 
     def __init__(self, module: nn.Module, group: Group, seen: ChannelTrace, by_heads: Iterable[str]) -> None:
         self._module, self._group, self._seen, self._by_heads = module, group, seen, set(by_heads)
         self.partial: set[str] = set()
 
     def share(self) -> None:
-        """Share out every list of blocks that holds cut layers."""
+        """Shard every list of blocks that holds cut layers."""
         lists = list(self._outermost_lists("", self._module))
         if not lists:
             raise UnsharedError(f"{type(self._module).__name__} has no list of blocks with cut layers")
         for name, blocks in lists:
             length = SequenceLength(self._group)
-            # A hook of the first block. A stage that does not hold it calls no more than this.
+            # A hook, because a pipeline stage that does not hold the first block calls only its hooks.
             blocks[0].register_forward_hook(partial(_note, length), with_kwargs=True)
             for number, block in enumerate(blocks):
                 self._share_block(length, name, f"{name}.{number}", block, is_block=True)
@@ -100,7 +100,7 @@ class SequenceRegions:
         is_block: bool = False,
         has_all: bool = False,
     ) -> None:
-        """Gather where all tokens are needed, and note whose gradients are parts. `has_all`: they are here already."""
+        """Gather where all tokens are needed, and record partial gradients. `has_all`: all tokens are here already."""
         cut = [each for each in module.modules() if isinstance(each, ParallelLinear)]
         is_apart = is_block or has_all
         if not is_apart and (_has_experts(module) or (not cut and not _is_token_wise(module))):
@@ -127,14 +127,14 @@ class SequenceRegions:
                 self._share_block(length, stream, f"{name}.{key}", child, has_all=has_all)
 
     def _reads_all(self, name: str, columns: Mapping[str, ColumnParallelLinear]) -> bool:
-        """Whether a module needs all tokens for its columns: those of heads, or that read what it is given."""
+        """Whether a module needs all tokens for its columns: those of attention heads, or that read its input."""
         given = self._seen.given.get(name)
         return any(key in self._by_heads or self._seen.layers[key].inputs[0] is given for key in columns)
 
     def _gather_for_columns(
         self, length: SequenceLength, name: str, columns: Mapping[str, ColumnParallelLinear]
     ) -> None:
-        """Let columns that read the stream gather it themselves."""
+        """Make columns that read the stream gather it themselves."""
         for key, each in columns.items():
             if key in self._by_heads:
                 raise UnsharedError(
@@ -144,7 +144,7 @@ class SequenceRegions:
             each.together.gathers = length
 
     def _only_columns_read(self, given: Tensor | None, columns: Iterable[ColumnParallelLinear]) -> bool:
-        """Whether nothing reads a tensor but the columns of one set."""
+        """Whether only the columns of one set read a tensor."""
         sets = {id(each.together) for each in columns}
         readers = [name for name, layer in self._seen.layers.items() if any(each is given for each in layer.inputs)]
         known = [self._module.get_submodule(name) for name in readers]
@@ -156,16 +156,16 @@ class SequenceRegions:
         )
 
     def _has_tokens_last(self, stream: str, name: str) -> bool:
-        """Whether a module is given (batch, channels, tokens), as convolutions are."""
+        """Whether a module's input is (batch, channels, tokens), as for convolutions."""
         given, tokens = self._seen.given.get(name), self._seen.given[f"{stream}.0"].shape[-2]
         return given is not None and given.dim() > 2 and given.shape[-1] == tokens != given.shape[-2]
 
     def _give_all_tokens(
         self, length: SequenceLength, module: nn.Module, *, gives_back: bool = True, turned: bool = False
     ) -> None:
-        """Gather the first tensor that a module is given. `gives_back`: it returns all tokens too, of which each rank
-        takes its piece; all ranks compute alike in between. Else each computes a part, and rows scatter. `turned`: both
-        have their tokens last."""
+        """Gather the first tensor argument of a module. `gives_back`: all ranks compute the same, the module returns
+        all tokens, and each rank takes its piece. If False, each rank computes a part, and rows scatter the sum.
+        `turned`: tokens are the last dim of both."""
 
         def turn(each: Tensor) -> Tensor:
             return each.mT if turned else each
@@ -183,7 +183,7 @@ class SequenceRegions:
 
 
 def _gathering_lazily(length: SequenceLength, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let a module see all tokens in the first tensor that it is given, which its columns gather."""
+    """Call a module with a `LazyGather` of its first tensor, whose tokens its columns gather."""
     args, kwargs = _with_first(args, kwargs, lambda each: LazyGather.of(each, length))
     return call(*args, **kwargs)
 
@@ -194,9 +194,9 @@ def _has_experts(module: nn.Module) -> bool:
 
 
 def _is_token_wise(module: nn.Module) -> bool:
-    """Whether a module that is not cut treats every token by itself: norms, linear layers, what has no parameters."""
+    """Whether a module that is not cut treats tokens independently: a norm, a linear layer, or without parameters."""
     if isinstance(module, (RunningNormModule, nn.GroupNorm)):
-        return False  # Batch norms and their like: of a channel, or some, of all tokens.
+        return False  # Batch norms and the like normalise channels over all tokens.
     if isinstance(module, nn.Linear) or "norm" in type(module).__name__.lower():
         return True
     return not any(True for _ in module.parameters())
@@ -214,7 +214,7 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _with_first(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with the first tensor among them changed."""
+    """Return the arguments with the first tensor among them changed."""
     for number, each in enumerate(args):
         if isinstance(each, Tensor):
             return (*args[:number], change(each), *args[number + 1 :]), kwargs
@@ -225,7 +225,7 @@ def _with_first(
 
 
 def _with_result(returned: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """What a module returns with its tensor, or the first of several, changed."""
+    """Return a module's output with its tensor, or the first of several, changed."""
     if isinstance(returned, Tensor):
         return change(returned)
     return type(returned)((change(returned[0]), *returned[1:]))

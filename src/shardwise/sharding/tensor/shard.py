@@ -1,15 +1,15 @@
-"""A module cut for tensor parallelism, in place: each rank keeps its piece of every layer that comes apart.
+"""Cut a module for tensor parallelism, in place: each rank keeps its piece of every layer with separable channels.
 
-1. `tensor_plan.py`: what the user, or the model's own plan, asks for. `plain_layers.py`: which layers stay whole
-   because of what hangs on them.
-2. `channel_groups.py` (over `channel_rules.py`): one run without numbers shows which channels stay apart.
-3. `regions.py`: from that, which layers are cut, and which places each rank gets.
-4. `trial.py`: a copy is cut and run first, without numbers and then with them (`stand_in.py`, `numbers.py`). Layers
-   that do something else in parts are left whole.
+1. `tensor_plan.py`: the request of the user, or of the model's own plan. `plain_layers.py`: layers that stay whole
+   because of hooks, forwards or parameters of their own.
+2. `channel_groups.py` (over `channel_rules.py`): one run on the meta device shows which channels stay independent.
+3. `regions.py`: from that, which layers are cut, and which channels each rank gets.
+4. `trial.py`: a copy is cut and run first, on the meta device and then with random weights (`stand_in.py`,
+   `numbers.py`). Layers that compute something else in parts are left whole.
 5. `cut_layers.py`: layers become `ColumnParallelLinear`, `RowParallelLinear` (`linear.py`) and parts of a vocabulary
-   (`vocabulary.py`); modules that count their heads are corrected. What they send is in `communication.py`.
-6. `sequence.py`, where asked: what lies between the regions is shared out along the sequence.
-7. `sharding.py`: where each parameter lies now.
+   (`vocabulary.py`); stored head counts are corrected. `communication.py` has their communication.
+6. `sequence.py`, on request: the operations between the regions are sharded along the sequence.
+7. `sharding.py`: the resulting shards of each parameter.
 """
 
 import warnings
@@ -37,7 +37,7 @@ from shardwise.stages.split.python_state import leaves_classes, left_as_it_was, 
 from shardwise.stages.stage import Batch, Loss
 from shardwise.torch_private import EagerDispatchMode, pytree
 
-#: Why a layer stays whole whose weight is used by others than itself.
+#: Why a layer stays whole if its weight is also used outside of it.
 READ_OUTSIDE = "its weight is read outside of it, too"
 _NAMED = "it is named whole"
 
@@ -55,14 +55,14 @@ def shard(
     verify: bool = True,
     by_first: ByFirst | None = None,
 ) -> Sharding:
-    """Cut a module over the ranks of a group, in place. All of its ranks call this with the same module.
+    """Cut a module over the ranks of a group, in place. All of its ranks must call this with the same module.
 
-    `spec` names layers and what they are to be (see `tensor_plan.py`); without it the model's own plan is followed, or
-    what is found in one run on `example`. `sequence`: norms, dropout and residuals are shared out along the sequence.
-    What a layer sends goes in `num_chunks`, while others of them are computed, or in as many as its size is worth.
-    `loss`, where given, says which parameters it reads itself. Unless `verify` is False, a copy is cut first, and
-    compared with the whole in a small forward and backward; layers that differ are left whole, with a warning. With
-    `by_first` that is tried by one rank, for all of them.
+    `spec` maps layer names to kinds (see `tensor_plan.py`). Without it the model's own plan is followed, or the result
+    of one run on `example`. `sequence`: norms, dropout and residuals are sharded along the sequence. Communication is
+    split into `num_chunks`, or by its size if None, and overlaps with computation. `loss`, if given, is searched for
+    parameters that it reads itself. Unless `verify` is False, a copy is cut first and compared with the whole in a
+    small forward and backward. Layers that differ are left whole, with a warning. With `by_first`, one rank runs that
+    trial for all.
     """
     if num_chunks is not None and num_chunks < 1:
         raise ShardwiseError(
@@ -114,7 +114,7 @@ def _settled(
     module: nn.Module, twin: nn.Module, num_ranks: int, plan: TensorPlan, given: Batch, *, sequence: bool = False,
     num_chunks: int | None = None, loss: Loss | None = None, verify: bool = True, by_first: ByFirst | None = None,
 ) -> Trial:  # fmt: skip
-    """What is to be cut, tried until it computes what the whole module does."""
+    """Return a trial whose cut computes the same as the whole module: layers at fault have been left whole."""
     arguments = _on_meta(twin, given)
     hooked = {name for name, each in module.named_parameters(remove_duplicate=False) if has_hooks(each)}
 
@@ -136,8 +136,8 @@ def _settled(
 
 
 class Apart(NamedTuple):
-    """Of the layers of a module, those that come apart, those that were called, and which are cut together; and why
-    nothing is shared out along the sequence, if that was asked for."""
+    """The layers of a module that would be cut, those that were called, and which are cut together; and why nothing is
+    sharded along the sequence, if that was requested."""
 
     layers: frozenset[str] = frozenset()
     called: frozenset[str] = frozenset()
@@ -145,8 +145,8 @@ class Apart(NamedTuple):
     unshared: str = ""
 
     def mixed_in(self, now: "Apart") -> list[str]:
-        """Those of these layers that would not be cut like this in another run: channels of one see each other there,
-        or come to a layer that is whole."""
+        """Return the layers that would not be cut this way in another run: their channels mix there, or reach a layer
+        that is whole."""
         without = {name for each in now.together if not each <= self.layers for name in each}
         return sorted(self.layers & now.called & (without | (self.layers - now.layers)))
 
@@ -156,7 +156,7 @@ def find_apart(
     module: nn.Module, num_ranks: int, spec: Mapping[str, str] | None = None, *, sequence: bool = False, example: Batch,
     loss: Loss | None = None,
 ) -> Apart:  # fmt: skip
-    """The layers that would be cut over so many ranks; parameters may be on the meta device."""
+    """Return the layers that would be cut over so many ranks. Parameters may be on the meta device."""
     plan = read_tensor_plan(module, spec)
     trial = _settled(module, meta_twin(module), num_ranks, plan, example, sequence=sequence, loss=loss)
     together = tuple(frozenset((*each.columns, *each.rows)) for each in trial.found.regions)
@@ -167,10 +167,10 @@ def find(
     twin: nn.Module, plan: TensorPlan, num_ranks: int, arguments: Arguments, *, uncut: Mapping[str, str],
     hooked: Collection[str], read_by_loss: Callable[[Any], Mapping[str, str]],
 ) -> tuple[Found, ChannelTrace]:  # fmt: skip
-    """What of a module, given without numbers, is to be cut, and the run that showed it.
+    """Find what to cut in a module on the meta device. Return it with the run that showed it.
 
-    `uncut` are layers that stay whole whatever comes of the run, and why. `hooked` are parameters for whose gradients
-    somebody waits. `read_by_loss` gives, of what the module returns, the layers whose weights the loss reads, and why.
+    `uncut` maps layers that stay whole in any case to the reason. `hooked` are parameters with gradient hooks.
+    `read_by_loss` returns, for the module's output, the layers whose weights the loss reads, and the reason.
     """
     reasons = dict(uncut)
     while True:
@@ -178,7 +178,7 @@ def find(
             name: each for name, each in twin.named_modules() if name not in reasons and _may_be_cut(name, each, plan)
         }
         seen = _trace(twin, layers, arguments)
-        # Their numbers are read beside them: by a second head, a penalty, a product with all words.
+        # Layers whose weights are read elsewhere: by a second head, a penalty, a product with all words.
         read = {**read_by_loss(seen.output), **dict.fromkeys(seen.used_outside, READ_OUTSIDE)}
         if read.keys().isdisjoint(layers):
             break
@@ -206,7 +206,7 @@ def find(
 def _trace(
     twin: nn.Module, layers: Mapping[str, nn.Module], arguments: Arguments, labelled: Mapping[str, int] | None = None
 ) -> ChannelTrace:
-    """A run with labels."""
+    """Run the channel-group analysis; refuse a module that does not run on the meta device."""
     try:
         return trace(twin, layers, *arguments, labelled=labelled)
     except Exception as error:
@@ -228,7 +228,7 @@ def _is_named_whole(name: str, plan: TensorPlan) -> bool:
 
 
 def _uncut(module: nn.Module, plan: TensorPlan) -> dict[str, str]:
-    """Layers that stay whole because of what hangs on them, and those that share their weights; and why."""
+    """Return layers that stay whole by their own form or by name, and those tied to them; each with the reason."""
     layers = {name: each for name, each in module.named_modules() if is_layer(each)}
     found = {name: why for name, each in layers.items() if (why := why_whole(each)) is not None}
     found |= {name: _NAMED for name in layers if _is_named_whole(name, plan)}
@@ -236,7 +236,7 @@ def _uncut(module: nn.Module, plan: TensorPlan) -> dict[str, str]:
 
 
 def _with_ties(layers: Mapping[str, nn.Module], found: dict[str, str]) -> dict[str, str]:
-    """The same with layers that share a weight with one of them."""
+    """Add the layers that share a weight with one that stays whole."""
     owners = {id(each): name for name in found for each in layers[name].parameters()}
     for name, layer in layers.items():
         for each in layer.parameters(recurse=False):
@@ -246,7 +246,7 @@ def _with_ties(layers: Mapping[str, nn.Module], found: dict[str, str]) -> dict[s
 
 
 class _Reads(EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which of some tensors are read."""
+    """Records which of the given tensors are read."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -264,7 +264,7 @@ class _Reads(EagerDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _read_by_loss(loss: Loss, module: nn.Module, output: Any, batch: Batch) -> dict[str, str]:
-    """Layers whose parameters the loss itself reads: a penalty, a second score of the same matrix."""
+    """Return layers whose parameters the loss itself reads: for a penalty, or a second product with the same matrix."""
     layers = {name: each for name, each in module.named_modules() if is_layer(each)}
     owners = {id(each): name for name, layer in layers.items() for each in layer.parameters(recurse=False)}
     reads = _Reads(owners)
@@ -277,7 +277,7 @@ def _read_by_loss(loss: Loss, module: nn.Module, output: Any, batch: Batch) -> d
 
 
 def _example(twin: nn.Module, example: Batch | None) -> Batch:
-    """The example. A Hugging Face model needs none."""
+    """Return the example, or make one for a Hugging Face model."""
     if example is not None:
         return example
     config = getattr(twin, "config", None)
@@ -292,7 +292,7 @@ def _example(twin: nn.Module, example: Batch | None) -> Batch:
 
 
 def _on_meta(twin: nn.Module, example: Batch) -> Arguments:
-    """The arguments that an example gives, on the meta device."""
+    """Return the module's arguments from an example, on the meta device."""
     arguments: Arguments = _meta(Signature(twin).arguments(example))
     return arguments
 
@@ -302,7 +302,7 @@ def _meta(tree: Any) -> Any:
 
 
 def _check_named(plan: TensorPlan, found: Found) -> None:
-    """Every layer that the user named is cut as said, or the user is told why not."""
+    """Refuse a plan of the user's if a layer that it names cannot be cut as requested, and say why."""
     columns = {name for region in found.regions for name in region.columns}
     rows = {name for region in found.regions for name in region.rows}
     done = {"column": columns, "row": rows, "vocabulary": set(found.heads), "whole": set(plan.kinds)}
@@ -313,12 +313,12 @@ def _check_named(plan: TensorPlan, found: Found) -> None:
 
 
 def _warn(sharding: Sharding, found: Found, plan: TensorPlan) -> None:
-    """Tell of layers that stay whole though others like them are cut: of each reason once, with the cost of all."""
+    """Warn of layers that could not be cut: once for each reason, with the cost of all its layers."""
     words = {sharding.twin.get_submodule(name).out_features for name in found.heads}
     reasons: dict[str, list[str]] = {}
     for name in sorted(found.kept):
         layer = sharding.twin.get_submodule(name)
-        # An embedding is cut where a layer scores as many words, and nowhere else.
+        # An embedding is cut only if an output head has as many words.
         counts = not isinstance(layer, nn.Embedding) or layer.num_embeddings in words
         if counts and not _is_named_whole(name, plan):
             reasons.setdefault(starred(found.whole[name]), []).append(name)

@@ -1,4 +1,4 @@
-"""What became of a module's parameters: by their original names, how each lies on the ranks."""
+"""The result of sharding a module: how each parameter, by its original names, is placed on the ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from shardwise.sharding.rng_tracker import RngTracker
 from shardwise.stages.split.materialise import materialise, replace
 from shardwise.units import format_bytes, format_flops
 
-#: Half-open runs of places along a dim.
+#: Half-open runs of indices along a dim.
 Runs = tuple[tuple[int, int], ...]
 
 
@@ -23,20 +23,20 @@ Runs = tuple[tuple[int, int], ...]
 class Shards:
     """A parameter in pieces along one dim, or whole on every rank (`dim` is None).
 
-    `runs` are the places that each rank holds, in order. A place may be on several ranks (a key head that the queries
-    of two ranks share); then the gradient of each is a part. `padded` is the length of every piece where pieces are
-    filled up with zeros to be of one length.
+    `runs` are the indices that each rank holds, in order. An index may be on several ranks (a key head that the queries
+    of two ranks share); then the gradient on each is a partial sum. `padded` is the common length of pieces that are
+    padded with zeros.
     """
 
     shape: tuple[int, ...]
     dim: int | None = None
     runs: tuple[Runs, ...] = ()
     padded: int | None = None
-    #: Whether each rank's gradient is a part of the sum, though several hold the same numbers.
+    #: Whether each rank's gradient is a partial sum, though several ranks hold the same elements.
     is_partial: bool = False
 
     def local(self, whole: Tensor, rank: int) -> Tensor:
-        """A rank's piece."""
+        """Return a rank's piece."""
         if self.dim is None:
             return whole
         pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.runs[rank] or ((0, 0),)]
@@ -44,7 +44,7 @@ class Shards:
         return local if self.padded is None else filled(local, self.dim, self.padded)
 
     def whole(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The parameter from all pieces."""
+        """Assemble the parameter from all pieces."""
         whole = pieces[0].new_zeros(self.shape)
         for rank, piece in enumerate(pieces):
             self.put(whole, piece, rank)
@@ -59,11 +59,11 @@ class Shards:
             at += stop - start
 
     def length(self, rank: int) -> int:
-        """How many places a rank holds, without padding."""
+        """Return how many indices a rank holds, without padding."""
         return sum(stop - start for start, stop in self.runs[rank])
 
     def counted(self, piece: Tensor, rank: int) -> Tensor:
-        """The part of a piece that this rank counts where all ranks together count every number once."""
+        """Return the part of a piece that this rank counts, so that all ranks together count every element once."""
         if self.dim is None:
             return piece if rank == 0 else piece[:0] if piece.dim() else piece.new_zeros(0)
         taken = np.zeros(self.shape[self.dim], dtype=bool)
@@ -77,10 +77,10 @@ class Shards:
 
 @dataclass(kw_only=True)
 class Sharding:
-    """How a module lies on the ranks of a tensor parallel group.
+    """How a module is sharded over the ranks of a tensor parallel group.
 
-    `shards` has every parameter by its original names. `whole` says of layers that every rank has whole why that is so,
-    and `notes` what was changed in modules beside their layers.
+    `shards` has every parameter by its original names. `whole` maps layers that are whole on every rank to the reason.
+    `notes` lists changes to modules other than to their layers.
     """
 
     group: Group
@@ -88,13 +88,13 @@ class Sharding:
     whole: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     cut: Mapping[str, str] = field(default_factory=dict)
-    #: Why the cut module was not compared with the whole one, where that was asked for and could not be.
+    #: Why the cut module could not be compared with the whole one, if that was requested.
     unverified: str = ""
-    #: Whether what lies between cut layers is shared out along the sequence.
+    #: Whether the operations between cut layers are sharded along the sequence.
     is_along_sequence: bool = False
-    #: Whether its forward was seen to draw at random by itself when it was tried.
+    #: Whether its forward drew random numbers (dropout aside) in the trial.
     draws: bool = False
-    #: The module as it was, without numbers.
+    #: The original module on the meta device.
     twin: nn.Module = field(default_factory=nn.Module, repr=False)
 
     def of(self, name: str) -> Shards:
@@ -104,15 +104,15 @@ class Sharding:
 
     @property
     def partial(self) -> frozenset[str]:
-        """Parameters whose gradient on each rank is a part of the sum."""
+        """Parameters whose gradient on each rank is a partial sum."""
         return frozenset(name for name, each in self.shards.items() if each.is_partial)
 
     def local(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's piece of a whole parameter."""
+        """Return this rank's piece of a whole parameter."""
         return self.of(name).local(whole, self.group.rank)
 
     def gather(self, name: str, local: Tensor) -> Tensor:
-        """The whole of a parameter, or of its optimizer state, from every rank's piece. All ranks call this alike."""
+        """Gather a whole parameter, or its optimizer state, from all ranks, which must call this together."""
         shards, group = self.of(name), self.group
         if group.size == 1 or shards.dim is None:
             return local
@@ -123,9 +123,9 @@ class Sharding:
 
     @torch.no_grad()
     def finish_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sum the gradients of which each rank has a part: norms between shards, key heads on several ranks.
+        """Sum the gradients that are partial on each rank: norms between shards, key heads on several ranks.
 
-        All ranks call this alike, when the gradients of a step are there.
+        All ranks must call this together, when the gradients of a step are complete.
         """
         names = [name for name in parameters if name in self.shards and self.shards[name].is_partial]
         if self.group.size == 1 or not names:
@@ -136,7 +136,7 @@ class Sharding:
         for name, start, end in zip(names, [0, *ends], ends, strict=False):
             shards, summed = self.shards[name], flat[start:end]
             mine = shards.local(summed.view(shards.shape), self.group.rank)
-            # Parameters of several types are summed in the widest of them.
+            # Parameters of several dtypes are summed in the widest of them.
             parameters[name].grad = mine.to(parameters[name].dtype, copy=True)
 
     def _spread_out(self, name: str, parameter: nn.Parameter) -> Tensor:
@@ -149,13 +149,13 @@ class Sharding:
         return whole
 
     def counted(self, name: str, local: Tensor) -> Tensor:
-        """The part of a piece that this rank counts, where all ranks together count each number once: for norms."""
+        """Return the part of a piece that this rank counts, so that all ranks count each element once: for norms."""
         return self.of(name).counted(local, self.group.rank)
 
     def materialise(self, module: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
-        """Give parameters that are on the meta device their pieces of what the whole module would have drawn.
+        """Initialise parameters on the meta device with their pieces of the whole module's initial values.
 
-        One whole parameter is there at a time.
+        Only one parameter is held whole at a time.
         """
         for name, parameter in list(module.named_parameters()):
             if parameter.is_meta:
@@ -169,7 +169,7 @@ class Sharding:
         return made.detach()
 
     def describe(self) -> str:
-        """What is cut, what stays whole and how to name it, in lines for people."""
+        """Describe what is cut, what stays whole and how to name it, in readable lines."""
         lines = [f"{name}: {how}" for name, how in _by_layer(self.cut)]
         for name, why in _by_layer(self.whole):
             names = [each for each in self.whole if starred(each) == name]
@@ -183,7 +183,7 @@ class Sharding:
 
 
 def cost_of(twin: nn.Module, names: Sequence[str], num_ranks: int) -> str:
-    """What it costs a rank to have layers whole, in words."""
+    """Describe what it costs a rank to hold layers whole."""
     parameters = [each for name in names for each in twin.get_submodule(name).parameters()]
     more = 1 - 1 / num_ranks
     num_bytes = sum(each.numel() * each.element_size() for each in parameters)
@@ -200,12 +200,12 @@ def _matrices(layer: nn.Module) -> list[Tensor]:
 
 
 def starred(name: str) -> str:
-    """A name with stars for numbers: layers.*.mlp.up."""
+    """Return a name with stars for numbers: layers.*.mlp.up."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _by_layer(layers: Mapping[str, str]) -> Iterable[tuple[str, str]]:
-    """Layers that differ in their number only, once: layers.*.mlp.up."""
+    """Return layers that differ only in their number once: layers.*.mlp.up."""
     shown: dict[tuple[str, str], None] = {}
     for name, text in layers.items():
         shown.setdefault((starred(name), starred(text)), None)
@@ -213,12 +213,12 @@ def _by_layer(layers: Mapping[str, str]) -> Iterable[tuple[str, str]]:
 
 
 def places(runs: Runs) -> NDArray[np.int64]:
-    """Every place of some runs."""
+    """Return every index in some runs."""
     return np.concatenate([np.arange(start, stop) for start, stop in runs] or [np.zeros(0, dtype=np.int64)])
 
 
 def runs_of(positions: NDArray[np.int64]) -> Runs:
-    """Places, in ascending order, as runs."""
+    """Return ascending indices as runs."""
     if not len(positions):
         return ()
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
@@ -226,7 +226,7 @@ def runs_of(positions: NDArray[np.int64]) -> Runs:
 
 
 def even_runs(length: int, count: int) -> tuple[Runs, ...]:
-    """A length in as many runs as there are ranks, the first of one length, the last with what is left."""
+    """Split a length into one run for each rank: all of one length, except that the last may be shorter or empty."""
     size = -(-length // count)
     return tuple(
         ((min(rank * size, length), min((rank + 1) * size, length)),) if rank * size < length else ()
@@ -235,6 +235,6 @@ def even_runs(length: int, count: int) -> tuple[Runs, ...]:
 
 
 def find_trackers(module: nn.Module) -> list[RngTracker]:
-    """What knows which channels this rank is at, inside of layers that are cut."""
+    """Return the RNG trackers of a module, which know this rank's channels inside layers that are cut."""
     found = (getattr(each, "rng", None) for each in module.modules())
     return [each for each in found if isinstance(each, RngTracker)]

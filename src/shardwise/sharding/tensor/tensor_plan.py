@@ -1,8 +1,8 @@
-"""What is asked for: a dictionary of the user's, the plan that a Hugging Face model comes with, or nothing.
+"""The requested cuts: a dictionary from the user, the plan that comes with a Hugging Face model, or nothing.
 
     {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row", "head": "vocabulary", "layers.0.attention": "whole"}
 
-A star stands for one part of a name. Whatever is asked for, the run with labels decides where the cuts are.
+A star stands for one part of a name. In any case the channel-group analysis decides where the cuts are.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from shardwise.errors import ShardwiseError, nearest, unknown
 
 KINDS = ("column", "row", "vocabulary", "whole")
 
-#: The words of Hugging Face's plans for the same things. Outputs need not be gathered where the cut is the right one.
+#: Hugging Face's names for the same kinds. With the right cut, outputs need not be gathered.
 _OF_PLANS = {
     "colwise": "column",
     "colwise_rep": "column",
@@ -29,18 +29,18 @@ _OF_PLANS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """Layers by name and what each is to be. `only`: layers that are not named stay whole."""
+    """The requested kind of each layer, by name. `only`: layers that are not named stay whole."""
 
     kinds: Mapping[str, str] = field(default_factory=dict)
     only: bool = False
-    #: Modules whose parameters are experts' matrices, one expert after the other.
+    #: Modules whose parameters are the stacked matrices of experts.
     experts: tuple[str, ...] = ()
-    #: Whether the names are the user's, who is told if one cannot be.
+    #: Whether the names are the user's. Then a request that cannot be met is an error.
     is_users: bool = False
 
 
 def read_tensor_plan(module: nn.Module, spec: Mapping[str, str] | None) -> TensorPlan:
-    """What the user says; else what the model's own plan says; else nothing."""
+    """Return the user's plan, or else the model's own plan, or else an empty one."""
     names = [name for name, _ in module.named_modules() if name]
     if spec is not None:
         for kind in spec.values():
@@ -59,7 +59,7 @@ def read_tensor_plan(module: nn.Module, spec: Mapping[str, str] | None) -> Tenso
             experts += matching
         elif style in _OF_PLANS:
             layers |= dict.fromkeys(matching, _OF_PLANS[style])
-    if "row" not in layers.values():  # Some plans name the head alone, and leave the rest open.
+    if "row" not in layers.values():  # Some plans name only the head, and leave the rest open.
         return TensorPlan(experts=tuple(experts))
     return TensorPlan(kinds=layers, only=True, experts=tuple(experts))
 
@@ -76,7 +76,7 @@ def _expand(spec: Mapping[str, str], names: list[str]) -> dict[str, str]:
 
 
 def _like(pattern: str, name: str) -> str:
-    """A name with stars where a pattern has them."""
+    """Return a name with stars where a pattern has them."""
     stars = [part == "*" for part in pattern.split(".")]
     parts = name.split(".")
     return ".".join("*" if star else part for part, star in zip(parts, stars + [False] * len(parts), strict=False))

@@ -1,8 +1,8 @@
-"""torch's own encoders call the layers in them, also where nobody wants gradients.
+"""Make torch's own encoders call their layers, even without gradients.
 
-`nn.TransformerEncoderLayer` and `nn.MultiheadAttention` have a faster way in evaluation mode that reads the weights of
-their layers and calls none of them. Of a layer that is cut these are a part. `nn.TransformerEncoder` takes tokens out
-that a padding mask hides, and hands a nested tensor from layer to layer, which cannot be sent.
+`nn.TransformerEncoderLayer` and `nn.MultiheadAttention` have a fast path in evaluation mode that reads the weights of
+their layers and calls none of them. A cut layer holds only a part of its weights. `nn.TransformerEncoder` removes
+tokens that a padding mask hides, and passes a nested tensor from layer to layer, which cannot be sent.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from shardwise.errors import ShardwiseError
 
 @contextmanager
 def layers_called(module: nn.Module | None = None) -> Iterator[None]:
-    """The faster way is off. In a module where it would have given something else, that is refused."""
+    """Disable the fast path. If it would have given other numbers in `module`, refuse the call."""
     inside = () if module is None else module.modules()
     encoders = [each for each in inside if isinstance(each, nn.TransformerEncoder)]
     was_fast = torch.backends.mha.get_fastpath_enabled()
@@ -32,7 +32,7 @@ def layers_called(module: nn.Module | None = None) -> Iterator[None]:
 
 
 def _check_hidden(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tokens that were taken out come back as zeros."""
+    """Refuse a call for which the fast path would return zeros for hidden tokens."""
     given = dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)) | kwargs
     hidden, mask = given.get("src_key_padding_mask"), given.get("mask")
     if not encoder.use_nested_tensor or encoder.training or mask is not None or not isinstance(hidden, Tensor):

@@ -1,15 +1,15 @@
-"""A cut is tried before it is made: first without numbers, for shapes, then with them, against the whole module.
+"""Try a cut before making it: first on the meta device, for shapes, then with random weights, against the whole module.
 
-What is found in one run with labels is true of channels. It says nothing of constants: a module may divide by the root
-of its width, take its first eight channels, or keep the number of its heads under a name that nobody knows. So a copy
-is cut and run, as every rank would; and where it fails, or computes something else, the layers at fault are
+The channel-group analysis is right about channels but knows nothing of constants: a module may divide by the root of
+its width, take its first eight channels, or store its number of heads under an unknown name. So a copy is cut and run
+as on every rank. If it fails, or computes something else, the layers at fault are
 
-    cut otherwise       if their pieces are heads: other numbers that their module keeps are taken to count heads
-    left whole          on every rank, by name, with what that costs
+    cut otherwise       if their pieces are heads: other integers stored by their module are taken for head counts
+    left whole          on every rank, by name, with the cost
     refused             if the user has named them to be cut
 
-Blocks that differ in their number alone are treated alike. One process tries all ranks, and what it has settled is what
-every other cuts by; or every process tries all of them, and all come to one answer.
+Blocks that differ only in their number are treated alike. Either one process tries all ranks and every other process
+uses its result, or every process tries all ranks, and all get the same result.
 """
 
 import traceback
@@ -42,7 +42,7 @@ from shardwise.stages.stage import Batch, Loss
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-#: Why nothing is shared out where a forward draws.
+#: Why nothing is sharded along the sequence if a forward draws random numbers.
 _DRAWS = "its forward draws at random, which each rank would for its tokens alone"
 
 
@@ -51,7 +51,7 @@ class _UntriedError(Exception):
 
 
 class _Whole(NamedTuple):
-    """The whole copy, and what came of it."""
+    """The whole copy, how it was run, and the results."""
 
     course: Course
     twin: nn.Module
@@ -63,7 +63,7 @@ class _Whole(NamedTuple):
 
 @dataclass(kw_only=True)
 class Trial:
-    """One module, what was found of it, and how it is to be cut."""
+    """One module, the cuts found for it, and how to make them."""
 
     module: nn.Module
     twin: nn.Module
@@ -78,40 +78,40 @@ class Trial:
     sequence: bool = False
     num_chunks: int | None = None
     named: frozenset[str] = frozenset()  #: Layers that the user has named to be cut.
-    evaluates: bool = False  #: Whether it is run as in evaluations: without gradients.
-    #: What runs of the whole are run in; it is told whether they are evaluations.
+    evaluates: bool = False  #: Whether it is run as in evaluation: without gradients.
+    #: The context for runs of the whole; its argument says whether they are evaluations.
     around: Callable[[bool], AbstractContextManager[Any]] = nullcontext
-    _writes: bool = False  #: Whether its forward writes to parameters: then no two of them are one on the copy.
+    _writes: bool = False  #: Whether its forward writes to parameters: then the copy shares none of them.
     unverified: str = ""  #: Why numbers could not be compared, if so.
-    unshared: str = ""  #: Why nothing is shared out along the sequence, though it was asked for.
-    draws: bool = False  #: Whether its forward was seen to draw at random, beside dropout.
+    unshared: str = ""  #: Why nothing is sharded along the sequence, though it was requested.
+    draws: bool = False  #: Whether its forward drew random numbers, dropout aside.
     _first_reasons: dict[str, str] = field(default_factory=dict)
-    _shards: Mapping[str, Shards] = field(default_factory=dict)  #: Where parameters would lie, by the run for shapes.
-    _passing: Mapping[str, Hashable] = field(default_factory=dict)  #: Blocks that may be left out, and what each does.
+    _shards: Mapping[str, Shards] = field(default_factory=dict)  #: The shards of parameters, from the run for shapes.
+    _passing: Mapping[str, Hashable] = field(default_factory=dict)  #: Blocks that may be skipped: hashes of operations.
 
     def settle(self, *, verify: bool) -> None:
-        """Try until what is left computes what the whole module does."""
+        """Try until the remaining cuts compute the same as the whole module."""
         while (failure := self._fault(verify=verify)) is not None:
             self._give_up(*failure, guesses=verify)
 
     def cut_layers(self) -> list[str]:
-        """The layers of which a rank would have a part."""
+        """Return the layers of which a rank would hold a part."""
         return [name.rpartition(".")[0] for name, lie in self._shards.items() if lie.dim is not None]
 
     def _fault(self, *, verify: bool) -> tuple[list[str], str] | None:
-        """The kinds of layers that are wrong, and what is."""
+        """Return the kinds of layers at fault and a description of the fault; None if there is none."""
         found = self._fault_of_shapes()
         is_cut = self.found.regions or self.found.heads or self.found.experts
         return self._fault_of_numbers() if found is None and verify and is_cut else found
 
     def cut(self, module: nn.Module, group: Group, *, sequence: bool | None = None) -> LayerCutter:
-        """Cut a module like this one."""
+        """Cut a module of the same structure as this trial's."""
         with_sequence = self.sequence if sequence is None else sequence
         found = self.found.within({name for name, _ in module.named_modules()})
         return cut(module, group, found, self.seen, sequence=with_sequence, num_chunks=self.num_chunks)
 
     def _fault_of_shapes(self) -> tuple[list[str], str] | None:
-        """Cut a copy without numbers as each rank would, and run it."""
+        """Cut a copy on the meta device as on each rank, and run it."""
         for rank in _different_ranks(self.found, self.num_ranks):
             twin = meta_twin(self.twin)
             try:
@@ -139,12 +139,12 @@ class Trial:
         return None
 
     def _fault_without_sequence(self, why: str) -> tuple[list[str], str] | None:
-        """Share out nothing along the sequence: what is computed is the same."""
+        """Give up sharding along the sequence, which does not change the results, and check shapes again."""
         self.sequence, self.unshared = False, why
         return self._fault_of_shapes()
 
     def _kinds_in(self, holder: str) -> list[str]:
-        """The kinds of regions that have layers right in a module."""
+        """Return the kinds of regions that have layers directly in a module."""
         within = starred(holder)
         return list(
             dict.fromkeys(
@@ -155,7 +155,7 @@ class Trial:
         )
 
     def _fault_of_numbers(self) -> tuple[list[str], str] | None:
-        """Compare a copy of the whole with what all ranks make of it."""
+        """Compare a copy of the whole module with its parts on all ranks."""
         try:
             difference = self._difference(sequence=self.sequence)
             if self.sequence and self.draws:
@@ -176,7 +176,7 @@ class Trial:
         return kinds, str(difference)
 
     def _blamed(self, difference: Difference) -> list[str]:
-        """Of the kinds of what is cut, the one that makes the difference: by its row, or by trying without it."""
+        """Return the kind of cut that causes a difference: by its row, or by trying without it."""
         kinds = self._kinds()
         for kind, names in kinds.items():
             if difference.mark in names:
@@ -188,7 +188,7 @@ class Trial:
         return list(kinds) if _without(self, list(kinds))._difference(sequence=False) is None else []
 
     def _kinds(self) -> dict[str, list[str]]:
-        """What is cut by kinds: regions by their rows, heads and experts; and the layers that show what each makes."""
+        """Map each kind of cut (regions by their rows, heads, experts) to the layers whose outputs show its result."""
         kinds: dict[str, list[str]] = {}
         for region in self.found.regions:
             kinds.setdefault(region.kind, []).extend(region.rows)
@@ -197,7 +197,7 @@ class Trial:
         return kinds
 
     def _difference(self, *, sequence: bool) -> Difference | None:
-        """The first difference, if it is there with two sets of numbers, and the whole does not differ from itself."""
+        """Return the first difference, if two sets of weights show one and the whole module is deterministic."""
         found: Difference | None = None
         with numbers.precisely(self.device):
             for seed in (1, 2):
@@ -214,7 +214,7 @@ class Trial:
         return found
 
     def run_whole(self, seed: int, gain: float = 1.0) -> _Whole:
-        """The whole copy, run: on few tokens and in float64, if the module can."""
+        """Run the whole copy: on few tokens and in float64, if the module supports it."""
         problem: Exception | None = None
         device, dtypes = fitting(self.module, self._sort, self.device)
         for example in (shortened(self.example), self.example):
@@ -227,7 +227,7 @@ class Trial:
         raise _UntriedError(f"{type(problem).__name__}: {problem}")
 
     def _sort(self, name: str) -> Hashable:
-        """How a parameter would lie: those that lie differently cannot be one."""
+        """Return how a parameter is sharded: parameters sharded differently cannot share memory in the copy."""
         if self._writes:
             return name
         lie = self._shards.get(name)
@@ -251,7 +251,7 @@ class Trial:
                 course = numbers.run(copied, call, marks, loss, batch, backward=not self.evaluates)
         except Exception as error:
             problem = error
-        # A copy's own tensors count with those whose memory they have.
+        # Writes to the copy's parameters also count in the twin, whose memory they share.
         if not self._writes and versions != versions_of(twin):
             self._writes = True
             return self._whole_of(example, dtype, device, loss, seed, gain)
@@ -261,7 +261,7 @@ class Trial:
         return _Whole(course, twin, call, batch, loss, dtype)
 
     def _compared(self, whole: _Whole, *, sequence: bool) -> Difference | None:
-        """What all ranks make of the copy, against the whole."""
+        """Compare the copy's parts on all ranks with the whole."""
         modules: dict[int, nn.Module] = {}
         shards: dict[int, dict[str, Shards]] = {}
 
@@ -279,17 +279,17 @@ class Trial:
         return numbers.compare(whole.course, ranks, shards[0], whole.dtype, with_marks=not sequence)
 
     def _run(self, module: nn.Module, whole: _Whole, looked_at: Sequence[str]) -> Course:
-        """A copy run as the whole one was."""
+        """Run a copy as the whole one was run."""
         return numbers.run(module, whole.call, looked_at, whole.loss, whole.batch, backward=not self.evaluates)
 
     def _marks(self, module: nn.Module) -> list[str]:
-        """The layers whose results are looked at, of those that a copy has."""
+        """Return the layers of a copy whose outputs are compared."""
         there = {name for name, _ in module.named_modules()}
         names = [name for names in self._kinds().values() for name in names]
         return [name for name in names if name in there and name not in self.found.heads]
 
     def _give_up(self, kinds: list[str], why: str, *, guesses: bool) -> None:
-        """Cut layers of these kinds otherwise, if there is a way left, or not at all."""
+        """Cut layers of these kinds otherwise, if a guess is left, or leave them whole."""
         for kind in kinds:
             self._first_reasons.setdefault(kind, why)
         regions = [region for region in self.found.regions if region.kind in kinds]
@@ -311,7 +311,7 @@ class Trial:
 
 
 def _without(trial: Trial, kinds: list[str]) -> Trial:
-    """The same with some kinds of layers whole."""
+    """Return the same trial with some kinds of layers whole."""
     found = replace(
         trial.found,
         regions=[region for region in trial.found.regions if region.kind not in kinds],
@@ -323,7 +323,7 @@ def _without(trial: Trial, kinds: list[str]) -> Trial:
 
 
 def _is_crossed(found: Found, block: str) -> bool:
-    """Whether a region is only in part in a block: then what lies between its layers lies outside, too."""
+    """Whether a region is only partly in a block: then operations between its layers are outside the block, too."""
     for region in found.regions:
         inside = [name == block or name.startswith(f"{block}.") for name in (*region.columns, *region.rows)]
         if block in (*region.columns, *region.rows) or (any(inside) and not all(inside)):
@@ -332,7 +332,7 @@ def _is_crossed(found: Found, block: str) -> bool:
 
 
 def _different_ranks(found: Found, num_ranks: int) -> list[int]:
-    """A rank of each kind: those that have as many places of everything are alike."""
+    """Return one rank of each kind: ranks with equally many channels in every layer are alike."""
     kinds: dict[Hashable, int] = {}
     for rank in range(num_ranks):
         sizes = tuple(
@@ -345,8 +345,8 @@ def _different_ranks(found: Found, num_ranks: int) -> list[int]:
 
 
 class Settled(NamedTuple):
-    """What is cut, whether along the sequence too; why numbers were not compared, or nothing is shared out so; and
-    whether the forward draws at random."""
+    """The cuts, and whether also along the sequence; why numbers were not compared, or nothing is sharded along the
+    sequence; and whether the forward draws random numbers."""
 
     found: Found
     sequence: bool
@@ -355,14 +355,14 @@ class Settled(NamedTuple):
     draws: bool
 
 
-#: What the first runs of a trial are run in.
+#: The context for the first runs of a trial.
 AtFirst = Callable[[], AbstractContextManager[Any]]
-#: Gives what one rank has settled for all, or each, from what does so on one of them.
+#: Takes a function that settles on one rank; returns what one rank has settled for all, or each for itself.
 ByFirst = Callable[[Callable[[AtFirst], Settled]], Settled]
 
 
 def settle(trial: Trial, *, verify: bool, by_first: ByFirst | None = None) -> None:
-    """Try until what is left computes what the whole module does, in evaluations too; on one rank, with `by_first`."""
+    """Try until the remaining cuts compute the same as the whole module, in evaluation too. `by_first`: on one rank."""
 
     def attempt(at_first: AtFirst) -> Settled:
         trial.around = _FirstRuns(at_first).around
@@ -376,8 +376,8 @@ def settle(trial: Trial, *, verify: bool, by_first: ByFirst | None = None) -> No
 
 
 class _FirstRuns:
-    """The first run in training, and the first as in evaluations, are run in a context: one that looks for collectives,
-    where nobody else tries the module."""
+    """Runs the first run in training, and the first in evaluation, within a context: one that detects collectives, if
+    only one rank tries the module."""
 
     def __init__(self, at_first: AtFirst) -> None:
         self._at_first, self._known = at_first, set[bool]()
@@ -390,8 +390,8 @@ class _FirstRuns:
 
 
 def differs_in_evaluation(trial: Trial) -> bool:
-    """Whether the whole module computes something else in evaluations, where nothing is dropped in either; or the same
-    without layers that are cut, as shorter ways do that read their weights."""
+    """Whether the whole module, without dropout, computes something else in evaluation mode; or the same without
+    calling layers that are cut, like fast paths that read their weights."""
     is_cut = trial.found.regions or trial.found.heads or trial.found.experts
     if not is_cut or trial.unverified or not numbers.may_differ(trial.module):
         return False
@@ -413,7 +413,7 @@ def differs_in_evaluation(trial: Trial) -> bool:
 
 
 def settle_in_evaluation(trial: Trial) -> None:
-    """Try until what is left computes in evaluations, too, what the whole module does there."""
+    """Try until the remaining cuts also compute the same as the whole module in evaluation mode."""
     trial.evaluates = True
     with in_evaluation_mode(trial.module, trial.twin):
         trial.settle(verify=True)
@@ -422,7 +422,7 @@ def settle_in_evaluation(trial: Trial) -> None:
 
 @contextmanager
 def in_evaluation_mode(*modules: nn.Module) -> Iterator[None]:
-    """Everything in evaluation mode, and as it was afterwards; by attributes, as a `train()` may be the user's own."""
+    """Set evaluation mode, and restore it afterwards. It sets attributes, since a user may override `train()`."""
     training = [each for module in modules for each in module.modules() if each.training]
     for each in training:
         each.training = False
@@ -441,7 +441,7 @@ def run_on_meta(module: nn.Module, arguments: Arguments, watch: BlockWatch) -> A
 
 
 def _find_holder(twin: nn.Module, error: Exception) -> str | None:
-    """Of the modules that ran when an error was raised, the innermost that has cut layers; None if none has."""
+    """Return the innermost module with cut layers that was running when an error was raised; None if none was."""
     names: dict[nn.Module, str] = {each: name for name, each in twin.named_modules()}
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         running = frame.f_locals.get("self")

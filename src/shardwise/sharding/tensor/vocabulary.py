@@ -1,12 +1,12 @@
 """Vocabulary parallelism: each rank embeds and scores its own words.
 
-A vocabulary that the ranks do not divide is padded with zeros at its end. No token is ever a padding word, and the loss
-leaves them out, so their gradient is zero and they stay what they are.
+If the ranks do not divide the vocabulary, it is padded with zeros at its end. No token is ever a padding word, and the
+loss excludes them, so their gradient is zero and they never change.
 
 To the model and to a loss the logits of a rank look like the whole: same shape, same indexing. Their cross entropy is
-computed where they are (as in Megatron-LM), and so is what keeps words apart: scaling, a cap, a cast, another shape of
-the tokens. All else is done on the whole, which is gathered for it first. What is written into, or of which a view is
-taken that may be, is whole from then on, with all of its views: a change is seen by everyone who would see it.
+computed on the shards (as in Megatron-LM), and so are operations that keep words separate: scaling, a cap, a cast, a
+reshape of the tokens. Any other operation first gathers the whole. Logits that are written to, or viewed in a way that
+allows writes, stay gathered with all of their views, so that every alias sees a change.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ from shardwise.sharding.tensor.linear import ColumnParallelLinear
 from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.torch_private import pytree, storage_id, without_subclasses
 
-#: What changes each number by itself.
+#: Elementwise operations.
 _EACH: set[Callable[..., Any]] = {
     Tensor.float, Tensor.to, Tensor.double, Tensor.bfloat16, Tensor.half, Tensor.contiguous, Tensor.clone,
     Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.true_divide, Tensor.tanh,
     Tensor.mul_, Tensor.div_, Tensor.__imul__, torch.mul, torch.div, torch.tanh, torch.clone, Tensor.detach,
 }  # fmt: skip
 _NEW_SHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.__getitem__}
-#: What is asked of a tensor without looking at its numbers.
+#: Queries of a tensor that do not read its values.
 _FACTS: set[Any] = {
     Tensor.is_floating_point,
     Tensor.dim,
@@ -45,23 +45,23 @@ _FACTS: set[Any] = {
 }
 
 
-#: Those of the above that write into their tensor.
+#: The elementwise operations that write to their tensor.
 _IN_PLACE = {Tensor.mul_, Tensor.div_, Tensor.__imul__}
-#: Names that end in an underscore though no number is changed.
+#: Names that end in an underscore though they change no value.
 _KEEPS_NUMBERS = {"requires_grad_", "rename_", "share_memory_"}
 _LIKE_PLUS_EQUALS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow")}
-#: What is done to a tensor of a graph, and not to another that shares its numbers.
+#: Operations on the tensor object in its graph; they must not go to another tensor with the same values.
 _ON_ITSELF: set[Any] = {Tensor.register_hook, Tensor.retain_grad}
 
 
 class VocabParallelLogits(Tensor):
-    """The scores of this rank's words, with what is needed to act as the whole."""
+    """The logits of this rank's words, which act as the logits of all words."""
 
     group: Group
     words: int
-    #: The scores of all words, once they have been gathered for good.
+    #: The logits of all words, once they have been gathered for good.
     _gathered: Tensor | None
-    #: The scores that these are a view of, and what makes it.
+    #: The logits of which these are a view, and the function that makes the view.
     _view_of: "tuple[VocabParallelLogits, Callable[[Tensor], Tensor]] | None"
 
     @staticmethod
@@ -72,27 +72,27 @@ class VocabParallelLogits(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """The scores of this rank's words, padding included."""
+        """The logits of this rank's words, padding included."""
         with without_subclasses():
             return self.as_subclass(Tensor)
 
     def like(self, local: Tensor) -> "VocabParallelLogits":
-        """Other scores of the same words."""
+        """Return other logits of the same words."""
         return VocabParallelLogits.of(local, self.group, self.words)
 
     def view_by(self, local: Tensor, make: Callable[[Tensor], Tensor]) -> "VocabParallelLogits":
-        """A view of these scores, which `make` makes of the whole."""
+        """Return a view of these logits. `make` makes the same view of the whole."""
         made = self.like(local)
         made._view_of = self, make
         return made
 
     @property
     def is_gathered(self) -> bool:
-        """Whether all words are here, so that what this rank had of them is out of date."""
+        """Whether the logits of all words are kept here, so that this rank's own are out of date."""
         return self._gathered is not None or (self._view_of is not None and self._view_of[0].is_gathered)
 
     def whole(self) -> Tensor:
-        """The scores of all words."""
+        """Return the logits of all words."""
         if self._gathered is not None:
             return self._gathered
         if self._view_of is not None and self._view_of[0].is_gathered:
@@ -102,7 +102,7 @@ class VocabParallelLogits(Tensor):
         return gather(self.local, self.group, -1, used_alike=True)[..., : self.words]
 
     def keep_whole(self) -> Tensor:
-        """Have all words here from now on, and so have those whose views these are and their other views."""
+        """Keep the logits of all words from now on, here and in the base of this view with all of its views."""
         if self._view_of is not None:
             self._view_of[0].keep_whole()
         elif self._gathered is None:
@@ -145,7 +145,7 @@ class VocabParallelLogits(Tensor):
 
 
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do something with the scores of all words."""
+    """Apply a function to the logits of all words."""
     first = args[0] if args and isinstance(args[0], VocabParallelLogits) else None
     if first is not None and (_writes(func) or kwargs.get("out") is first):
         whole = first.keep_whole()
@@ -161,7 +161,7 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     views = [each for each in _tensors(made) if any(_share_memory(each, whole) for whole in wholes.values())]
     if not views or all(each.is_gathered for each in given):
         return made
-    # Somebody may write into a view, and the scores themselves must show it: once more, of what stays.
+    # A later write to a view must show in the logits themselves, so apply it again to the whole that is kept.
     for each in given:
         wholes[id(each)] = each.keep_whole()
     return func(*map(read, args), **{key: read(each) for key, each in kwargs.items()})
@@ -172,7 +172,7 @@ def _tensors(made: Any) -> list[Tensor]:
 
 
 def _writes(func: Any) -> bool:
-    """Whether a function of torch writes into its first argument: its name ends in an underscore, or is like +=."""
+    """Whether a torch function writes to its first argument: its name ends in an underscore, or it is like +=."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name == "__setitem__" or name in _LIKE_PLUS_EQUALS
@@ -187,7 +187,7 @@ def _share_memory(some: Any, other: Tensor) -> bool:
 
 
 def _read(each: Any) -> Any:
-    """The scores of all words wherever they are among arguments."""
+    """Replace logits anywhere in an argument by the logits of all words."""
     if isinstance(each, VocabParallelLogits):
         return each.whole()
     if type(each) in (list, tuple):
@@ -198,18 +198,18 @@ def _read(each: Any) -> Any:
 def _reshaped(
     func: Any, given: VocabParallelLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> VocabParallelLogits | None:
-    """Tokens in another shape; None if words are touched."""
+    """Reshape the tokens; None if the dim of words is affected."""
     if kwargs:
         return None
     made = reshaped(func, given.local, given.words, rest)
-    # The scores of all words may lie so that torch has no view of another shape.
+    # The gathered logits may not be contiguous, so that `view` would fail.
     whole_by = torch.reshape if func is Tensor.view else func
     shape = rest if whole_by is func or isinstance(rest[0], (tuple, list)) else (rest,)
     return None if made is None else given.view_by(made, lambda whole: whole_by(whole, *shape))
 
 
 def _loss(given: VocabParallelLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The cross entropy where the words are; None if it is of another kind than tokens by words."""
+    """Return the cross entropy computed on the shards; None unless it is of (tokens, words) with class labels."""
     order = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     named = {**dict(zip(order, rest, strict=False)), **kwargs}
     named.pop("input", None)
@@ -230,16 +230,16 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """The cross entropy of scores of which each rank has its words: (tokens, words of this rank).
+    """Return the cross entropy of logits that are sharded by words: (tokens, words of this rank).
 
     For a token with logits z and target t, over all words of all ranks:
 
         loss = log(sum exp(z - m)) - (z_t - m)          m = max z; one all-reduce for m, one for the other two
         gradient of z_i = softmax(z)_i - [i = t]        needs no further communication
 
-    Label smoothing s takes (1 - s) of the target's term and s of the mean over all words. So three numbers of each
-    token cross the ranks: the highest score, the sum of exponentials, and the target's score (and with smoothing the
-    sum of scores).
+    Label smoothing s takes (1 - s) of the target's term and s of the mean over all words. So ranks exchange three
+    numbers per token: the largest logit, the sum of exponentials, and the target's logit (with smoothing also the sum
+    of logits).
     """
     losses = _CrossEntropy.apply(local, target, group, words, ignore_index, label_smoothing)  # type: ignore[no-untyped-call]
     if reduction == "none":
@@ -289,10 +289,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class VocabularyHead(ColumnParallelLinear):
-    """This rank's words of the layer that scores words. What it returns looks like the scores of all words."""
+    """This rank's words of the output head. Its output looks like the logits of all words."""
 
     words: int = 0
-    #: Whether scores wait for somebody who looks at them, as those of the layer that was cut did.
+    #: Whether logits are computed lazily, when they are first read, as in the layer that was cut.
     waits = False
 
     def forward(self, input: Tensor) -> Tensor:
@@ -305,14 +305,14 @@ class VocabularyHead(ColumnParallelLinear):
         return VocabParallelLogits.of(local, self.group, self.words)
 
     def _all_tokens(self, given: Tensor) -> Tensor:
-        """What scores are computed of. Each rank has a part of its gradient, which is summed, here or by the giver."""
+        """Return the input for all tokens. Its gradient is partial on each rank: summed here or by its producer."""
         length = given.length if isinstance(given, LazyGather) else self.together.gathers
         if length is not None:
             return length.gather(given.piece if isinstance(given, LazyGather) else given, used_alike=False)
         return copy(given, self.group) if self.together.reduces else given
 
     def _ranks(self) -> Ranks:
-        """What crosses ranks for a loss of which each computes its words: a maximum, and a sum of three numbers."""
+        """Return the communication of a loss that is sharded by words: a maximum, and a sum of three numbers."""
         return Ranks(
             first=self.group.rank * self.weight.shape[0],
             words=self.words,
@@ -323,7 +323,7 @@ class VocabularyHead(ColumnParallelLinear):
 
 
 def share_embedding(module: nn.Embedding, group: Group, words: int) -> None:
-    """Let an embedding, whose weight is this rank's words already, give the vectors of all words."""
+    """Make an embedding, whose weight is this rank's words already, return the vectors of all words."""
     size = -(-words // group.size)
     first, last = group.rank * size, min((group.rank + 1) * size, words)
     if module.padding_idx is not None:

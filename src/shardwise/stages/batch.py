@@ -1,4 +1,4 @@
-"""A batch: cut into microbatches, and where it is."""
+"""Cut a batch into microbatches; its length and device."""
 
 from itertools import pairwise
 from typing import Any
@@ -13,20 +13,20 @@ from shardwise.stages.stage import Batch
 
 
 class Microbatch(dict):  # type: ignore[type-arg]
-    """Some rows of a batch, and how many."""
+    """Some rows of a batch, and their number."""
 
     num_rows: int = 0
 
 
 class Padding(Microbatch):
-    """A microbatch that repeats a row for want of another: it is run like any other, and counts for nothing."""
+    """A microbatch that repeats a row because there are too few. It runs like any other but counts for nothing."""
 
 
 def cut_batch(batch: Batch, num_microbatches: int, *, pad: bool = False, seen: Seen | None = None) -> list[Batch]:
-    """Return the microbatches: what has a row for each of the batch's is cut along them, all else goes to each.
+    """Return the microbatches: entries with one row for each of the batch's are cut, all others go to each.
 
-    What is cut is found (`rows.py`), or was `seen` before. With `pad` any length will do: some microbatches have one
-    row more than others, and if there are fewer rows than microbatches the last ones are `Padding`.
+    The entries to cut are found (`rows.py`), or given as `seen`. With `pad` any length is allowed: some microbatches
+    have one row more than others, and if there are fewer rows than microbatches the last ones are `Padding`.
     """
     seen = RowRule().look(batch) if seen is None else seen
     length = seen.length
@@ -49,7 +49,7 @@ def cut_batch(batch: Batch, num_microbatches: int, *, pad: bool = False, seen: S
 
 
 def padded(batch: Batch, seen: Seen, length: int) -> Batch:
-    """The batch with its last row repeated up to a length."""
+    """Return the batch with its last row repeated up to a length."""
     more = length - seen.length
 
     def fill(path: str, entry: Any) -> Any:
@@ -71,15 +71,15 @@ def _rows(batch: Batch, seen: Seen, first: int, end: int, kind: type[Microbatch]
 
 
 def length_of(batch: Batch) -> int:
-    """How many rows a batch has."""
+    """Return the number of rows of a batch."""
     return batch.num_rows if isinstance(batch, Microbatch) else RowRule().length(batch)
 
 
 def shapes_of(batch: Batch) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
-    """All that the shapes of values depend on."""
+    """Return all shapes and dtypes of a batch, on which the shapes of values depend."""
     return tuple((path, each.shape, each.dtype) for path, each in nodes(batch) if isinstance(each, Tensor))
 
 
 def home_of(batch: Batch) -> torch.device:
-    """Where a batch's tensors are."""
+    """Return the device of a batch's tensors."""
     return next((each.device for each in tensors_in(batch)), torch.device("cpu"))

@@ -1,11 +1,11 @@
-"""Compiled units, whose backward computes what is asked of it and nothing else.
+"""Compiled units whose backward computes only the requested gradients.
 
-`torch.compile` makes one node of a unit's backward. Torch's own nodes look which of their gradients a pass of autograd
-is after; such a node does not. Under a zero-bubble schedule it would compute the weights' gradients with the input's in
-I, throw them away, and do all of it again in W. Here it looks too: the backward graph is cut in two where a pass wants
-only a part of it, and what both halves need is kept at the node from one pass to the next. The first half computes the
-gradients that are wanted now, and returns with them what the second needs of its intermediate results. The second goes
-on from there to the other gradients:
+`torch.compile` makes one node of a unit's backward. Torch's own nodes check which of their gradients a pass of autograd
+needs; such a node does not. Under a zero-bubble schedule it would compute the weight gradients with the input gradient
+in I, discard them, and compute everything again in W. Here the node checks too: if a pass needs only some gradients,
+the backward graph is cut in two, and intermediate results that both halves need are kept at the node between passes.
+The first half computes the gradients needed now, and also returns the intermediate results that the second half needs.
+The second half continues from there to the other gradients:
 
       gradient of the output                 gradient of the output      kept
             |          \\                           |       \\              |
@@ -13,8 +13,8 @@ on from there to the other gradients:
             |           |                           |                      |
           input       weight                      input                  weight
 
-An operation that makes gradients of both kinds at once, as that of a convolution does, is in both halves if it can be
-told which to make (`output_mask`), and in the first if it cannot.
+An operation that makes gradients of both kinds at once, such as convolution's, is in both halves if it has an argument
+that selects its outputs (`output_mask`), and otherwise in the first.
 """
 
 import operator
@@ -50,17 +50,17 @@ from shardwise.torch_private import (
     tracing,
 )
 
-#: From Triton or C++ kernels to no compilation at all; `aot_eager` runs the same graphs as `inductor`, as they are.
+#: From Triton or C++ kernels to no compilation; `aot_eager` runs the same graphs as `inductor`, uncompiled.
 BACKENDS = ("inductor", "aot_eager", "eager")
 
-# Runs a graph on its inputs in a list, which it may empty.
+# Runs a graph on a list of inputs, which it may clear.
 _Compiled = Callable[[list[Any]], Sequence[Any]]
 _Compile = Callable[[GraphModule, list[Any]], _Compiled]
 _KEPT = "shardwise.kept"
 
 
 def check_backend(compile: bool | str, device: torch.device) -> str | None:
-    """The backend that is asked for, None for no compilation; refused if it cannot work here."""
+    """Return the requested backend, None for no compilation. Refuse one that cannot work here."""
     if not compile:
         return None
     backend = "inductor" if compile is True else compile
@@ -76,7 +76,7 @@ def check_backend(compile: bool | str, device: torch.device) -> str | None:
 
 
 def find_missing(device: torch.device) -> str | None:
-    """What inductor would need for a device and does not find."""
+    """Return what inductor needs for a device and does not find; None if nothing is missing."""
     if device.type == "cpu":
         return None if has_cpp_compiler() else "a C++ compiler"
     if device.type == "cuda":
@@ -85,9 +85,9 @@ def find_missing(device: torch.device) -> str | None:
 
 
 def compile_units(split: Split, backend: str) -> None:
-    """Compile each unit of the stages of this process, at its first call. Units of one kind share what is compiled.
+    """Compile each unit of this process's stages at its first call. Units of one kind share compiled code.
 
-    Evaluations run them as they are: they are few, and each kind of unit would be compiled once more for them.
+    Evaluation runs them uncompiled: it is rare, and each kind of unit would be compiled once more for it.
     """
     # All units are called from one line (`_calling`), and each kind, mode and shape of them counts against its limit.
     most = 8 * sum(map(len, split.units))
@@ -99,7 +99,7 @@ def compile_units(split: Split, backend: str) -> None:
 
 
 def _around(backend: Any, unit: str, call: Inner) -> Inner:
-    """What is called in place of a unit: itself if it says so (`keeps_eager`, as the head of `nets` does)."""
+    """Return the compiled call of a unit, or its own call if it has `keeps_eager` set, like the head of `nets`."""
     del unit
     if getattr(getattr(call, "__self__", None), "keeps_eager", False):
         return call
@@ -114,7 +114,7 @@ def _in_training(compiled: Inner, plain: Inner) -> Inner:
 
 
 def _calling(call: Inner) -> Inner:
-    """The same call from a line of ours: torch looks into what is called from there, even if it is torch's own."""
+    """Wrap a call in a function of ours: torch traces into calls made there, even of torch's own modules."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
@@ -130,7 +130,7 @@ def _inductor(graph: GraphModule, inputs: list[Any]) -> Any:
     def part_of(compile: Callable[..., Any], part: GraphModule, given: list[Any], **options: Any) -> Any:
         if not options.get("is_backward"):
             return compile(part, given, **options)
-        # Which inputs stay where they are is known of the whole, not of its halves.
+        # Which inputs are static is known for the whole backward, not for its halves.
         plain = {**options, "static_input_idxs": (), "cudagraphs": None}
         return _compile_backward(partial(compile, **plain), part, given)
 
@@ -138,21 +138,21 @@ def _inductor(graph: GraphModule, inputs: list[Any]) -> Any:
 
 
 class _Part(NamedTuple):
-    """A half of a backward: compiled, and which inputs of the whole it takes."""
+    """A compiled half of a backward, and the positions of the whole's inputs that it takes."""
 
     run: _Compiled
     inputs: tuple[int, ...]
 
 
 class _Kept(NamedTuple):
-    """What a first half has left for the second: which gradients are there already, and what the others need."""
+    """The state that a first half leaves for the second: the gradients already computed, and values for the others."""
 
     done: frozenset[int]
     values: tuple[Any, ...]
 
 
 def _compile_backward(compile: _Compile, graph: GraphModule, examples: list[Any]) -> _Compiled:
-    """What AOTAutograd calls to compile a backward. Halves are compiled when they are first wanted."""
+    """Compile a backward for AOTAutograd. Halves are compiled when they are first needed."""
     backward = _Backward(compile, graph, examples)
 
     def run(args: list[Any]) -> Sequence[Any]:
@@ -162,7 +162,7 @@ def _compile_backward(compile: _Compile, graph: GraphModule, examples: list[Any]
 
 
 class _Backward:
-    """A compiled backward that knows what it is run for."""
+    """A compiled backward that computes only the gradients that the current pass needs."""
 
     def __init__(self, compile: _Compile, graph: GraphModule, examples: list[Any]) -> None:
         self._compile, self._graph, self._examples = compile, graph, examples
@@ -177,7 +177,7 @@ class _Backward:
         self._parts: dict[frozenset[int], tuple[_Part, _Part]] = {}
 
     def _find_edges(self, returned: Sequence[Any]) -> list[int]:
-        """For each edge that leads on from the node, the gradient that goes there.
+        """Return the gradient that goes along each outgoing edge of the node.
 
         An input that nothing depends on keeps its edge only if it is a leaf.
         """
@@ -192,7 +192,7 @@ class _Backward:
         ]
 
     def run(self, args: list[Any]) -> Sequence[Any]:
-        """Compute what this pass of autograd is after, and None in place of all else."""
+        """Compute the gradients that this pass of autograd needs; return None in place of the others."""
         node: Any = current_node()
         wanted = self._find_wanted(node)
         kept: _Kept | None = node.metadata.pop(_KEPT, None)
@@ -217,7 +217,7 @@ class _Backward:
         return [found.get(place) for place in range(self._num_gradients)]
 
     def _get_parts(self, wanted: frozenset[int]) -> tuple[_Part, _Part]:
-        """The halves for what is wanted; if that is everything, the first is the whole and the second empty."""
+        """Return the halves for the wanted gradients. If all are wanted, the first is the whole, the second empty."""
         if wanted not in self._parts:
             first, second = _halve(self._graph, wanted)
             given, later = ([self._examples[place] for place in half.inputs] for half in (first, second))
@@ -231,7 +231,7 @@ class _Backward:
 
 def _run(part: _Part, args: list[Any], kept: Sequence[Any] = ()) -> Sequence[Any]:
     given = [*(args[place] for place in part.inputs), *kept]
-    # What is in no list any more can be freed when it has been used.
+    # Drop the references in the caller's list, so that each input can be freed after its last use.
     args.clear()
     return part.run(given)
 
@@ -254,7 +254,7 @@ def _halve(whole: GraphModule, wanted: Collection[int]) -> tuple[_Half, _Half]:
     now = [each for position, each in enumerate(returned) if each is not None and position in wanted]
     later = [each for position, each in enumerate(returned) if each is not None and position not in wanted]
     early = _above([*now, *(each for each in nodes if each.op == "call_function" and each.is_impure())])
-    # What an operation has made already is handed over as it is, if that operation cannot make it alone.
+    # If an operation cannot make one of its outputs alone, the first half hands that output over.
     for node in nodes:
         if _is_item(node) and node.args[0] in early and _mask_place(node.args[0]) is None:
             early.add(node)
@@ -265,7 +265,7 @@ def _halve(whole: GraphModule, wanted: Collection[int]) -> tuple[_Half, _Half]:
 
 
 def _above(roots: Iterable[Node]) -> set[Node]:
-    """All that nodes are computed from, and they themselves."""
+    """Return the ancestors of some nodes, and the nodes themselves."""
     found: set[Node] = set()
     stack = list(roots)
     while stack:
@@ -277,7 +277,7 @@ def _above(roots: Iterable[Node]) -> set[Node]:
 
 
 def _beyond(roots: Iterable[Node], early: set[Node]) -> tuple[set[Node], list[Node]]:
-    """What is left to compute for the roots, and what of the early nodes that starts from."""
+    """Return the nodes still to compute for the roots, and the early nodes whose values they need."""
     late: set[Node] = set()
     kept: dict[Node, None] = {}
     stack = list(roots)
@@ -291,7 +291,7 @@ def _beyond(roots: Iterable[Node], early: set[Node]) -> tuple[set[Node], list[No
         late.add(node)
         for above in node.all_input_nodes:
             if _is_item(node) and above in early:
-                # Made again, without what the first half has made.
+                # Run the operation again, without the outputs that the first half made.
                 late.add(above)
                 stack += above.all_input_nodes
             else:
@@ -307,7 +307,7 @@ def _extract(
     kept: list[Node],
     returned: list[Node],
 ) -> _Half:
-    """The nodes of a part as a graph of its own, from inputs of the whole and what was kept."""
+    """Extract the nodes of a part as a separate graph, whose inputs are those of the whole and the kept values."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     taken = [position for position, node in enumerate(inputs) if node in part]
@@ -323,7 +323,7 @@ def _extract(
                 mask = [made and number in items for number, made in enumerate(node.args[place])]  # type: ignore[arg-type]
                 copies[node].update_arg(place, mask)
     output = graph.output([copies[each] for each in returned])
-    # Strides are a part of what the other half, and autograd, expect.
+    # The other half and autograd rely on the strides, so outputs must keep them.
     output.meta["user_visible_output_idxs"] = list(range(len(returned)))
     return _Half(GraphModule(whole, graph), tuple(taken))
 
@@ -333,14 +333,14 @@ def _is_item(node: Node) -> bool:
 
 
 def _costs_nothing(node: Node) -> bool:
-    """Inputs are there for both halves, and a shape or a view of something is made again at no cost."""
+    """Whether a node costs nothing to have in both halves: an input, a shape, or a view."""
     if node.op in ("placeholder", "get_attr") or isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat)):
         return True
     return isinstance(node.target, OpOverload) and node.target.is_view
 
 
 def _mask_place(node: Any) -> int | None:
-    """Where an operation is told which of its outputs to make; None if it cannot be told."""
+    """Return the position of an operation's `output_mask` argument; None if it has none."""
     if not isinstance(node.target, OpOverload):
         return None
     names = [argument.name for argument in schema_of(node.target).arguments]

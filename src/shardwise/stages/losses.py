@@ -1,4 +1,4 @@
-"""The loss that a user gives: tried on the example before anything is trained; and parts of it, weighed."""
+"""The user's loss: tried on the example before training, and weighted over the parts of a batch."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -18,14 +18,14 @@ from shardwise.stages.stage import Batch, Loss
 
 
 def trial_of(loss: Loss, batch: Batch) -> Callable[[Any], bool]:
-    """What tries the loss on the module's output for this microbatch, and refuses one that cannot work.
+    """Return a function that tries the loss on the module's output for this microbatch, and refuses an unusable one.
 
-    It says whether there are metrics beside it.
+    It returns whether the loss also returns metrics.
     """
 
     def attempt(output: Any) -> bool:
         try:
-            # A loss may take entries out, as HF's Trainer does with labels.
+            # A loss may remove entries, as HF's Trainer does with labels.
             result, metrics = take_metrics(loss(output, copy(batch)))
             if metrics is not None:
                 pairs_of(metrics)
@@ -50,7 +50,7 @@ def trial_of(loss: Loss, batch: Batch) -> Callable[[Any], bool]:
 
 
 def _check_number(result: Any) -> None:
-    """Refuse what stands where the number of a pair belongs: outputs, say, as HF's `compute_loss` returns them."""
+    """Refuse a second result that is not the number of a pair: outputs, for example, as from HF's `compute_loss`."""
     if not isinstance(result, tuple):
         return
     others = result[1:]
@@ -64,7 +64,7 @@ def _check_number(result: Any) -> None:
 
 
 def _remedy(error: Exception, output: Any, batch: Batch) -> str:
-    """The name that was most likely meant, if it is a name that is missing."""
+    """Suggest the name that was most likely meant, if the error is a missing name."""
     wanted = error.name if isinstance(error, AttributeError) else error.args[0] if error.args else None
     entries: Iterable[Any] = output if isinstance(output, Mapping) else ()
     if isinstance(wanted, str) and isinstance(error, (AttributeError, KeyError)):
@@ -76,8 +76,8 @@ def _remedy(error: Exception, output: Any, batch: Batch) -> str:
 
 
 def summed_only(loss: Loss, cp: int, tried: Tried, number_of: Callable[[Batch], float]) -> Loss:
-    """The same loss, as a sum and its number: a mean over labels has theirs, and a sum what `number_of` says. Any other
-    number is refused: ranks have different numbers of tokens that count."""
+    """Return the loss as a sum and its number: the labels for a mean over labels, `number_of` for a sum. A loss of any
+    other kind is refused, since ranks have different numbers of tokens that count."""
 
     def checked(output: Any, batch: Batch) -> Any:
         counts = LabelCounts()
@@ -99,17 +99,17 @@ def summed_only(loss: Loss, cp: int, tried: Tried, number_of: Callable[[Batch], 
 
 
 def numbers_in(entries: Collection[str], batch: Batch) -> float:
-    """How many numbers these entries have, of sequences: parts of sequences have as many together as the whole."""
+    """Count the elements of these entries with more than one dim. Over parts of sequences the counts add up."""
     found = [batch[name] for name in entries if name in batch]
     return float(sum(each.numel() for each in found if isinstance(each, Tensor) and each.dim() > 1))
 
 
 class WeighedLoss:
-    """A loss of parts of a batch, each weighed by what it is a mean over: a sum and a number come of it.
+    """The loss of parts of a batch, as a sum and a number: each part is weighted by what it is a mean over.
 
-    `num_parts` are all of a batch, of all replicas. With `by_rows` they may differ in how many rows they have. A part
-    that `is_all` of a batch is divided by its number here, so that its backward begins as plain torch's does; but not
-    if both have a factor, for backwards in half precision, and whoever gives the loss says so (`has_factor`).
+    `num_parts` counts the parts of a batch over all replicas. With `by_rows` they may differ in their number of rows. A
+    part that `is_all` of a batch is divided by its number here, so that its backward begins like plain torch's. That is
+    not done if the loss has a factor for half-precision backwards, shown by its owner's attribute `has_factor`.
     """
 
     def __init__(self, loss: Loss, tried: Tried, *, num_parts: int, by_rows: bool, is_all: bool = False) -> None:
@@ -118,19 +118,19 @@ class WeighedLoss:
         self._counts: LabelCounts | None = None
 
     def weigh(self, tried: Tried) -> None:
-        """From now on the loss is something else."""
+        """Set what was found out about the loss."""
         self._tried = tried
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the forward of a last stage and its loss: means over labels are counted here."""
+        """Count the labels of means within this context: the forward of the last stage and its loss."""
         kind = self._tried.kind
         if kind is not LossKind.LABELS and kind is not LossKind.EVEN:
             yield
             return
         self._counts = LabelCounts()
         try:
-            # Where the module computes none, its forward is left alone.
+            # If the module computes no such mean itself, its forward is not watched.
             with self._counts if self._tried.inside else nullcontext():
                 yield
         finally:
@@ -148,7 +148,7 @@ class WeighedLoss:
             if isinstance(number, Tensor) and number.requires_grad:
                 raise ShardwiseError(LEARNED_NUMBER, remedy=REMEDY_OF_LEARNED)
             return with_metrics((total, number), metrics)
-        # As a part of a sum it has its share, and adds nothing.
+        # Padding adds nothing to the total; of a sum it still has its share of the number.
         return with_metrics((total * 0, number if self._tried.kind is LossKind.SUM else 0), metrics and {})
 
     def _weighed(self, result: Any, batch: Batch) -> tuple[Tensor, Tensor | int | float]:
@@ -174,7 +174,7 @@ class WeighedLoss:
 
 
 def _mean(total: Tensor, number: Any) -> tuple[Tensor, Tensor | float]:
-    """A sum divided by its number, and 1; where that is 0, the sum and 0, and nothing on a device is waited for."""
+    """Return the sum divided by its number, and 1; or the sum and 0 if the number is 0. Does not synchronise."""
     if not isinstance(number, Tensor):
         return (total / number, 1) if number else (total, 0)
     is_none = number == 0
@@ -182,7 +182,7 @@ def _mean(total: Tensor, number: Any) -> tuple[Tensor, Tensor | float]:
 
 
 def describe(output: Any) -> str:
-    """An output in a few words, for an error."""
+    """Describe an output in a few words, for an error."""
     kind = type(output).__name__
     if isinstance(output, Tensor):
         return f"a {kind} of shape {tuple(output.shape)}"

@@ -1,11 +1,11 @@
-"""What a layer's forward keeps of what is dear to compute, so that its second forward need not compute it.
+"""Selective recomputation: a layer's forward keeps expensive results, so that its second forward can reuse them.
 
-    first forward      every matmul, convolution and attention is noted with what it made, in order
-    second forward     it is given that again, in the same order; all else is computed
+    first forward      the output of every matmul, convolution and attention is recorded, in order
+    second forward     these outputs are returned again, in the same order; all else is computed
 
-Something that was written into since (`relu_` on what a linear layer made) is computed again. A function of autograd
-that sums over ranks what it multiplies notes the sum itself: `taken` and `keep`. What a trial on shapes multiplies
-(under context parallelism the last stage has one before its first loss) is not noted.
+An output written to since (`relu_` on that of a linear layer) is computed again. An autograd function that sums its
+products over ranks records the sum itself with `keep`, and reads it with `taken`. The matmuls of a trial on the meta
+device (under context parallelism the last stage has one before its first loss) are not recorded.
 """
 
 import threading
@@ -21,7 +21,7 @@ from shardwise.stages.activation_bytes import Kept
 from shardwise.torch_private import TorchDispatchMode, pytree, version_of
 
 _ATEN = torch.ops.aten
-#: What is dear to compute and small to keep. Names, as not every version and build of torch has all of them.
+#: Operations that are expensive to compute and small to keep. By name, as not every build of torch has all of them.
 _NAMES = (
     "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
@@ -34,7 +34,7 @@ _local = threading.local()
 
 
 class _Notes:
-    """What was made, by what made it, in order."""
+    """Recorded outputs, by operation, in order."""
 
     def __init__(self, counted: Kept | None) -> None:
         self._made: dict[Hashable, deque[tuple[Any, list[int]]]] = {}
@@ -48,7 +48,7 @@ class _Notes:
             self._counted.add(tensors)
 
     def take(self, maker: Hashable) -> Any | None:
-        """What it made the next time; None if that is not there any more."""
+        """Return the next recorded output of an operation; None if there is none, or if it was written to since."""
         noted = self._made.get(maker)
         if not noted:
             return None
@@ -63,12 +63,12 @@ def _tensors(made: Any) -> list[Tensor]:
 
 
 def _is_a_trial(args: Any) -> bool:
-    """Whether tensors have shapes and no numbers: somebody tries a layer within the first forward, and not again."""
+    """Whether tensors are on the meta device: from a trial within the first forward, which the second lacks."""
     return any(each.is_meta for each in args if isinstance(each, Tensor))
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation. Functions of ours find it by its thread."""
+    """Sees every operation. `keep` and `taken` find it by its thread."""
 
     def __init__(self, notes: _Notes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,19 +100,19 @@ class _Second(_Mode):  # type: ignore[no-untyped-call]
 
 
 def recalling(counted: Kept | None = None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Where a forward is run that keeps what is dear, told to `counted`, and where it is run again."""
+    """Return two contexts: for a forward that keeps expensive results, counted by `counted`, and for its rerun."""
     notes = _Notes(counted)
     return _First(notes), _Second(notes)
 
 
 def keep(maker: Hashable, made: Any) -> None:
-    """Note what a function has made, in a first forward."""
+    """Record the output of a function, in a first forward."""
     mode = getattr(_local, "mode", None)
     if isinstance(mode, _First):
         mode.notes.add(maker, made)
 
 
 def taken(maker: Hashable) -> Any | None:
-    """What a function made in the first forward, in the second."""
+    """Return the recorded output of a function, in a second forward; otherwise None."""
     mode = getattr(_local, "mode", None)
     return mode.notes.take(maker) if isinstance(mode, _Second) else None

@@ -1,18 +1,18 @@
-"""Layers that are computed again in the backward, one at a time: a step keeps what goes into them, not what they make.
+"""Activation recomputation: layers are computed again in the backward, one at a time; only their inputs are kept.
 
     recompute=full         a layer keeps its inputs
-    recompute=selective    and what its matmuls, convolutions and attention made: only the rest is computed again
+    recompute=selective    and the outputs of its matmuls, convolutions and attention: only the rest is recomputed
 
               forward                              backward
     kept      in 0 | in 0, in 1 | in 0, in 1, in 2
     made                                           2 again, back 2 | 1 again, back 1 | 0 again, back 0
 
-So beside the inputs, what one layer makes is there at a time. What comes before and after the layers (embeddings, the
-head, the loss) is kept: there is one of each, and the head is dear. `torch.utils.checkpoint` does it, with the random
-numbers, the buffers and the rows that the first forward had.
+So apart from the inputs, the activations of only one layer exist at a time. Activations before and after the layers
+(embeddings, the head, the loss) are kept: there is one of each, and the head is expensive. `torch.utils.checkpoint`
+does the work, with the random numbers, buffers and rows of the first forward.
 
-A backward in two halves goes through its graph many times, and each time all would be computed again. Under such a
-schedule a stage is recomputed whole, once, before its first half (`execution/compute_policy.py`).
+A backward in two halves traverses its graph many times, and would recompute everything each time. Under such a schedule
+a stage is recomputed whole, once, before its first half (`execution/compute_policy.py`).
 """
 
 from collections import Counter
@@ -41,18 +41,18 @@ from shardwise.torch_private import is_in_checkpoint
 
 
 def choose(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Whether what an operation makes is kept, for torch's compiler."""
+    """Tell torch's compiler whether to keep the output of an operation."""
     return CheckpointPolicy.MUST_SAVE if operation in DEAR else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute_units(
     split: Split, *, selective: bool, num_layers: int | None, is_compiled: bool, stops_early: bool
 ) -> None:
-    """Have the layers of the stages of this process computed again in backwards; of each stage the first few, if told.
+    """Recompute the layers of this process's stages in backwards; of each stage the first `num_layers`, if given.
 
-    A compiled unit is recomputed as a whole. Where it keeps some of what it makes, torch's compiler has to know: then
-    this comes before compilation, and takes care of random numbers alone. `stops_early`: a second forward ends when all
-    is there that its backward needs. Ranks that talk in the middle of a layer go on to its end.
+    A compiled unit is recomputed as a whole. If it keeps some of its activations, torch's compiler has to know: then
+    this comes before compilation, and takes care of random numbers only. `stops_early`: a second forward ends as soon
+    as it has everything that its backward needs. Ranks that communicate within a layer must run it to the end.
     """
     for stage in split.stages:
         if isinstance(stage, ModuleStage):
@@ -66,7 +66,7 @@ def _for_some(chosen: Collection[str], around: Callable[[str, Inner], Inner], un
 
 
 def layers_of(stage: ModuleStage, split: Split) -> list[str]:
-    """The units of a stage that are layers: of a kind that there are several of. If there are none, all are."""
+    """Return the units of a stage that are layers: of a class with several units. If there are none, all are."""
     called = dict.fromkeys(call.partition("#")[0] for calls in split.units for call in calls)
     kinds = {unit: type(stage.unit(unit)) for unit in called}
     counts = Counter(kinds.values())
@@ -88,7 +88,7 @@ def _outside(stage: ModuleStage, selective: bool, stops_early: bool, unit: str, 
     held, written = Held(), WrittenArguments(unit)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # What the module checkpoints itself is not kept anyway.
+        # The module checkpoints this part itself, so its activations are not kept anyway.
         is_theirs = is_in_checkpoint() or _recomputes_itself(stage.unit(unit))
         if stage.moment is None or not torch.is_grad_enabled() or is_theirs:
             return call(*args, **kwargs)
@@ -104,7 +104,7 @@ def _outside(stage: ModuleStage, selective: bool, stops_early: bool, unit: str, 
             return first, _both(_both(again(), as_it_was()), second)
 
         with set_checkpoint_early_stop(stops_early):
-            # Random numbers are those of `again`, with the buffers.
+            # `again` restores random numbers as well as buffers.
             return checkpoint(
                 computed, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
             )
@@ -113,7 +113,7 @@ def _outside(stage: ModuleStage, selective: bool, stops_early: bool, unit: str, 
 
 
 def _in_its_context(call: Inner) -> Inner:
-    """The same call, whose second run has the context variables of its first."""
+    """Wrap a call so that its second run has the context variables of its first."""
     then: Context | None = None
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ def _in_its_context(call: Inner) -> Inner:
 
 
 def _with_arguments_kept(call: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inner:
-    """The same call, whose second run finds in dictionaries, lists and objects what its first one found there."""
+    """Wrap a call so that its second run finds the same contents in dictionaries, lists and objects as its first."""
     kept_args, kept_kwargs = with_own_containers(args), with_own_containers(kwargs)
     has_run = False
 
@@ -142,8 +142,8 @@ def _with_arguments_kept(call: Inner, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _recomputes_itself(layer: Any) -> bool:
-    """Whether a layer of transformers has its checkpoint inside of its forward, as since 5.23, where nobody sees it
-    from around a call. Known by its name: transformers may not be there."""
+    """Whether a layer of transformers checkpoints inside its own forward (since 5.23), which cannot be seen from
+    outside the call. Recognised by class name, since transformers may not be installed."""
     is_one = any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(layer).__mro__)
     return is_one and layer.gradient_checkpointing and layer.training
 

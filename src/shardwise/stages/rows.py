@@ -1,10 +1,10 @@
-"""Which parts of a batch have a row for each of its rows: found wherever they are, and the same in every batch.
+"""Which entries of a batch have one row for each of its rows: found at any depth, and the same in every batch.
 
     {"input_ids": [8, 64], "meta": {"labels": [8]}, "names": ["a", ...8], "weight": [3]}
      cut                            cut             cut                  whole: 3 is not 8
 
-What is as long as the batch by chance looks like rows. `whole(x)` says that it is none, and `rows(x)` that a list is.
-An entry that was seen with another length than the batch's is no rows in later batches either.
+An entry that is as long as the batch by chance looks like rows. `whole(x)` says that it is not, and `rows(x)` that a
+list is. An entry once seen with a length other than the batch's does not count as rows in later batches either.
 """
 
 import re
@@ -26,7 +26,7 @@ _IN_LIST = re.compile(r"\[\d+\]")
 
 
 class Marked:
-    """What a user has said of an entry of a batch."""
+    """An entry of a batch that the user has marked with `whole` or `rows`."""
 
     __slots__ = ("is_rows", "value")
 
@@ -35,35 +35,35 @@ class Marked:
 
 
 def whole(value: Any) -> Any:
-    """An entry of a batch, or anything inside of one, that every rank and every microbatch gets whole."""
+    """Mark an entry of a batch, or anything inside one, that every rank and every microbatch gets whole."""
     return Marked(value, is_rows=False)
 
 
 def rows(value: Any) -> Any:
-    """An entry of a batch, or anything inside of one, that has an entry for each row of the batch."""
+    """Mark an entry of a batch, or anything inside one, that has an element for each row of the batch."""
     return Marked(value, is_rows=True)
 
 
 class Seen(NamedTuple):
-    """How many rows a batch has, and where (by path) what is cut along them."""
+    """The number of rows of a batch, and the paths of the entries that are cut along them."""
 
     length: int
     paths: frozenset[str]
 
 
 class RowRule:
-    """Says what of a batch is rows, and remembers what it has said. `names` are the entries that forward takes."""
+    """Decides which entries of a batch are rows, and remembers its decisions. `names` are the arguments of forward."""
 
     def __init__(self, names: Mapping[str, Any] | None = None) -> None:
         self._names = names or {}
         #: By path, whether it was cut, and the length that it had then.
         self._kept: dict[str, tuple[bool, int]] = {}
-        #: Entries as long as the batch that were tried with numbers, and are none of its rows.
+        #: Entries as long as the batch that a trial with numbers has shown not to be its rows.
         self.tables: set[str] = set()
         self.last: Seen | None = None
 
     def look(self, batch: Mapping[str, Any]) -> Seen:
-        """What of this batch is rows. Refuses what could be either."""
+        """Return which entries of this batch are rows. Refuse an entry that could be either."""
         length = self.length(batch)
         self.last = Seen(length, frozenset(self._paths(batch, "", length)))
         return self.last
@@ -78,11 +78,11 @@ class RowRule:
 
     @property
     def uncut(self) -> set[str]:
-        """What was seen, and is no part of the rows."""
+        """The entries seen so far that are not rows."""
         return self.tables | {path for path, (is_rows, _) in self._kept.items() if not is_rows}
 
     def length(self, batch: Mapping[str, Any]) -> int:
-        """What most tensors have as their first dim, those that forward takes first."""
+        """Return the most common first dim of tensors. Those that forward takes count twice."""
         votes: Counter[int] = Counter()
         lists: Counter[int] = Counter()
         for path, value in nodes(batch):
@@ -122,7 +122,7 @@ class RowRule:
                     " many and was cut: it is no part of the rows",
                     remedy=f"batch[{path!r}] = sw.whole(batch[{path!r}]), also in the batches before",
                 )
-            if length > 1:  # In a batch of one row lengths say nothing.
+            if length > 1:  # In a batch of one row, lengths tell nothing.
                 self._kept[path] = (False, num)
             return False
         if before is not None and not before[0]:
@@ -134,7 +134,7 @@ class RowRule:
 
 
 def nodes(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """All that is in a batch, with its path: containers before what they hold. What is marked is not opened."""
+    """Yield everything in a batch with its path, containers before their contents. Marked entries are not opened."""
     for key, child in _children(value) or ():
         here = _path(path, key)
         yield here, child
@@ -142,7 +142,7 @@ def nodes(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors of a batch, wherever they are."""
+    """Yield all tensors of a batch, at any depth."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Marked):
@@ -153,7 +153,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def changed(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
-    """The same containers with what `change(path, node)` gives; None from it: look inside. Untouched ones stay."""
+    """Replace nodes by `change(path, node)`; if that is None, look inside. Containers without changes stay the same."""
     made = {}
     for key, child in _children(value) or ():
         here = _path(path, key)
@@ -165,7 +165,7 @@ def changed(value: Any, change: Callable[[str, Any], Any], path: str = "") -> An
 
 
 def take_rows(batch: Mapping[str, Any], seen: Seen, first: int, end: int) -> Mapping[str, Any]:
-    """The rows from first to end, and all else as it is, without marks."""
+    """Return the rows from first to end, and all other entries unchanged, without marks."""
 
     def take(path: str, value: Any) -> Any:
         inner = value.value if isinstance(value, Marked) else value
@@ -178,21 +178,21 @@ def take_rows(batch: Mapping[str, Any], seen: Seen, first: int, end: int) -> Map
 
 
 def _sliced(value: Any, first: int, end: int) -> Any:
-    """Some rows. What is written to them does not count as written to others: a backward may still need these."""
+    """Return some rows with a version counter of their own: a write to them must not invalidate saved other rows."""
     found = value[first:end]
     if not isinstance(found, Tensor) or not found.requires_grad:
         return found.data if isinstance(found, Tensor) else found
-    # A leaf of its own: `batch["x"].grad` stays None, and is not that of this part's rows.
+    # A new leaf, so that `batch["x"].grad` stays None rather than hold the gradient of these rows only.
     return found.detach().requires_grad_()
 
 
 def unmarked(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A batch without marks."""
+    """Return a batch without marks."""
     return changed(batch, lambda _, value: value.value if isinstance(value, Marked) else None)  # type: ignore[no-any-return]
 
 
 def check_openable(batch: Mapping[str, Any]) -> None:
-    """Refuse what holds rows where nobody sees them (it would go whole to everybody), and results of a graph."""
+    """Refuse entries whose rows cannot be seen, which would go whole to every rank, and results of a graph."""
     for path, value in nodes(batch):
         if isinstance(value, PackedSequence):
             raise ShardwiseError(
@@ -221,7 +221,7 @@ def check_openable(batch: Mapping[str, Any]) -> None:
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
-    """What a container holds; None if it is none."""
+    """Return the contents of a container; None if it is not one."""
     if isinstance(value, PackedSequence):
         return None
     if isinstance(value, Mapping):
@@ -236,7 +236,7 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _filled(value: Any, made: Mapping[Any, Any]) -> Any:
-    """A container like this with some of what it holds replaced."""
+    """Return a container like this with some of its contents replaced."""
     if isinstance(value, Mapping):
         if type(value) is dict:
             return {**value, **made}
@@ -255,7 +255,7 @@ def _filled(value: Any, made: Mapping[Any, Any]) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    """A tensor, or an array of numpy's, that has a first dim."""
+    """Whether a value is a tensor or a numpy array with at least one dim."""
     if isinstance(value, Tensor):
         return value.dim() > 0
     return type(value).__module__ == "numpy" and bool(getattr(value, "shape", ()))

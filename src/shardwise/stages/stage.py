@@ -1,7 +1,7 @@
-"""What a splitter makes and an executor runs: the stages of a module, and the values that flow between them.
+"""The interface between a splitter and an executor: the stages of a module, and the values that flow between them.
 
-A value is one tensor that a stage makes and another reads, known by its name. Its maker is one stage; its readers are
-any later stages, next or not: that is all that a skip connection is.
+A value is one named tensor that a stage makes and others read. One stage makes it; any later stages may read it, not
+only the next one. A skip connection is nothing more than that.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,12 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError
 
-#: Values by name. What a stage makes are tensors; a batch may hold anything.
+#: Values by name. A stage makes tensors; a batch may hold anything.
 Values = dict[str, torch.Tensor]
 Batch = Mapping[str, Any]
 
-#: From the module's output and the microbatch: its loss, or a sum and the number that it is summed over; and beside
-#: either, metrics by name (`metrics.py`).
+#: Maps the module's output and the microbatch to its loss, or to a sum and the number that it is summed over; either
+#: may be followed by metrics by name (`metrics.py`).
 Loss = Callable[[Any, Batch], "torch.Tensor | tuple[Any, ...]"]
 
 #: A call of a unit, whatever its arguments.
@@ -35,8 +35,8 @@ class Stage(Protocol):
     def run(self, values: Values, batch: Batch) -> tuple[Values, Any]:
         """Compute on one microbatch: `values` are those it reads, `batch` the microbatch's entries.
 
-        Returns the values that other stages read, and the module's output if this is the last stage (else None).
-        Nothing is detached or moved: gradients flow from what is returned to `values` and to the parameters.
+        Return the values that other stages read, and the module's output if this is the last stage (else None).
+        Nothing is detached or moved: gradients flow from the returned values to `values` and to the parameters.
         """
         ...
 
@@ -47,11 +47,11 @@ class Split:
 
     `reads[stage]` and `writes[stage]` are names of values, in a fixed order that all processes share. `makers` is the
     stage that makes each. `ties` are the parameters that several stages hold: original name to stages, first to last.
-    `units` are the pieces of each stage by name, so that one can see that none is lost; `unit_costs` what each costs,
-    in FLOPs or their like, and `unit_bytes` the bytes of its weights. `left` are
-    attributes, and the like, that forwards write: the dictionaries that they are in, and their keys. `rewritten` are
-    parameters that forwards write to, and how (`split/write_guard.py`). `shapes_by_data`: what crosses stages may have
-    other shapes in another batch of the same shapes.
+    `units` are the pieces of each stage by name, so that one can check that none is lost. `unit_costs` are their costs
+    in FLOPs or the equivalent, and `unit_bytes` the bytes of their weights. `left` are attributes and the like that
+    forwards write: the dictionaries that hold them, and their keys. `rewritten` are parameters that forwards write to,
+    and how (`split/write_guard.py`). `shapes_by_data`: the shapes of values between stages may depend on the data, not
+    only on the shapes of the batch.
     """
 
     stages: tuple[Stage | None, ...]
@@ -72,7 +72,7 @@ class Split:
 
     @property
     def as_data(self) -> dict[str, Any]:
-        """The cut, in plain values: how many units each stage has, and what each of them costs and weighs."""
+        """The cut in plain values: the number of units of each stage, and the cost and bytes of each unit."""
         stages = zip(self.unit_costs, self.unit_bytes, strict=True)
         return {
             "layers": "+".join(str(len(units)) for units in self.units),
@@ -86,26 +86,26 @@ class Split:
         return tuple(sorted(pairs))
 
     def between(self, maker: int, reader: int) -> tuple[str, ...]:
-        """The values that one stage makes and another reads."""
+        """Return the values that one stage makes and another reads."""
         return tuple(name for name in self.reads[reader] if self.makers[name] == maker)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Second:
-    """What stages are tried on, against the module as it is (`split/compare.py`)."""
+    """A second batch on which stages are compared with the unsplit module (`split/compare.py`)."""
 
     batch: Batch
     loss: Loss | None = None
     #: Which process runs each stage.
     processes: Sequence[int] = ()
-    #: Why what forwards leave in attributes must not depend on the rows that they see: `dp=2`; and why a forward must
-    #: leave no trace: `recompute=full`.
+    #: Why state that forwards leave in attributes must not depend on their rows (`dp=2`, for example); and why a
+    #: forward must leave no trace (`recompute=full`).
     replicas: str | None = None
     reruns: str | None = None
-    #: Whether the user's own code may read what a forward of several microbatches has left in attributes.
+    #: Whether the user's own code may read attributes left by a forward of several microbatches.
     is_read_after: bool = False
-    #: Is given what speaks against the cut, None if nothing does, and whether forwards draw from Python's generators
-    #: outside of units; raises what speaks against it on any rank.
+    #: Takes the error that speaks against the cut (None if none does), and whether forwards draw from Python's
+    #: generators outside of units. Raises the error of any rank.
     agree: Callable[[ShardwiseError | None, bool], None] | None = None
-    #: Whether this process tries them; another may do so for it.
+    #: Whether this process runs the comparison; another may do so for it.
     is_tried: bool = True

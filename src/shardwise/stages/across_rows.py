@@ -1,4 +1,4 @@
-"""Where rows of a batch see each other: the first module that makes something else of a row without the others."""
+"""Find where rows of a batch interact: the first module whose result for a row changes without the other rows."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ from shardwise.stages.stage import Batch
 def first_across(
     module: nn.Module, run: Callable[[Batch], Any], three: Batch, one: Batch, tolerance: float
 ) -> str | None:
-    """Its name and class, from a run of three rows and one of the last of them; None if no module does so."""
+    """Return its name and class, from a run of three rows and a run of the last one; None if there is no such module."""
     whole, part = (_seen(module, run, each) for each in (three, one))
     for (name, found), (other, alone) in zip(whole, part, strict=False):
         if name == other and found.dim() and alone.dim() and found.shape[0] == 3 * alone.shape[0]:
@@ -26,13 +26,13 @@ def first_across(
 
 
 def with_numbers_of(whole: Any, part: Any) -> Any:
-    """An output of some rows, with the single numbers that were returned for all of them: a balancing loss, say."""
+    """Return an output of some rows with the scalars that were returned for all rows: a balancing loss, for example."""
     numbers = {path: each for path, each in nodes({"": whole}) if isinstance(each, Tensor) and not each.dim()}
     return changed({"": part}, lambda path, _: numbers.get(path))[""]
 
 
 def _seen(module: nn.Module, run: Callable[[Batch], Any], batch: Batch) -> list[tuple[str, Tensor]]:
-    """What modules are given, each by the name of the one that it is in, and what they return, in this order."""
+    """Record in order the inputs of modules, under the name of their parent, and their outputs, under their own."""
     made: list[tuple[str, Tensor]] = []
 
     def note(name: str, value: Any) -> None:

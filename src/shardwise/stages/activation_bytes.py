@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward, in bytes."""
+"""Count the bytes that a forward saves for its backward."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -12,16 +12,16 @@ from shardwise.torch_private import storage_id
 
 
 class Kept:
-    """Counts what autograd saves while graphs are built: each storage once, and none of what is there anyway."""
+    """Counts what autograd saves while graphs are built: each storage once, except those of `there_anyway`."""
 
     def __init__(self, there_anyway: Iterable[Tensor]) -> None:
         self._there = {storage_id(each.untyped_storage()) for each in there_anyway}
-        # While memory is referred to, weakly, no other can have its number.
+        # While a weak reference to a storage exists, no other storage can have its id.
         self._seen: dict[int, StorageWeakRef] = {}
         self.num_bytes = 0
 
     def counting(self) -> AbstractContextManager[Any]:
-        """Where what is saved is counted. It is saved as it is."""
+        """Return a context in which saved tensors are counted. They are saved unchanged."""
         return torch.autograd.graph.saved_tensors_hooks(self.count, lambda tensor: tensor)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
@@ -30,7 +30,7 @@ class Kept:
             self.count(tensor)
 
     def new_bytes(self, tensor: Tensor) -> int:
-        """The bytes of a tensor's memory, the first time that it is seen; whoever asks counts them."""
+        """Return the bytes of a tensor's storage the first time it is seen, then 0. The caller adds them up."""
         storage = tensor.untyped_storage()
         number = storage_id(storage)
         if number in self._seen or number in self._there:
@@ -40,9 +40,10 @@ class Kept:
 
     def count(self, tensor: Tensor) -> Tensor:
         self.num_bytes += self.new_bytes(tensor)
-        # A node that holds its own output, with that output's node, is never freed. Autograd puts it back itself.
+        # A node that saves its own output with its graph is a cycle that is never freed, so save it detached. Autograd
+        # restores the graph itself.
         return tensor.detach()
 
 
-#: The bytes that a forward of each stage keeps; what is not in it yet is counted when it is run next.
+#: The bytes that a forward of each stage saves. A missing stage is counted when it runs next.
 KeptBytes = dict[int, int]

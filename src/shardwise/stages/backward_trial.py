@@ -1,8 +1,8 @@
-"""A backward that is not in proportion to the gradient that it begins with: hooks that clamp, functions that normalise.
+"""Find a backward that is not linear in its initial gradient: hooks that clamp, functions that normalise.
 
 Parts of a batch (replicas, microbatches, parts of sequences) begin their backward with another gradient than the whole
-batch does, and sums of theirs are scaled when all are there. That is the same as long as twice the gradient above gives
-twice the gradient below, which holds for all that torch differentiates. It need not hold for what a user puts between.
+batch does, and their sum is scaled at the end. That is correct as long as twice the gradient above gives twice the
+gradient below. This holds for all of torch's own operations, but not for any hook or function of a user.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ NOT_IN_PROPORTION = (
     "hooks and functions whose gradient is a multiple of the one they are given; clip= to clip gradients; or a plan"
     " without dp, cp and microbatches"
 )
-#: Gradients are compared for 1 and for this. A power of two changes no digit of a number.
+#: Gradients are compared for initial gradients of 1 and of this. A power of two does not change the mantissa.
 _FACTOR = -(2.0**16)
 
 
 class SeenHooks(TorchFunctionMode):
-    """Whether a forward hangs hooks on what it computes."""
+    """Records whether a forward registers hooks on tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class SeenHooks(TorchFunctionMode):
 
 
 def find_bent(module: nn.Module, loss: Tensor | None, hooks: SeenHooks) -> str | None:
-    """What of a backward is not in proportion, in words. Only where a user's own code has a part in it is it run."""
+    """Describe a nonlinearity of the backward; None if there is none. It runs only if user code takes part."""
     if loss is None or loss.grad_fn is None:
         return None
     names = [name for name, each in module.named_modules() if any("backward" in kind for kind in hooks_of(each))]
@@ -67,7 +67,7 @@ def _gradients(loss: Tensor, parameters: list[nn.Parameter], factor: float) -> S
 
 
 def _functions_below(root: Node) -> list[str]:
-    """The user's own functions in a graph, by name."""
+    """Return the names of the user's own autograd functions in a graph."""
     seen, found, stack = {root}, {}, [root]
     while stack:
         node = stack.pop()
@@ -83,7 +83,7 @@ def _functions_below(root: Node) -> list[str]:
 
 
 def _are_in_proportion(one: Tensor, other: Tensor) -> bool:
-    """To rounding, and to the order of sums, which threads may change."""
+    """Whether gradients are proportional, up to rounding and the order of sums, which threads may change."""
     wanted, found = one.double() * _FACTOR, other.double()
     near = 1e-4 if one.itemsize >= 4 else 2e-2
     most = near * wanted.abs().max() if wanted.numel() else torch.zeros(())

@@ -1,13 +1,13 @@
-"""What stands in the place of `torch.utils.checkpoint(..., use_reentrant=True)` while an engine or a trial runs.
+"""Replace `torch.utils.checkpoint(..., use_reentrant=True)` while an engine or a trial runs.
 
-The older kind runs its forward without a graph. Its backward runs the forward again, and another backward inside of the
-one that it is called in:
+The older (reentrant) kind runs its forward without a graph. Its backward runs the forward again, and another backward
+nested in the outer one:
 
     older    F without a graph          B [ F  B ]     its units are not seen in F; gradients come in the inner B
     newer    F, saves its inputs        [ F ] B        one graph, one backward
 
-Nobody is told in time that the older kind needs its weights again (zero 3), what crosses stages in it is no leaf any
-more, and its backward cannot be taken apart. The newer kind computes the same gradients, so that is what is run.
+With the older kind, zero 3 does not learn in time that its weights are needed again, values between stages are no
+longer leaves, and the backward cannot be split. The newer kind computes the same gradients, so it is run instead.
 """
 
 import threading
@@ -20,7 +20,7 @@ from torch.utils import checkpoint
 
 
 class _NotRecomputed:
-    """Runs what is checkpointed as it is."""
+    """Runs a checkpointed function without recomputation."""
 
     @staticmethod
     def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
@@ -29,7 +29,7 @@ class _NotRecomputed:
 
 
 class _Newer:
-    """Checkpoints in the newer way."""
+    """Checkpoints with the newer (non-reentrant) kind."""
 
     @staticmethod
     def apply(function: Callable[..., Any], keeps_draws: bool, *args: Any) -> Any:
@@ -39,12 +39,12 @@ class _Newer:
 
 
 def _has_gradients(args: tuple[Any, ...]) -> bool:
-    """Whether what the older kind returns has gradients: only if one of its arguments has."""
+    """Whether the output of the older kind requires a gradient: only if one of its arguments does."""
     return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
 
 
 class _InPlace:
-    """Has a class stand in the place of torch's, for the process, while any thread is inside."""
+    """Replaces torch's class by another, process-wide, while any thread is inside."""
 
     def __init__(self, instead: type) -> None:
         self._instead, self._lock, self._num_inside = instead, threading.Lock(), 0
@@ -67,7 +67,7 @@ class _InPlace:
 
 _NEWER, _NONE = _InPlace(_Newer), _InPlace(_NotRecomputed)
 
-#: Where checkpoints of the older kind are of the newer one.
+#: A context in which checkpoints of the older kind become the newer kind.
 in_the_newer_way = _NEWER.standing
-#: Where they are not recomputed at all: they refuse to give gradients to `autograd.grad`.
+#: A context in which they are not recomputed at all: they do not support `autograd.grad`.
 nothing_recomputed = _NONE.standing

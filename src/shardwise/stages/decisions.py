@@ -1,8 +1,8 @@
-"""What a forward decides by numbers of all rows of a batch: `if x.mean() > 0:`, `if float(loss) > 5:`.
+"""Find branches of a forward on values over all rows of a batch: `if x.mean() > 0:`, `if float(loss) > 5:`.
 
-Parts of a batch decide each by its own rows, and that is the same only as long as all decide alike. Three rows may do
-so by chance. So every such number is seen where Python reads it, and the forward is run again with the other answer: if
-the loss is another then, the line is told.
+Each part of a batch decides by its own rows, which is correct only if all parts decide alike. Three rows may agree by
+chance. So every such value is intercepted where Python reads it, and the forward is run again with the other answer. If
+the loss changes, the line is reported.
 """
 
 from collections import Counter
@@ -16,24 +16,24 @@ from shardwise.stages.rows import tensors_in
 from shardwise.stages.split.lines import line_of
 from shardwise.torch_private import READ_NUMBER, EagerDispatchMode, pytree
 
-#: In the place of a number that was read: no threshold lies beyond.
+#: Replaces a number that was read: beyond any threshold.
 _FAR = 1e30
-#: So many lines are tried, each with a forward or two.
+#: At most this many lines are tried, each with one or two forwards.
 _MOST_LINES = 4
 #: Operators that make one number of a mask. Hugging Face's models ask `mask.sum() == mask.numel()`.
 _COUNTING = ("sum", "count_nonzero", "min", "max", "amin", "amax", "prod")
 
 
 class _Read(NamedTuple):
-    """A number as Python was given it, and the operator that has computed it."""
+    """A value as Python read it, and the operator that computed it."""
 
     value: bool | float
     maker: str
 
     def others(self) -> tuple[bool | float, ...]:
-        """What else it could have been; nothing where the other answer may change the result, and does no harm.
+        """Return the alternative values; none where another answer may change the result without harm.
 
-        `any` and `all` stand before a short cut: what is done where some are masked may be done where none is.
+        `any` and `all` often guard a shortcut: the general path for masked rows is also right if none is masked.
         """
         if isinstance(self.value, bool):
             is_short_cut = self.value == (self.maker == "any") and self.maker in ("any", "all")
@@ -42,7 +42,7 @@ class _Read(NamedTuple):
 
 
 class Decisions(EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what Python reads of numbers that come from a batch, by line; with `answers`, gives those instead."""
+    """Records, by line, the values computed from a batch that Python reads; with `answers`, returns those instead."""
 
     def __init__(self, batch: Mapping[str, Any], answers: Mapping[str, bool | float] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -71,13 +71,13 @@ class Decisions(EagerDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _name_of(self, name: str, given: list[Tensor]) -> str:
-        """Who counts what a mask lets through, and compares, asks for `all` of it, or whether there is `any`."""
+        """Return the operator's name. A comparison of a count over a mask is named `all` (eq) or `any` (ne)."""
         known = [each for each in given if each in self._made_by and not each.is_floating_point()]
         is_count = any(self._made_by[each] in _COUNTING for each in known)
         return {"eq": "all", "ne": "any"}.get(name, name) if is_count else name
 
     def _noted(self, value: Any, maker: str) -> Any:
-        if not isinstance(value, (bool, float)):  # Lengths and places: others would be out of range.
+        if not isinstance(value, (bool, float)):  # Lengths and indices: other values would be out of range.
             return value
         line = line_of()
         self.reads.setdefault(line, _Read(value, maker))
@@ -85,14 +85,14 @@ class Decisions(EagerDispatchMode):  # type: ignore[no-untyped-call]
         return self._answers.get(line, value)
 
 
-#: Computes the loss of rows, and notes what is decided meanwhile.
+#: Computes the loss of rows within a `Decisions`.
 Run = Callable[[Mapping[str, Any], Decisions], float]
 
 
 def find_decision(
     run: Run, three: Mapping[str, Any], one: Mapping[str, Any], tolerance: Callable[[], float]
 ) -> str | None:
-    """The first line that decides by a number of all rows, so that the loss of three rows depends on it."""
+    """Return the first line that branches on a value over all rows and so changes the loss of three rows."""
     seen, fewer = Decisions(three), Decisions(one)
     whole = run(three, seen)
     if not seen.reads:
@@ -100,7 +100,7 @@ def find_decision(
     run(one, fewer)
     for line, read in list(seen.reads.items())[:_MOST_LINES]:
         if seen.counts[line] != fewer.counts[line]:
-            continue  # It is asked of each row by itself.
+            continue  # The value is read for each row separately.
         for other in read.others():
             try:
                 loss = run(three, Decisions(three, {line: other}))

@@ -1,4 +1,4 @@
-"""Products and convolutions in all of float32: what is compared with numbers must not differ by how it was rounded."""
+"""Matmuls and convolutions in full float32: numbers that are compared must not differ by their rounding."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """For the process, so around all threads. On GPUs convolutions are computed in TF32 unless somebody says so."""
+    """Disable TF32 for the process, so enter this around all threads. On GPUs convolutions use TF32 by default."""
     products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

@@ -1,8 +1,8 @@
-"""What a module holds in the places of its parameters, while it is called: a second forward has to find the same.
+"""The tensors in a module's parameter slots during a call: a recomputed forward has to find the same ones.
 
-`torch.func.functional_call` puts other tensors there for one call (fast weights, ensembles), and a forward may have
-parameters rest for a call (`requires_grad_(False)`, as where one module has both sides of a GAN). Both are undone when
-the backward computes the module again.
+`torch.func.functional_call` puts other tensors there for one call (fast weights, ensembles). A forward may also freeze
+parameters for a call (`requires_grad_(False)`, for example if one module holds both sides of a GAN). Both are undone by
+the time that the backward computes the module again.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ _Slot = tuple[dict[str, Any], str]
 
 
 class _Place(NamedTuple):
-    """One of the places, what is there, and whether it requires a gradient."""
+    """One parameter slot, the tensor in it, and whether that requires a gradient."""
 
     slot: _Slot
     tensor: Tensor
@@ -27,13 +27,13 @@ class _Place(NamedTuple):
 
 
 class Held:
-    """The places of one module, looked for when it is first called."""
+    """The parameter slots of one module, found when it is first called."""
 
     def __init__(self) -> None:
         self._slots: list[_Slot] = []
 
     def now(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-        """A context in which the module holds what it holds now."""
+        """Return a context in which the module holds the tensors that it holds now."""
         if not self._slots:
             every = [parameter_slots(each) for each in module.modules()]
             self._slots = [(slots, key) for slots in every for key in slots]

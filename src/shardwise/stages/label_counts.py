@@ -1,7 +1,7 @@
-"""How many labels the means of torch's losses are over: seen where `cross_entropy` and `nll_loss` are called.
+"""Count the labels in the means of torch's losses, where `cross_entropy` and `nll_loss` are called.
 
-A mean over labels, of which some are ignored, weighs as much as it has labels. Wherever it is called, in a user's loss
-or inside of a module, that number is known there and nowhere else: labels have been shifted, masked, flattened before.
+A mean over labels, some of them ignored, is weighted by its number of labels. That number is known only at the call, in
+a user's loss or inside a module: labels have been shifted, masked and flattened before it.
 """
 
 from typing import Any, NamedTuple
@@ -22,29 +22,28 @@ _ORDER = {
 
 
 class LabelCount(NamedTuple):
-    """Of one mean: its labels that count (with weights of classes, the sum of these), and how many there are."""
+    """For one mean: its number of counted labels (with class weights, their sum), and its number of all labels."""
 
     number: Tensor
     size: int
 
 
 class LabelCounts(TorchFunctionMode):
-    """Notes each mean over labels while it is entered. A mean over none is 0 here, and not 0 / 0.
+    """Records each mean over labels within it. A mean over no labels is 0 here, rather than 0 / 0.
 
-    Means over the same labels (of a head and of an early one) have one number, whatever else they are, and are noted as
-    one.
+    Means over the same labels (of a head and of an early exit) have the same number, and are recorded once.
 
-    With `ignored` the first so many labels of every mean are left out, to see what a loss makes of that.
+    With `ignored`, this fraction of the labels of every mean, from the first on, is ignored, to see its effect.
 
-    Inside of a checkpoint a mean is computed as it is written: the second forward, in the backward, is nobody's to
-    watch, and has to keep the same tensors. A mean over none is 0 / 0 there.
+    Inside a checkpoint a mean is computed as written: the second forward, in the backward, runs outside this context
+    and has to save the same tensors. A mean over no labels is 0 / 0 there.
     """
 
     def __init__(self, ignored: float = 0.0) -> None:
         super().__init__()
         self._ignored = ignored
         self.found: list[LabelCount] = []
-        #: The labels and weights of classes of each, which have to live: memory that is free again is others'.
+        #: The labels and class weights of each mean. They are kept alive, so that their memory is not reused.
         self._met: list[tuple[Tensor, int, Tensor | None]] = []
 
     def __torch_function__(
@@ -71,7 +70,7 @@ class LabelCounts(TorchFunctionMode):
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether these are the same numbers in memory, perhaps in another shape."""
+    """Whether two tensors are the same memory, perhaps in another shape."""
     places = [
         (storage_id(each.untyped_storage()), each.storage_offset(), each.numel(), each.dtype, each.is_contiguous())
         for each in (one, other)
@@ -80,7 +79,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _mean_over_labels(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a call that is a mean over labels of classes; None if it is another one."""
+    """Return the arguments of a call that is a mean over class labels; None for any other call."""
     order = _ORDER.get(func) if getattr(func, "__name__", "") in ("cross_entropy", "nll_loss") else None
     if order is None:
         return None

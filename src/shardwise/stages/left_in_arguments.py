@@ -1,7 +1,7 @@
-"""What a unit leaves in the containers it was given, beside or in the place of what it returns.
+"""Tensors that a unit leaves in containers among its arguments, in addition to or instead of its return value.
 
 `cache[i] = h`, `state.kept.append(h)`, `state.h = h`: dictionaries, lists, and objects of the user's own that are
-handed from block to block.
+passed from block to block.
 """
 
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from shardwise.stages.split.theirs import is_theirs
 
-#: Containers are looked into as deep as this.
+#: Containers are searched to this depth.
 _DEPTH = 4
 
 
 def _inside(held: Any) -> list[Any] | None:
-    """What is in a container; None if it is none."""
+    """Return the contents of a container; None if it is not one."""
     if isinstance(held, dict):
         return list(held.values())
     if isinstance(held, (list, tuple)):
@@ -28,7 +28,7 @@ def _inside(held: Any) -> list[Any] | None:
 
 
 def tensors_left(arguments: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Tensors in containers among arguments, and in these."""
+    """Yield the tensors in containers among arguments, nested ones included."""
     for each in _inside(arguments) or ():
         if isinstance(each, Tensor):
             if depth < _DEPTH:  # Else it is an argument itself.
@@ -38,12 +38,12 @@ def tensors_left(arguments: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
 
 
 def has_containers(arguments: Any) -> bool:
-    """Whether any argument can be written into."""
+    """Whether any argument is a container that can be written to."""
     return any(not isinstance(each, tuple) and _inside(each) is not None for each in _inside(arguments) or ())
 
 
 def with_own_containers(held: Any, depth: int = _DEPTH) -> Any:
-    """The same tensors in containers of their own: what is put into others afterwards is not in these."""
+    """Copy containers but not the tensors in them, so that later changes to the originals do not show."""
     if _inside(held) is None or not depth:
         return held
     if isinstance(held, dict):

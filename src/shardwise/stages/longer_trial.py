@@ -1,8 +1,8 @@
-"""A loss tried on more rows than three, and with wider tables: what parts have in common may depend on how many rows
-there are, and on which numbers are in them.
+"""Try a loss on more than three rows, and with wider one-hot tables: interactions between rows may depend on how many
+there are, and on their values.
 
-    if len(x) >= 4:                         of three rows none meets another
-    room = chosen.cumsum(0) <= capacity     three rows all find room, and all of a batch do not
+    if len(x) >= 4:                         three rows do not interact
+    room = chosen.cumsum(0) <= capacity     three rows all fit, and all rows of a batch do not
     F.one_hot(labels)                       as wide as the largest label of a part
 """
 
@@ -22,14 +22,14 @@ from shardwise.stages.stage import Batch
 from shardwise.stages.trial_rows import NUM_ROWS
 from shardwise.stages.trial_run import Run, Trial, is_finite
 
-#: So many numbers of an entry are tried, as many rows as these are: a few of them may be long.
+#: As many rows are tried as have this many numbers in the largest entry: a few rows may be long.
 _MOST_NUMBERS = 2**13
-#: More numbers are added up than of three rows, in another order.
+#: The factor on the tolerance: more numbers are summed than for three rows, in another order.
 _SLACK = 10.0
 
 
 def find_longer(trial: Trial, example: Batch, three: Batch, seen: Seen, tried: Tried) -> Tried:
-    """What was found of three rows, refused if it is not so of more."""
+    """Return the finding from three rows, with a problem if it does not hold for more rows."""
     if trial.meets or tried.apart or tried.kind not in (LossKind.ROWS, LossKind.LABELS, LossKind.SUM, LossKind.PAIR):
         return tried
     try:
@@ -37,7 +37,7 @@ def find_longer(trial: Trial, example: Batch, three: Batch, seen: Seen, tried: T
         if problem is not None:
             return tried._replace(problem=problem)
         return _of_wider_tables(trial, three, tried)
-    except Exception:  # Whoever runs the whole example says what is wrong, if it is.
+    except Exception:  # If something is wrong, the run of the whole example will report it.
         return tried
 
 
@@ -88,7 +88,7 @@ def _of_wider_tables(trial: Trial, three: Batch, tried: Tried) -> Tried:
 
 
 class _WiderTables(TorchFunctionMode):
-    """Has tables that are as wide as the largest number in them be wider, as they are where another is larger."""
+    """Adds a column to one-hot tables without `num_classes`, as if another part had a larger number."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""Metrics that are measured beside the loss of a microbatch.
+"""Metrics that are returned together with the loss of a microbatch.
 
     return loss, {"accuracy": hits.float().mean()}                           a mean over the microbatch
     return total, number, {"accuracy": (hits.sum(), hits.numel())}           a sum, and the number that it is over
 
-A mean counts as one of as many as there are microbatches, or by its rows where these differ. Of sums and their numbers
-each is added up over the whole batch, so all that is counted weighs the same, however it is spread.
+A mean has the same weight for every microbatch, or is weighted by rows if their numbers differ. Sums and their numbers
+are each added up over the whole batch, so every counted item has the same weight, however it is distributed.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,12 +18,12 @@ from shardwise.stages.stage import Batch
 #: A sum, and the number that it is summed over.
 Pair = tuple[Tensor | float, Tensor | float]
 Pairs = Mapping[str, Pair]
-#: From the module's output and the microbatch: metrics by name.
+#: Maps the module's output and the microbatch to metrics by name.
 Metrics = Callable[[Any, Batch], Mapping[str, Any]]
 
 
 def take_metrics(result: Any) -> tuple[Any, Mapping[str, Any] | None]:
-    """What a loss has returned without its metrics, and these: None where it has returned none."""
+    """Split the result of a loss into the loss and its metrics; None if it has returned no metrics."""
     if not (isinstance(result, tuple) and len(result) > 1 and isinstance(result[-1], Mapping)):
         return result, None
     *rest, metrics = result
@@ -31,14 +31,14 @@ def take_metrics(result: Any) -> tuple[Any, Mapping[str, Any] | None]:
 
 
 def with_metrics(result: Any, metrics: Mapping[str, Any] | None) -> Any:
-    """The other way round: what a loss returns that has measured these beside."""
+    """Add metrics to the result of a loss: the inverse of `take_metrics`."""
     if metrics is None:
         return result
     return (*result, metrics) if isinstance(result, tuple) else (result, metrics)
 
 
 def pairs_of(metrics: Any, *, rows: int = 1, cp: int = 1) -> dict[str, Pair]:
-    """Every metric as a sum and its number, outside any graph. A mean weighs as much as it has `rows`.
+    """Return every metric as a sum and its number, detached. A mean is weighted by `rows`.
 
     Under cp each rank has a part of the tokens, and a mean of means is not the whole's.
     """
@@ -62,7 +62,7 @@ def pairs_of(metrics: Any, *, rows: int = 1, cp: int = 1) -> dict[str, Pair]:
                 f"the metric {name} is {_described(metrics[name])}, and not one number, or a sum and its number",
                 remedy=f'{{"{name}": (hits.sum(), hits.numel())}}; for whole outputs engine.predict(batch)',
             )
-        # A copy: it is read when the step is over, and a counter of the module has gone on by then.
+        # A copy: it is read after the step, when a counter of the module may have changed.
         found[str(name)] = tuple(each.detach().clone() if isinstance(each, Tensor) else each for each in value)  # type: ignore[assignment]
     return found
 

@@ -1,8 +1,8 @@
-"""What one rank may try for all of them: a forward and a loss in which ranks do not talk to each other.
+"""Detect collectives in a trial: one rank may try a forward and a loss for all only if they do not communicate.
 
-Every rank has the same module and the same example, so one of them can try both, and the others take its word. But a
-loss that gathers outputs of all ranks would wait for the others there. The first runs of such a trial are watched for
-that, and end at the first collective: then all ranks try.
+Every rank has the same module and the same example, so one of them can try both, and the others use its result. But a
+loss that gathers outputs of all ranks would wait for the others. So the first runs of such a trial are watched, and
+stop at the first collective; then all ranks run the trial.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ _NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_f
 
 
 class CollectiveMetError(BaseException):
-    """A collective was about to begin. No `Exception`: whoever tries something takes those for what it does."""
+    """A collective was about to begin. Not an `Exception`, because trials catch those as results of the module."""
 
 
 class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it a collective raises before anything is sent."""
+    """Makes a collective raise before anything is sent."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -29,7 +29,7 @@ class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class SeenCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether a collective has begun within it."""
+    """Records whether a collective has begun within it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

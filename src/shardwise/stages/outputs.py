@@ -1,7 +1,7 @@
-"""What the module returned for each microbatch, joined to what it returns for the batch; and gradients the way back.
+"""Join the module's outputs for microbatches to the output for the batch, and split its gradients again.
 
-rows      a tensor with a row for each of the microbatch's: one under the other
-mean      a number, such as a loss: the mean, weighed by rows
+rows      a tensor with a row for each of the microbatch's: concatenated
+mean      a number, such as a loss: the mean, weighted by rows
 same      a tensor that is the same for all: the first one
 """
 
@@ -17,14 +17,14 @@ from shardwise.torch_private import pytree
 
 
 class _Leaf(NamedTuple):
-    """One tensor of the output, as it came from each microbatch."""
+    """One tensor of the output, from each microbatch."""
 
     how: Literal["rows", "mean", "same"]
     parts: list[Tensor]
 
 
 class Joint:
-    """The outputs of all microbatches of a pass. `tensors` are the leaves that are tensors, by their number."""
+    """The outputs of all microbatches of a pass. `tensors` are the tensor leaves, by index."""
 
     def __init__(self, outputs: Sequence[Any], rows: Sequence[int]) -> None:
         self._rows = rows
@@ -46,11 +46,11 @@ class Joint:
 
     @property
     def differentiable(self) -> list[int]:
-        """The leaves that gradients may come to."""
+        """The indices of leaves that may receive gradients."""
         return [number for number, leaf in self.tensors.items() if any(each.requires_grad for each in leaf.parts)]
 
     def joined(self, number: int, device: torch.device) -> Tensor:
-        """One leaf of the output, for the batch, outside of any graph."""
+        """Return one leaf of the output for the batch, detached."""
         how, parts = self.tensors[number]
         values = [each.detach() for each in parts]
         if how == "rows":
@@ -61,12 +61,12 @@ class Joint:
         return values[0].to(device, copy=True)
 
     def filled(self, tensors: dict[int, Tensor]) -> Any:
-        """The output, with these tensors for its leaves."""
+        """Return the output with these tensors as its leaves."""
         leaves = [tensors.get(number, each) for number, each in enumerate(self._leaves)]
         return pytree.tree_unflatten(leaves, self._tree)
 
     def starts(self, number: int, gradient: Tensor) -> list[tuple[Tensor, Tensor] | None]:
-        """For each microbatch, its part of a leaf and the gradient that arrived there."""
+        """Return, for each microbatch, its part of a leaf and the gradient for it; None if it needs none."""
         how, parts = self.tensors[number]
         gradient = gradient.to(parts[0].device)
         if how == "rows":

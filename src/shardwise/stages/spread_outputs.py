@@ -1,7 +1,7 @@
-"""Outputs of three rows moved apart: what a loss decides by them is decided differently for each row.
+"""Scale the outputs of three rows apart, so that a loss with a threshold decides differently for each row.
 
-A loss may count rows above a threshold only: those that are hard, or sure. On an untrained module all rows are on one
-side of it, and the loss looks like a mean over rows. Moved apart, some are on the other.
+A loss may count only rows above a threshold: hard ones, or confident ones. With an untrained module all rows are on one
+side of it, and the loss looks like a mean over rows. Scaled apart, some rows are on the other side.
 """
 
 from typing import Any
@@ -12,12 +12,12 @@ from torch import Tensor
 from shardwise.stages.rows import changed, nodes
 from shardwise.stages.trial_rows import FIRST, NUM_ROWS
 
-#: What each of three rows is multiplied with: further apart, and nearer to nothing.
+#: The factors of the three rows: one set moves them further apart, the other closer to zero.
 WAYS = ((1.0, 8.0, -8.0), (1.0, 0.125, 0.5))
 
 
 def spread(outputs: tuple[Any, Any, Any], factors: tuple[float, ...]) -> tuple[Any, Any, Any] | None:
-    """Those of three rows, of two and of the other, each row multiplied with its factor; None if none has rows."""
+    """Return the outputs of three rows, of two and of the other, each row times its factor; None if none has rows."""
     lengths = [{path: len(each) for path, each in nodes({"": value}) if _may_have_rows(each)} for value in outputs]
     whole, large, small = lengths
     each_row = {
@@ -47,7 +47,7 @@ def spread(outputs: tuple[Any, Any, Any], factors: tuple[float, ...]) -> tuple[A
 
 
 def _is_in_turn(whole: Tensor, large: Tensor, small: Tensor) -> bool:
-    """Whether all of a row stand together where each has several, and not all firsts before all seconds."""
+    """Whether the several entries of each row are adjacent, rather than all first entries before all second ones."""
     parts = torch.cat([large, small])
     return parts.shape == whole.shape and torch.allclose(parts, whole, rtol=1e-2, atol=1e-5)
 

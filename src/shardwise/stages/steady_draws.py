@@ -1,4 +1,4 @@
-"""While a copy of a module is tried nothing is drawn at random, and nothing is recomputed."""
+"""Contexts for trials of a module: random draws become deterministic, and nothing is recomputed."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,12 +15,12 @@ from shardwise.torch_private import EagerDispatchMode
 
 
 class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives one number wherever numbers are drawn at random, so that every rank and the whole draw the same.
+    """Replaces random numbers by a constant, so that every rank and the whole module draw the same.
 
-    What is shuffled stays in its order; with `turns` it comes in the other one, and rows that are mixed are seen to be.
-    What a generator of the module's own draws is no chance, and all of it is none if the forward sets the seed
-    (`has_seed`): one device would draw the same again. So each number differs there from that before it, and whoever
-    draws for a part of the channels, or of the tokens, is seen to have others.
+    A shuffle keeps the order; with `turns` it reverses it, so that mixing of rows shows. Draws from a generator of the
+    module's own, or all draws if the forward sets the seed (`has_seed`), are deterministic: one device would repeat
+    them. There each number differs from the one before, so that a draw for only a part of the channels or tokens shows
+    as a difference.
     """
 
     def __init__(self, *, turns: bool = False, has_seed: bool = False) -> None:
@@ -52,9 +52,9 @@ class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class SteadyDropout(TorchFunctionMode):
-    """Lets nothing drop: attention on a GPU does so inside of one kernel, and on a CPU what is kept is made larger.
+    """Disables dropout: on a GPU attention drops inside one kernel, and on a CPU kept values are scaled up.
 
-    So a module that is otherwise the same in training mode computes what it does in evaluation.
+    So a module that is otherwise the same in training mode computes the same as in evaluation mode.
     """
 
     def __torch_function__(
@@ -65,7 +65,7 @@ class SteadyDropout(TorchFunctionMode):
             args, kwargs = _with_argument(args, kwargs or {}, 4, "dropout_p", 0.0)
         elif func is functional.dropout or func is torch.dropout:
             probability = args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)
-            if probability < 1:  # What drops everything gives zeros.
+            if probability < 1:  # With probability 1 the result is zeros, as it is.
                 args, kwargs = _with_argument(args, kwargs or {}, 1, "p", 0.0)
         return func(*args, **(kwargs or {}))
 
@@ -73,7 +73,7 @@ class SteadyDropout(TorchFunctionMode):
 def _with_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str, value: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with one of them replaced, however it was given."""
+    """Return the arguments of a call with one of them replaced, whether positional or by name."""
     if len(args) > position:
         return (*args[:position], value, *args[position + 1 :]), kwargs
     return args, {**kwargs, name: value}
@@ -81,16 +81,16 @@ def _with_argument(
 
 @contextmanager
 def steady() -> Iterator[None]:
-    """All of it: nothing is drawn at random, and nothing is recomputed. What is shuffled is turned round."""
+    """Combine all: draws are deterministic, nothing is dropped or recomputed, and shuffles reverse the order."""
     with nothing_recomputed(), SteadyDropout(), SteadyDraws(turns=True):
         yield
 
 
 def sets_seed(module: nn.Module) -> bool:
-    """Whether a forward sets the seed itself, of torch or of a generator that it makes."""
+    """Whether a forward sets a seed itself: torch's, or that of a generator that it makes."""
     return names_in_classes(module, "manual_seed")
 
 
 def steady_for(module: nn.Module) -> AbstractContextManager[None]:
-    """The same, unless a module sets the seed itself: what it draws then is no chance, and the same in every call."""
+    """Return `steady()`, unless a module sets the seed itself: then its draws are the same in every call anyway."""
     return nothing_recomputed() if sets_seed(module) else steady()

@@ -1,4 +1,4 @@
-"""A user's loss tried for parts of sequences: what it is, if it is one number."""
+"""Try a user's loss for parts of sequences: find its kind, if it is one number."""
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,9 @@ from shardwise.stages.trial_run import Context, Trial
 def try_tokens(
     module: nn.Module, loss: Loss, example: Batch, rule: RowRule, precision: Context, *, for_all: bool = False
 ) -> Tried:
-    """Whether backwards of parts can be those of the whole; and whether a loss that is one number is a mean over labels
-    and nothing else, so that parts weigh as much as they have labels, or a sum to which tokens that are added, without
-    labels, add nothing."""
+    """Find whether backwards of parts can add up to that of the whole; and whether a loss that is one number is purely
+    a mean over labels, so that parts are weighted by their labels, or a sum to which padding tokens, without labels,
+    add nothing."""
     tried = try_backward(module, loss, example, rule, precision, for_all=for_all)
     if tried.problem is not None:
         return tried
@@ -37,7 +37,7 @@ def try_tokens(
 
 
 def _unlabelled(module: nn.Module, batch: Batch) -> Batch:
-    """The same with no label in any entry that the module itself does not take."""
+    """Return the batch with all labels ignored, in every integer entry that the module itself does not take."""
     taken = Signature(module).names
     return {
         name: torch.full_like(each, -100)

@@ -1,7 +1,7 @@
-"""Arguments that a unit writes into: `nn.ReLU(inplace=True)` as its first layer, a board with a row for each block.
+"""Arguments that a unit writes to in place: `nn.ReLU(inplace=True)` as its first layer, a board with a row per block.
 
-A unit that is computed again must find them as its first run did. Which it writes into is known once it has run: in its
-first call all of its tensors are copied before, in all others those that are known.
+A recomputed unit must find them as its first run did. Which arguments it writes to is known once it has run: before its
+first call all of its tensors are copied, before all others only those that are known to be written.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ _Key = int | str
 
 
 class WrittenArguments:
-    """Of one unit, those that it was seen to write into; None before its first call."""
+    """The arguments that one unit was seen to write to; unknown before its first call."""
 
     def __init__(self, unit: str) -> None:
         self._unit = unit
@@ -26,10 +26,10 @@ class WrittenArguments:
     def kept(
         self, call: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Inner, tuple[Any, ...], dict[str, Any]]:
-        """The same call, whose later runs find what its first one found; and the arguments that it is to be given.
+        """Wrap a call so that later runs find the arguments of its first one; return it with the arguments to pass.
 
-        In the places of those that are copied is nothing: torch holds arguments until they are computed with again, and
-        refuses what was written meanwhile.
+        Copied arguments are passed as None: torch's checkpoint holds its arguments until the recomputation, and refuses
+        those that were written to since.
         """
         given: list[tuple[_Key, Any]] = [*enumerate(args), *kwargs.items()]
         tensors = {key: each for key, each in given if isinstance(each, Tensor)}
@@ -39,7 +39,7 @@ class WrittenArguments:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             is_first = bool(versions)
-            # A leaf that requires a gradient cannot be written into, so copies are given as copies of their own.
+            # A leaf that requires a gradient cannot be written to in place, so pass a clone of each copy.
             held = dict(first) if is_first else {key: copies[key].clone() for key in copies}
             result = call(
                 *(held.get(place, each) for place, each in enumerate(args)),

@@ -14,7 +14,7 @@ from shardwise.stages.stage import Batch
 def first_across(
     module: nn.Module, run: Callable[[Batch], Any], three: Batch, one: Batch, tolerance: float
 ) -> str | None:
-    """Return its name and class, from a run of three rows and a run of the last one; None if there is no such module."""
+    """Return its name and class, from a run of three rows and one of the last row; None if there is no such module."""
     whole, part = (_seen(module, run, each) for each in (three, one))
     for (name, found), (other, alone) in zip(whole, part, strict=False):
         if name == other and found.dim() and alone.dim() and found.shape[0] == 3 * alone.shape[0]:

@@ -40,8 +40,7 @@ class Kept:
 
     def count(self, tensor: Tensor) -> Tensor:
         self.num_bytes += self.new_bytes(tensor)
-        # A node that saves its own output with its graph is a cycle that is never freed, so save it detached. Autograd
-        # restores the graph itself.
+        # Detached: a node that saves its own output with its graph is never freed. Autograd restores the graph itself.
         return tensor.detach()
 
 

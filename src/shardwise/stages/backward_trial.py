@@ -2,7 +2,7 @@
 
 Parts of a batch (replicas, microbatches, parts of sequences) begin their backward with another gradient than the whole
 batch does, and their sum is scaled at the end. That is correct as long as twice the gradient above gives twice the
-gradient below. This holds for all of torch's own operations, but not for any hook or function of a user.
+gradient below. This holds for all of torch's own operations, but not necessarily for a user's hooks and functions.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A function of the user's that makes a module, by its name: `package.module:factory`, or `file.py:factory`."""
+"""Find a user's function that makes a module by name: `package.module:factory`, or `file.py:factory`."""
 
 import sys
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def _remedy(option: str) -> str:
 
 
 def split_name(where: str, option: str) -> tuple[str, str]:
-    """Module and function. `option` is what stands before it on a command line: `--module `, say."""
+    """Return module and function. `option` is the text before it on a command line: `--module `, for example."""
     name, colon, attribute = where.partition(":")
     if not colon or not name or not attribute:
         raise ShardwiseError(f"{option}{where} is no package.module:factory", remedy=_remedy(option))
@@ -24,7 +24,7 @@ def split_name(where: str, option: str) -> tuple[str, str]:
 
 
 def find_factory(where: str, option: str, folder: str | None = None) -> Callable[[], Any]:
-    """The function of this name. A module beside which the command is called is found, as `python -m` finds it."""
+    """Return the function of this name. Modules in the working directory are found, as by `python -m`."""
     name, attribute = split_name(where, option)
     here = folder or str(Path.cwd())
     if here not in sys.path:
@@ -43,7 +43,7 @@ def find_factory(where: str, option: str, folder: str | None = None) -> Callable
 
 
 def _from_file(path: Path) -> Any:
-    """A file as a module: under its own name, so that what it defines is the same on all ranks."""
+    """Import a file as a module under its own name, so that its definitions are the same on all ranks."""
     if not path.is_file():
         raise ImportError(f"there is no file {path}")
     if str(path.parent) not in sys.path:

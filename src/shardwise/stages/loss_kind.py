@@ -1,4 +1,4 @@
-"""What a user's loss is of a batch, and so what parts of it are weighed by. `loss_trial.py` finds it out."""
+"""The kinds of user losses, which determine how parts of a batch are weighted. `loss_trial.py` finds the kind."""
 
 import math
 from enum import Enum
@@ -51,15 +51,15 @@ class LossKind(Enum):
 
 
 class Through(NamedTuple):
-    """What an entry lets through: its sum, or how many of its numbers are not `hidden`; from the `first` token on.
+    """The weight that an entry gives: its sum, or its count of numbers other than `hidden`, from the `first` token on.
 
-    Of whole numbers `hidden` is one of them, and of others it is NaN.
+    `hidden` is an integer for integer entries, and NaN for others.
     """
 
     path: str
     first: int = 0
     hidden: float | None = None
-    #: How much it is in a row of the example.
+    #: The weight of one row of the example.
     row: int = 1
 
     def of(self, batch: Batch) -> Tensor:
@@ -72,24 +72,24 @@ class Through(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """The outcome: a kind, or what is wrong; and paths of entries that are as long as the batch, and no rows of it."""
+    """The outcome: a kind, or a problem; and `tables`, paths of entries as long as the batch that are not its rows."""
 
     kind: LossKind
     problem: str | None = None
     tables: tuple[str, ...] = ()
-    #: Labels of a row in the example: counts are told in rows, so that weights of even parts are 1 for each.
+    #: Labels per row in the example: counts are converted to rows, so that equal parts have a weight of 1 per row.
     labels: int = 1
     #: Whether the module computes a mean over labels itself.
     inside: bool = False
     through: Through | None = None
-    #: Whether other rows were seen to have another loss.
+    #: Whether other rows were seen to give another loss.
     depends: bool = False
     #: Whether module or loss failed on parts of the example.
     failed: bool = False
     remedy: str = REMEDY
-    #: Whether each part by itself is meant: `return loss, 1`.
+    #: Whether the mean of each part's loss is intended: `return loss, 1`.
     apart: bool = False
-    #: The line that decides by a number of all rows, if there is one.
+    #: The line that branches on a value over all rows, if there is one.
     decides: str | None = None
     #: Whether a forward in training mode was seen to write to no buffer.
     writes_none: bool = False

@@ -1,11 +1,11 @@
-"""Whether the losses of two parts tell that of the whole."""
+"""Whether the losses of two parts determine that of the whole."""
 
 from shardwise.stages.trial_rows import FIRST, NUM_ROWS
 from shardwise.stages.trial_run import Run
 
 
 def fits_by(weight: float, other: float, whole: Run, large: Run, small: Run, *, slack: float = 1.0) -> bool:
-    """Whether it is their mean by these weights, but for rounding; with `slack` for more of it."""
+    """Whether the whole is the mean of the parts with these weights, up to rounding; `slack` scales the tolerance."""
     if not weight + other:
         return False
     wanted = (weight * large.total + other * small.total) / (weight + other)

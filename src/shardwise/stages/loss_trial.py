@@ -1,18 +1,18 @@
-"""A user's loss tried with numbers: what it is a mean over, if it is one.
+"""Try a user's loss with numbers, to find what it is a mean over, if it is one.
 
-A plan computes it on parts of a batch, and adds up. That is the loss of the whole only if the parts are weighed by what
-it is a mean over. So it is tried on three rows, on two of them and on one, in evaluation mode:
+A plan computes the loss on parts of a batch and adds up. That gives the loss of the whole only if the parts are
+weighted by what the loss is a mean over. So it is tried on three rows, on two of them and on one, in evaluation mode:
 
     loss of 3 = (2 * loss of 2 + 1 * loss of 1) / 3          a mean over rows: parts weigh as much as they have rows
     loss of 3 = loss of 2 + loss of 1                        a sum: parts are added, and not divided
-    the first, weighed by labels that are not ignored        a mean over labels: parts weigh as much as they have labels
-    the first, weighed by what an entry lets through         a mean by a mask: parts weigh as much as it adds up to
+    the first, weighted by labels that are not ignored       a mean over labels: parts are weighted by their labels
+    the first, weighted by what an entry lets through        a mean by a mask: parts are weighted by its sum
     none of them                                             refused
 
-And once more with masks that hide some of two rows, and labels that are ignored there: what is a mean over rows only
-while nothing is hidden would go wrong unseen with a later batch. The same with targets that are NaN, or another number
-that stands for one that is not known. With gradients (`slope_trial.py`). And in training mode, where nothing is drawn
-(`steady_draws.py`): a forward may do something else there, and its backward may not be in proportion
+The same is tried with masks that hide parts of two rows, and with ignored labels there: a loss that is a mean over rows
+only while nothing is hidden would silently go wrong in a later batch. The same with targets that are NaN or another
+marker of unknown values, and with gradients (`slope_trial.py`). It is tried in training mode, with deterministic draws
+(`steady_draws.py`): a forward may compute something else there, and its backward may not be linear
 (`backward_trial.py`). And on more rows, if they are not long (`longer_trial.py`).
 """
 
@@ -46,7 +46,7 @@ from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.trial_rows import FIRST, IGNORED, NUM_ROWS, UNKNOWN, is_mask, three_rows, two_and_one, with_hidden
 from shardwise.stages.trial_run import Context, Run, Runs, Trial, is_finite
 
-#: What else of an entry is hidden: of one row, the first token, every second one.
+#: Other ways to hide parts of an entry: in one row only, the first token, every second token.
 _OTHER_WAYS: tuple[dict[str, Any], ...] = ({"rows": 1}, {"tokens": slice(0, 1)}, {"tokens": slice(None, None, 2)})
 #: About so many whole numbers of an entry are put in the place of others.
 _MOST_WORDS = 12
@@ -65,10 +65,10 @@ def try_loss(
     for_all: bool = False,
     num_parts: int = 1,
 ) -> Tried:
-    """Find out what a loss is, from a few rows of an example that the module can compute.
+    """Find the kind of a loss from a few rows of an example that the module can compute.
 
-    `num_parts` are those that a batch is cut into. `meets`: it is known that rows of a part see each other, and that is
-    meant. `for_all`: no other rank tries it; raise `CollectiveMetError` if all must."""
+    `num_parts` is the number of parts of a batch. `meets`: rows of a part are known to interact, and that is intended.
+    `for_all`: no other rank tries it; raise `CollectiveMetError` if all must."""
     seen = rule.look(example)
     trial = Trial(module, loss, precision, meets=meets, at_first=at_first(for_all))
     three = three_rows(example, seen)

@@ -1,9 +1,9 @@
-"""How a loss changes with its outputs: `loss / loss.detach()` is 1 for any rows, and its gradient is not their mean.
+"""Test the gradients of a loss too: `loss / loss.detach()` is 1 for any rows, and its gradient is not their mean.
 
-Values alone do not tell what a loss makes constant for autograd: what is detached, or read with `item()`. So where the
-values of parts make that of the whole, their gradients have to as well. They are not held against each other one by
-one, as nobody knows where the rows of an output are; but multiplied with numbers of the outputs themselves and added
-up, which makes one number of each run, a slope. Parts have to make that of the whole as they do with the loss.
+Values alone do not show what a loss makes constant for autograd with `detach()` or `item()`. So if the values of parts
+combine to that of the whole, their gradients have to as well. Gradients are not compared one by one, as it is unknown
+where the rows of an output are. Instead they are multiplied by numbers from the outputs and summed, which gives one
+number per run, a slope. The slopes of parts have to combine to that of the whole, as their losses do.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from shardwise.stages.stage import Batch
 from shardwise.stages.trial_rows import FIRST, NUM_ROWS
 from shardwise.stages.trial_run import Run, Runs, Trial
 
-#: How near numbers are that are the same but for rounding, beside the largest; and how many of an output are most.
+#: The difference, relative to the largest number, up to which numbers count as equal; and which share is "most".
 _NEAR, _MOST = 0.05, 0.75
 
 
 class _Slopes(NamedTuple):
-    """Of one run: along its outputs, and along other numbers of each; how much was added up."""
+    """The slopes of one run: along its outputs, and along their cosines; and the sum of magnitudes."""
 
     along: float
     across: float
@@ -31,11 +31,11 @@ class _Slopes(NamedTuple):
 
 
 def slopes_of(trial: Trial, batches: Sequence[Batch], runs: Runs) -> list[Runs]:
-    """Slopes of three runs in the place of their totals: two, of each of which parts have to make the whole.
+    """Return three runs with slopes in place of totals, twice. In each, parts have to combine to the whole.
 
-    Outputs that have their rows first are looked at: one number of all rows (a balancing loss) is theirs otherwise.
-    Parts are given those of the whole, as a forward of fewer rows may round to something else; unless rows of theirs
-    lie elsewhere in it (two crops of each row, one behind the other).
+    Only outputs with rows as their first dim are used: a scalar over all rows (a balancing loss) combines otherwise.
+    Parts get the outputs of the whole, as a forward of fewer rows may round differently, unless their rows are
+    elsewhere in it (all first crops, then all second crops).
     """
     numbers = [_numbers_in(each.output) for each in runs]
     have_rows = [_has_rows(*each) for each in zip(*numbers, strict=True)]
@@ -52,7 +52,7 @@ def slopes_of(trial: Trial, batches: Sequence[Batch], runs: Runs) -> list[Runs]:
     for totals in ([each.along for each in found], [each.across for each in found]):
         largest = max(map(abs, totals))
         if largest > 0 and size < float("inf"):
-            # Rounding is that of what was added up, of which much may have cancelled.
+            # Rounding is relative to the magnitudes summed, much of which may have cancelled.
             whole, large, small = (
                 each.run._replace(total=total, tolerance=each.run.tolerance * size / largest)
                 for each, total in zip(found, totals, strict=True)
@@ -67,7 +67,7 @@ def _slopes(trial: Trial, batch: Batch, run: Run, numbers: Sequence[tuple[Tensor
     sums = [0.0, 0.0, 0.0]
 
     def asked(_: Any, each: Any) -> Any:
-        # Copies, which a loss may write into.
+        # Clones, because a loss may write to them.
         return next(given).clone() if isinstance(each, Tensor) and each.is_floating_point() else None
 
     def look(total: Tensor) -> None:
@@ -92,13 +92,13 @@ def _numbers_in(output: Any) -> list[Tensor]:
 
 
 def _is_mostly(part: Tensor, mine: Tensor) -> bool:
-    """Whether most numbers of a part are those that its own forward has made."""
+    """Whether most numbers of a part equal those of its own forward."""
     near = _NEAR * float(mine.abs().max())
     return float(((part - mine).abs() <= near).float().mean()) >= _MOST
 
 
 def _has_rows(whole: Tensor, large: Tensor, small: Tensor) -> bool:
-    """Whether an output has its rows first."""
+    """Whether the first dim of an output is rows."""
     if not whole.dim() or not len(whole) or whole.shape[1:] != large.shape[1:] or whole.shape[1:] != small.shape[1:]:
         return False
     return (len(large) * NUM_ROWS, len(small) * NUM_ROWS) == (len(whole) * FIRST, len(whole) * (NUM_ROWS - FIRST))

@@ -1,4 +1,4 @@
-"""Rows that a loss is tried on: three of an example, two and one of them, and the same with something hidden."""
+"""The rows on which a loss is tried: three of an example, two and one of them, and the same with values hidden."""
 
 import math
 from typing import Any
@@ -10,16 +10,16 @@ from shardwise.stages.rows import Seen, changed, nodes, take_rows
 from shardwise.stages.stage import Batch
 
 NUM_ROWS = 3
-#: So many in the first of two parts.
+#: The number of rows in the first of two parts.
 FIRST = 2
 #: The label that torch's losses ignore.
 IGNORED = -100
-#: What stands for a target that is not known, where targets are no whole numbers.
+#: Values that may mark an unknown target where targets are floats.
 UNKNOWN = (0.0, -1.0, float(IGNORED), math.nan)
 
 
 def three_rows(example: Batch, seen: Seen) -> Batch:
-    """Three rows of an example, the last again if there are fewer. The second is as unlike the first as can be."""
+    """Return three rows of an example, repeating the last if there are fewer. The second is most unlike the first."""
     other = _most_unlike(example, seen)
     order = [0, other, *(number for number in range(1, seen.length) if number != other)]
     places = [order[min(number, seen.length - 1)] for number in range(NUM_ROWS)]
@@ -36,7 +36,7 @@ def three_rows(example: Batch, seen: Seen) -> Batch:
 
 
 def _most_unlike(example: Batch, seen: Seen) -> int:
-    """The first row that differs from row 0 in most entries of a whole number for each row: its class, its task."""
+    """Return the first row that differs from row 0 in the most entries with one integer per row: a class, a task."""
     entries = [
         each.tolist()
         for path, each in nodes(example)
@@ -54,10 +54,10 @@ def with_hidden(
     three: Batch, seen: Seen, value: float | None, only: str | None = None, *, rows: int = FIRST,
     tokens: slice | None = None,
 ) -> Batch:  # fmt: skip
-    """The same with masks and weights that let less of some rows through, and `value` for some whole numbers there.
+    """Return the batch with smaller masks and weights for some rows, and `value` for some integers there.
 
-    A `value` that is no whole number is put into entries of such numbers, and all else is left alone. Half of a row is
-    hidden, or these `tokens` of it.
+    A float `value` is put into float entries, and all others are left alone. Half of a row is hidden, or these `tokens`
+    of it.
     """
 
     def hide(path: str, given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One loss of some rows: in evaluation or in training mode, of an output that is there, with something hidden."""
+"""Compute one loss of some rows: in evaluation or training mode, of a given output, or with some values hidden."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,12 +24,12 @@ from shardwise.stages.steady_draws import steady_for
 from shardwise.stages.trial_rows import FIRST, NUM_ROWS, two_and_one
 from shardwise.torch_private import RunningNormModule, submodules
 
-#: What a trial is run in.
+#: Makes a context in which a trial is run.
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Run(NamedTuple):
-    """One number of the loss, the number that it is over if it was told, and the means over labels that were seen."""
+    """The total of a loss, the number that it is over if the loss returned one, and the means over labels found."""
 
     total: float
     number: float | None
@@ -38,15 +38,15 @@ class Run(NamedTuple):
     labels: int
     tolerance: float
     output: Any
-    #: Of a run with gradients: whether its number has one too.
+    #: In a run with gradients: whether the number requires one too.
     is_learned: bool = False
-    #: Whether the forward wrote to buffers: what then comes of parts is told by who compares these.
+    #: Whether the forward wrote to buffers. A comparison of buffers tells what that means for parts.
     writes: bool = False
-    #: Whether Python's or NumPy's generators were drawn from: other rows may draw something else.
+    #: Whether Python's or NumPy's generators were drawn from: other rows may get other draws.
     has_drawn: bool = False
-    #: Whether a backward of its own has left gradients in parameters.
+    #: Whether the forward or the loss called backward itself and left gradients in parameters.
     has_left: bool = False
-    #: What buffers had then, if some were written.
+    #: The values of buffers after the run, if some were written.
     left: list[Tensor] = []  # noqa: RUF012 - of a tuple, and never written
 
 
@@ -54,9 +54,9 @@ Runs = tuple[Run, Run, Run]
 
 
 class Trial:
-    """Computes the loss of rows as often as is asked, and leaves no trace.
+    """Computes the loss of rows any number of times, and leaves no trace.
 
-    Its first run of either mode is `at_first` within another context: one that looks for collectives, say.
+    The first run in each mode is within the context `at_first`: one that detects collectives, for example.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class Trial:
     ) -> None:
         self.module, self.loss, self._precision, self.meets = module, loss, precision, meets
         self._at_first = at_first
-        #: The modes, training or not, in which nothing was run yet.
+        #: The modes (is it training?) in which nothing was run yet.
         self._unknown = {False, True}
         self._signature = Signature(module)
         self._is_half = any(each.dtype in (torch.bfloat16, torch.float16) for each in module.parameters())
-        #: What was there before the first run, and is there again after each.
+        #: The snapshot before the first run, restored after each.
         self._noted: Noted | None = None
 
     def run_in_training(self, batch: Batch) -> tuple[Run, str | None]:
-        """The same in training mode; and what in the backward is not in proportion to the gradient it begins with.
+        """Run in training mode; also return a description of any nonlinearity of the backward in its initial gradient.
 
-        Batch norms are as in evaluation: that each normalises its own rows is known.
+        Batch norms stay in evaluation mode: that they normalise over the rows of a part is known.
         """
         bent: list[str | None] = []
         hooks = SeenHooks()
@@ -95,10 +95,10 @@ class Trial:
         within: Context = nullcontext, look: Callable[[Tensor], None] | None = None,
         decisions: Decisions | None = None, asks: bool = False,
     ) -> Run:  # fmt: skip
-        """The loss of a batch; of an `output` that is given, or else computed. `look` is given it with its graph.
+        """Compute the loss of a batch, from a given `output` or from the module. `look` gets the loss with its graph.
 
-        There is one in training mode, and where it `asks` for one of an output. What is computed is computed `within` a
-        context; what is noted and put back around it is not: a mode of torch would look at all of that too."""
+        There is a graph in training mode, or if `asks` is set. Only the computation is `within` the context, not the
+        snapshot and its restoration: a torch mode would see their operations too."""
         were_training = [each for each in modules_of(self.module) if each.training]
         counts = LabelCounts(ignored)
         for each in were_training:
@@ -138,7 +138,7 @@ class Trial:
             for each in were_training:
                 _set_mode(each, True)
         total, number = result if isinstance(result, tuple) else (result, None)
-        # A GPU has another kernel for another number of rows, which adds up in another order.
+        # A GPU may use another kernel for another number of rows, with another order of sums.
         tolerance = {torch.float64: 1e-9, torch.float32: 1e-4 if total.is_cuda else 1e-5}.get(total.dtype, 1e-2)
         if is_rounded or self._is_half:
             tolerance = 1e-2
@@ -150,7 +150,7 @@ class Trial:
         )  # fmt: skip
 
     def decides(self, three: Batch, one: Batch) -> str | None:
-        """The line that decides by a number of all rows; None too where that cannot be tried."""
+        """Return the line that branches on a value over all rows; None if there is none or it cannot be tried."""
         tolerance = 0.0
 
         def loss_of(rows: Batch, seen: Decisions) -> float:
@@ -160,15 +160,15 @@ class Trial:
             return found.total
 
         try:
-            # Whoever asks whether anything is masked takes another kernel if not, which rounds otherwise.
+            # Code that tests whether anything is masked uses another kernel if not, with another rounding.
             return find_decision(loss_of, three, one, lambda: tolerance)
         except Exception:
             return None
 
     def less(self, hidden: Batch, seen: Seen, runs: Runs, ignored: float = 0.0, *, again: bool = True) -> Runs | None:
-        """The same where some of two rows is hidden; None if the module or the loss does not take that.
+        """Return the runs with parts of two rows hidden; None if the module or the loss does not support that.
 
-        Without `again` the loss alone is given it, on the host: what is out of range there raises, and no GPU is lost.
+        Without `again` only the loss gets them, on the host: an index out of range raises there, and would break a GPU.
         """
         two = two_and_one(hidden, seen)[0]
         try:
@@ -184,7 +184,7 @@ class Trial:
 
     @torch.no_grad()
     def remembers(self, before: tuple[Batch, Run], then: tuple[Batch, Run]) -> str | None:
-        """What the loss leaves behind for its next call, if that is another for it."""
+        """Describe the state that the loss leaves for its next call, if that changes the next result; None if not."""
         kept = PythonState(self.loss)
         try:
             with undisturbed(self.module, {}, self.loss), self._precision():
@@ -193,7 +193,7 @@ class Trial:
                 self._total(*before)
                 changed = kept.changed()
                 later = self._total(*then)
-        except Exception:  # It reads what a forward leaves for it, and there is none here.
+        except Exception:  # It reads state that a forward leaves for it, and there is no forward here.
             return None
         if not changed or abs(later - at_first) <= then[1].tolerance * abs(at_first):
             return None
@@ -206,7 +206,7 @@ class Trial:
 
 
 class GradientsKept:
-    """The gradients that parameters have."""
+    """A snapshot of the gradients of parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         self._kept = [
@@ -214,7 +214,7 @@ class GradientsKept:
         ]
 
     def put_back(self) -> bool:
-        """Whether any is another now; and as they were."""
+        """Restore the gradients; return whether any had changed."""
         found = False
         for parameter, gradient, numbers in self._kept:
             now = parameter.grad
@@ -227,7 +227,7 @@ class GradientsKept:
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """A module and all inside of it. `modules()` names them as well, which takes four times as long."""
+    """Return a module and all modules in it. `modules()` also builds names, which takes four times as long."""
     found, waiting = {id(module): module}, [module]
     while waiting:
         for each in submodules(waiting.pop()).values():
@@ -238,7 +238,7 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _set_mode(module: nn.Module, training: bool) -> None:
-    # What torch's modules do beside it (is it a parameter, a buffer, a module?) takes as long as a small layer.
+    # torch's `__setattr__` also checks for parameters, buffers and modules, which takes as long as a small layer.
     if type(module).__setattr__ is nn.Module.__setattr__:
         object.__setattr__(module, "training", training)
     else:

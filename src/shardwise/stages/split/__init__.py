@@ -1,4 +1,4 @@
-"""An unmodified module in stages. Read `split.py` first: it is the whole story in the order in which it happens."""
+"""Split an unmodified module into stages. Read `split.py` first: it has all steps in order."""
 
 from shardwise.stages.split.materialise import materialise
 from shardwise.stages.split.split import split, stage_costs

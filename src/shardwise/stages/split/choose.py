@@ -1,4 +1,4 @@
-"""Which units, and where to cut between them.
+"""Choose the units, and where to cut between them.
 
     find_units ──> watch ──> cut ──> does a unit hold up all the others, or are there too few?
          ^      one run of the        │ yes: open it              │ no
@@ -6,15 +6,15 @@
          └────────────────────────────┘                   `_refine`, if `through_blocks`: open the blocks at the cuts,
                                                            watch and cut once more, and keep that if it is faster
 
-Every turn runs the module once more on the example. It leaves no trace: buffers and random numbers are as before.
+Every iteration runs the module once more on the example. It leaves no trace: buffers and generators are restored.
 
 Units are coarse at first. They are opened, the costliest first, until there are as many calls as stages, and until no
 unit that could be opened holds up all the others. Whole blocks seldom divide evenly: 8 blocks and a head that costs as
-much as 1.3 of them make stages of 5 and 4.3. If asked, the blocks at both sides of a cut are opened too, and the cut
-goes through one where that makes a step faster. It is not the rule: what skips the cut then arrives by two
-ways, and gradients that one process adds up in one order are added in another, so they differ in their last bits.
-Even stages are not always the fastest: a last stage that begins one forward late should have that much less to do.
-So whoever knows the schedule gives a `judge`, and the cut is moved as long as the judge likes it better.
+much as 1.3 of them make stages of 5 and 4.3. On request the blocks at both sides of a cut are opened too, and the cut
+goes through one if that makes a step faster. This is not the default: a residual then arrives by two ways, and its
+gradients are summed in another order than in one process, so that they differ in their last bits.
+Even stages are not always the fastest: a last stage that begins one forward late should have that much less work.
+So a caller that knows the schedule passes a `judge`, and the cut is moved as long as the judge rates it better.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,27 +43,27 @@ _WORTH_OPENING = 0.98
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions:
-    """What is asked of a cut. It balances time: by FLOPs and bytes of units on the example, if nothing is said."""
+    """The options of a cut. By default it balances time, estimated from FLOPs and bytes of units on the example."""
 
     num_stages: int
-    #: The user's own: how many units or blocks each stage has, or the names of the stages' first units.
+    #: The user's own cut: the number of units or blocks of each stage, or the names of the stages' first units.
     cut: Sequence[int] | Sequence[str] | None = None
-    #: Of units by name; how fast each stage is; and how many bytes of parameters one may have.
+    #: The costs of units by name; the speed of each stage; and the limit of parameter bytes of a stage.
     costs: Mapping[str, float] | None = None
     speeds: Sequence[float] | None = None
     limit_bytes: float | None = None
-    #: It may go through the middle of a block, so that a step takes as little time as it can.
+    #: Whether the cut may go through the middle of a block, so that a step takes as little time as possible.
     through_blocks: bool = False
-    #: Lets all ranks see the same costs, where they hold parts of different sizes: the cut must be one.
+    #: Gives all ranks the same costs where they hold parts of different sizes, so that they choose the same cut.
     agree: Callable[[Sequence[UnitCall]], None] | None = None
-    #: Times units, which are else judged by their FLOPs and bytes.
+    #: Times units. Without it their cost is estimated from FLOPs and bytes.
     stopwatch: Stopwatch | None = None
-    #: How long a step takes with stages of these costs; without one, as long as the slowest.
+    #: Returns the time of a step with stages of these costs; by default that of the slowest.
     judge: Callable[[Sequence[float]], float] = max
 
 
 class TooFewUnitsError(ShardwiseError):
-    """More stages are asked for than a module has units."""
+    """More stages are requested than a module has units."""
 
     def __init__(self, problem: str, *, remedy: str | None = None, num_units: int = 0) -> None:
         super().__init__(problem, remedy=remedy)
@@ -77,7 +77,7 @@ Chosen = tuple[dict[str, nn.Module], UnitFlow, Cut]
 def choose(
     module: nn.Module, example: Batch, options: SplitOptions, probe: Callable[[Any], None] | None = None
 ) -> Chosen:
-    """The units, what flows between them on the example, and the cut. `probe` is given the module's output, once."""
+    """Return the units, the data flow between them on the example, and the cut. `probe` gets the module's output."""
     if options.num_stages < 1:
         raise ShardwiseError(
             f"a module cannot be split into {options.num_stages} stages", remedy="num_stages=1 or more"
@@ -125,7 +125,7 @@ def _watch(
     before = num_remembered(functions)
     flow = watch(module, units, example, probe)
     if num_remembered(functions) != before:
-        # A table that one unit has made and another has found is none that is sent: each process makes its own.
+        # The run filled a cache that units share. Run again: each process makes its own cache, so none is sent.
         flow = watch(module, units, example)
     if options.stopwatch is not None:
         called = {call.unit: units[call.unit] for call in flow.calls}
@@ -136,7 +136,7 @@ def _watch(
 
 
 def _refine(module: nn.Module, example: Batch, options: SplitOptions, opened: set[str], coarse: Chosen) -> Chosen:
-    """The same with the cut through blocks, if that is worth it."""
+    """Return a cut through blocks if that is worth it; otherwise the coarse one."""
     _, flow, where = coarse
     if not options.through_blocks or options.cut is not None or options.costs is not None or options.num_stages < 2:
         return coarse
@@ -159,9 +159,9 @@ def _refine(module: nn.Module, example: Batch, options: SplitOptions, opened: se
 
 
 def _moved(flow: UnitFlow, where: Cut, options: SplitOptions) -> Cut:
-    """The cut with each boundary moved, one call at a time, as long as the judge likes that better."""
+    """Move each boundary of the cut, one call at a time, as long as the judge rates it better."""
     if options.judge is max or options.limit_bytes is not None:
-        return where  # It is the best already; and with a bound on bytes only that search knows what may be.
+        return where  # Already optimal; and only `best_cut` respects a limit on bytes.
     pairs = inseparable_calls(flow)
     best, shortest = where, options.judge(_stage_seconds(flow, where, options))
     moves = [(boundary, by) for boundary in range(1, len(where)) for by in (-1, 1)]
@@ -183,7 +183,7 @@ def _moved(flow: UnitFlow, where: Cut, options: SplitOptions) -> Cut:
 
 
 def _stage_seconds(flow: UnitFlow, where: Cut, options: SplitOptions) -> list[float]:
-    """How long each stage takes, with what it receives, in the unit of `costs_of`."""
+    """Return the time of each stage, receives included, in the unit of `costs_of`."""
     costs, speeds = costs_of(flow, options), options.speeds or [1.0] * len(where)
     return [
         (sum(costs[call] for call in calls) + FLOPS_OF_A_BYTE * received_bytes(flow, calls.start, calls.stop)) / speed

@@ -1,9 +1,9 @@
-"""Stages of a cut tried on a second batch, and held against the module as it is.
+"""Run the stages of a cut on a second batch, and compare them with the unsplit module.
 
-What a unit returns as a tensor, or as a number, is sent to the stages that use it. What it leaves in an attribute, a
-list or a global is not: another stage would go on with what it last saw there. So all stages are run once, one after
-the other, each with the attributes, lists and buffers that its process would have, and every unit must give what it
-gives in the module's own forward. The second batch has other numbers than the example: what is a constant passes.
+Tensors and numbers that a unit returns are sent to the stages that use them. State that it leaves in an attribute, a
+list or a global is not: another stage would use an outdated value. So all stages are run once, one after the other,
+each with the attributes, lists and buffers that its process would have, and every unit must return what it returns in
+the module's own forward. The second batch has other numbers than the example, so only true constants pass.
 
     the module      embed  layers.0  layers.1  layers.2  head          prints of what each unit returns
     stage 0         embed  layers.0                                    the same prints
@@ -44,7 +44,7 @@ class _Plain:
 
 @dataclass(slots=True)
 class _Run:
-    """What came of one forward: a print for each call that was really made, of the output, and of the loss."""
+    """The results of one forward: a print for each call that was really made, of the output, and of the loss."""
 
     calls: dict[int, Print]
     output: Print | None = None
@@ -52,7 +52,7 @@ class _Run:
 
 
 class _Recorder:
-    """Lets a visitor decide, and keeps a print of what each call gave."""
+    """Lets a visitor decide, and keeps a print of the result of each call."""
 
     def __init__(self, visitor: Visitor, calls: range | None, run: _Run) -> None:
         self._visitor, self._calls, self._run = visitor, calls, run

@@ -1,4 +1,4 @@
-"""Where to cut: runs of calls, one a stage, so that the slowest stage is as fast as it can be."""
+"""Where to cut: one run of calls per stage, such that the slowest stage is as fast as possible."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -22,11 +22,11 @@ def best_cut(
     inseparable: Sequence[tuple[int, int]] = (),
     reason: str = "that share what they do not return",
 ) -> Cut:
-    """The cut whose slowest stage is fastest, and among those the most even one. Exact.
+    """Return the cut whose slowest stage is fastest, and among those the most even one. Exact.
 
-    A stage of calls `first` to `end - 1` costs what its calls do, and `received(first, end)` for what it receives.
-    `speeds` are of each stage, 1.0 if they are alike. `stage_bytes(first, end)` stays within `limit_bytes`. Calls of an
-    inseparable pair stay on one stage; `reason` says why, after "pairs of units".
+    A stage of calls `first` to `end - 1` costs the sum of its calls, plus `received(first, end)` for received values.
+    `speeds` are those of each stage, 1.0 if None. `stage_bytes(first, end)` stays within `limit_bytes`. Calls of an
+    inseparable pair stay on one stage; `reason` completes the error message "pairs of units ...".
     """
     total = [0.0]
     for cost in costs:
@@ -72,7 +72,7 @@ def best_cut(
 def _search(
     num_calls: int, num_stages: int, price: Callable[[int, int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, Cut]:
-    """Dynamic programming over (stages used, calls placed): the least price, and the cut that has it."""
+    """Return the lowest price and its cut, by dynamic programming over (stages used, calls placed)."""
     best = [0.0] + [_NEVER] * num_calls
     back: list[list[int]] = []
     for stage in range(num_stages):
@@ -95,9 +95,9 @@ def _search(
 
 
 def given_cut(cut: Sequence[int] | Sequence[str], names: Sequence[str], blocks: Sequence[int], num_stages: int) -> Cut:
-    """The user's own cut: how many units each stage has, or how many blocks, or the name of each stage's first unit.
+    """Return the user's own cut: given by the units or blocks of each stage, or the name of each stage's first unit.
 
-    `blocks` are the places of the blocks among all calls. Units before the first block go with it, others with the
+    `blocks` are the indices of the blocks among all calls. Units before the first block go with it, others with the
     block before them.
     """
     if len(cut) != num_stages:

@@ -1,7 +1,7 @@
-"""What flows where: one run of the module on the example, watched operation by operation.
+"""Find the data flow between units: one run of the module on the example, watched operation by operation.
 
-A module that is there is run as it is. One on the meta device is run as far as it can be: glue on the real example,
-each unit without numbers.
+A materialised module is run as it is. One on the meta device is run as far as possible: glue on the real example, each
+unit on the meta device.
 """
 
 from collections.abc import Callable, Collection, Mapping

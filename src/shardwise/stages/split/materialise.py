@@ -1,4 +1,4 @@
-"""Weights for a module that was built on the meta device: only those asked for, and the same under every plan.
+"""Create the weights of a module built on the meta device: only those requested, and the same under every plan.
 
 A module's own initialisation is run (`reset_parameters`, or `_init_weights` of Hugging Face). Each random number is
 drawn from a generator seeded by the seed and the name of the parameter it is for, so it does not matter which other
@@ -47,7 +47,7 @@ def materialise(
 
 
 def _loose_tensors(module: nn.Module, draws: "_Draws") -> list[str]:
-    """Tensors on the meta device that are plain attributes of modules with wanted tensors: nobody can set them."""
+    """Return meta tensors that are plain attributes of modules with wanted tensors: nothing initialises them."""
     return [
         f"{name}.{key}" if name else key
         for name, each in module.named_modules()
@@ -58,7 +58,7 @@ def _loose_tensors(module: nn.Module, draws: "_Draws") -> list[str]:
 
 
 def free(module: nn.Module, kept: Collection[str], in_glue: Collection[str], device: torch.device | str) -> None:
-    """Give back the memory of all but these. What glue touches stays where it is, as zeros that take up no memory."""
+    """Free the memory of all other tensors. Those that glue uses become zeros on the device that take no memory."""
     pairs: list[tuple[Tensor, Tensor]] = []
     for name, each in _tensors(module):
         if name in kept:
@@ -80,7 +80,7 @@ def replace_all(module: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> No
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for old, new in pairs:
         given = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
-        made[id(old)] = (old, given)  # The old one too: while it is there, no other has its id.
+        made[id(old)] = (old, given)  # Keep the old one alive, so that its id is not reused.
     for each in module.modules():
         for held in (parameter_slots(each), buffer_slots(each)):
             for key, tensor in held.items():
@@ -96,7 +96,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _initialisers(
     module: nn.Module, rules: Callable[[nn.Module], None] | None, name: str
 ) -> Iterator[tuple[str, nn.Module, Callable[[], None]]]:
-    """For each module, children first, what sets its tensors: as in its constructor, then the model's own rules."""
+    """Yield for each module, children first, a function that initialises it: its own reset, then the model's rules."""
     rules = getattr(module, "_init_weights", rules)
     for child_name, child in module.named_children():
         yield from _initialisers(child, rules, f"{name}.{child_name}" if name else child_name)
@@ -112,7 +112,7 @@ def _initialisers(
 
 
 class _Draws(EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Seeds each drawing by what it is drawn for, and keeps initialisation off tensors that are not its business."""
+    """Seeds each draw by the name of its parameter, and blocks writes to tensors that are not being initialised."""
 
     def __init__(self, module: nn.Module, wanted: dict[str, Tensor], seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

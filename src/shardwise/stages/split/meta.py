@@ -1,4 +1,4 @@
-"""A unit run without numbers, on the meta device, to learn the outline of what it returns."""
+"""Run a unit on the meta device to learn the outline of its output."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,25 +11,25 @@ from shardwise.stages.split.module_copy import copied
 from shardwise.torch_private import GROUPED_MM, LOCAL_SCALAR, EagerDispatchMode, RunningNormModule, pytree
 
 aten = torch.ops.aten
-#: What operations are given most often beside tensors.
+#: The most common types of arguments other than tensors.
 _NO_TENSORS = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device])
 
 
-#: Operations that take a list of places, or of masks, after the tensor that they are about.
+#: Operations whose second argument is a list of indices or masks.
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 
 class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers questions about numbers where there are none, so that units which ask them get through.
+    """Answers data-dependent operations on meta tensors, so that units that use them can run.
 
-    The answers are such that sizes are upper bounds: every element is counted as nonzero. That is how far experts of a
-    mixture get without data. Without `recalls` every operation is run, so that whoever watches below sees it.
+    Sizes are upper bounds: every element counts as nonzero. This carries mixtures of experts through a run without
+    data. Without `recalls` every operation is really run, so that a mode below this one sees it.
     """
 
     def __init__(self, *, recalls: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recalls = recalls
-        #: Whether anything was asked.
+        #: Whether any data-dependent operation was met.
         self.were_asked = False
 
     def __torch_dispatch__(
@@ -41,7 +41,7 @@ class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def run_or_guess(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, recalls: bool = True) -> Any:
-    """What an operation returns, or what is answered in its place: `Guesses` for one operation."""
+    """Return the result of an operation, or a guess in its place: `Guesses` for one operation."""
     first = args[0] if args else None
     if isinstance(first, Tensor) and first.is_meta:
         if func is LOCAL_SCALAR.default:
@@ -51,43 +51,43 @@ def run_or_guess(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, re
         if func is aten.equal.default:
             return False
         if func is GROUPED_MM.default and first.dim() == 2 and args[1].dim() == 3:
-            # Its meta kernel takes bf16 alone, though the real ones do not.
+            # Its meta kernel accepts only bf16, unlike the real ones.
             return first.new_empty((first.shape[0], args[1].shape[-1]))
     if func in _INDEXED and any(isinstance(each, Tensor) and each.dtype is torch.bool for each in args[1]):
-        # A choice by a mask: as if it chose everything.
+        # Indexing by a mask: as if the mask selected everything.
         args = (first, [one for each in args[1] for one in _places(each)], *args[2:])
     key = find_key(func, args, kwargs) if recalls else None
     if key is not None:
         return run_or_recall(key, func, args, kwargs)
     if _are_apart(args):
-        # A forward that makes a tensor often does not say where: with numbers, all would be in one place.
+        # A forward often creates tensors on the default device; in a real run all would be on one device.
         args, kwargs = pytree.tree_map(_moved, (args, kwargs))
     return func(*args, **kwargs)
 
 
 def _places(index: Any) -> list[Any]:
-    """What chooses as a mask does, in the form of places along each of its dims."""
+    """Replace a meta mask by index tensors, one for each of its dims."""
     if not isinstance(index, Tensor) or index.dtype is not torch.bool or not index.is_meta:
         return [index]
     return [index.new_empty(index.numel(), dtype=torch.long) for _ in range(index.dim())]
 
 
 def depends_on_data(func: Any) -> bool:
-    """Whether an operation makes something of numbers that is no tensor: a number, or a shape."""
+    """Whether an operation returns a Python number, or a shape, that depends on the data."""
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def shapes_by_data(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the shape of what an operation makes depends on numbers: what a mask selects."""
+    """Whether the shape of an operation's result depends on the data: the selection of a mask, for example."""
     if func is torch.ops.aten.index.Tensor:
         return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
     return torch.Tag.dynamic_output_shape in func.tags
 
 
 def tensors_of(given: Any) -> list[Tensor]:
-    """All tensors among the arguments or results of an operation, which come in tuples, lists and dictionaries.
+    """Return all tensors in the arguments or results of an operation: in tuples, lists and dictionaries.
 
-    A trace asks this of every operation, twice: torch's own way to look into a tree takes four times as long.
+    A trace calls this twice for every operation, and torch's own pytree takes four times as long.
     """
     if type(given) in _NO_TENSORS:
         return []
@@ -125,7 +125,7 @@ def has_meta(module: nn.Module) -> bool:
 
 
 def meta_twin(module: nn.Module) -> nn.Module:
-    """A copy of a module whose tensors are on the meta device: it takes up no memory, and has no numbers to spoil."""
+    """Return a copy of a module with its tensors on the meta device: it takes no memory, and a run changes no data."""
     twins: dict[int, Any] = {}
     for parameter in module.parameters():
         twins[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
@@ -134,12 +134,12 @@ def meta_twin(module: nn.Module) -> nn.Module:
     twin = copied(module, twins)
     for each in twin.modules():
         if isinstance(each, RunningNormModule) and each.momentum is None:
-            each.momentum = 0.1  # Else it divides by how many batches it has seen, which is no number here.
+            each.momentum = 0.1  # Otherwise it divides by its batch count, a meta tensor here.
     return twin
 
 
 def on_meta(arguments: list[Any]) -> list[Any]:
-    """Arguments with their tensors on the meta device."""
+    """Move the tensors among arguments to the meta device."""
     return [each.detach().to("meta") if isinstance(each, Tensor) else each for each in arguments]
 
 

@@ -23,16 +23,16 @@ from shardwise.stages.split.switch import Inner, Switch, Visitor
 from shardwise.stages.stage import Batch, Values
 from shardwise.torch_private import pytree
 
-#: What to enter while a layer is run again for its backward, and who counts what is kept of its first run.
+#: Makes a context for the rerun of a layer in its backward; and the counter of the bytes kept from its first run.
 Moment = tuple[Callable[[], AbstractContextManager[Any]], Kept | None]
 
 
 class _Finished(BaseException):
-    """A stage has run its last unit: the rest of the module's forward is others' work."""
+    """A stage has run its last unit: other stages run the rest of the module's forward."""
 
 
 class ModuleStage:
-    """A stage: parameters, buffers, and a way to run. `shardwise.stages.stage.Stage` says what each means."""
+    """A stage: parameters, buffers, and `run`. `shardwise.stages.stage.Stage` defines each."""
 
     def __init__(self, module: nn.Module, switch: Switch, flow: UnitFlow, part: StagePart, forecast: Forecast) -> None:
         self.parameters: Mapping[str, nn.Parameter] = {
@@ -40,11 +40,11 @@ class ModuleStage:
         }
         self.buffers: Mapping[str, Tensor] = {name: each for name, each in module.named_buffers() if name in part.holds}
         self.flow, self.part, self.forecast = flow, part, forecast
-        #: What each unit's call is wrapped in.
+        #: The wrapped call of each unit.
         self.wrapped: dict[str, Inner] = {}
-        #: Who decides about the calls of units, made of who would: a trial looks over its shoulder.
+        #: Wraps the visitor that decides about calls of units: a trial records its decisions.
         self.visited_by: Callable[[Visitor], Visitor] = lambda visit: visit
-        #: Where a microbatch is run: under context parallelism, where attention sees the tokens of other ranks.
+        #: The context in which a microbatch is run: with context parallelism, attention sees other ranks' tokens there.
         self.running: Callable[[Batch], AbstractContextManager[Any]] = nullcontext
         #: Which units forwards call, where a stage has all of them; and why they must be called as on the example,
         #: if so: since another stage runs the others (no word is said of that), or for another reason.
@@ -66,7 +66,7 @@ class ModuleStage:
         except _Finished:
             pass
         except Exception as error:
-            # Behind its last unit a stage runs glue on placeholders, as far as the next unit: nothing there counts.
+            # After its last unit a stage runs glue on placeholders, up to the next unit: errors there do not count.
             if not visit.is_done or self.part.is_last:
                 self._explain(error)
                 raise
@@ -117,7 +117,7 @@ class ModuleStage:
 
 
 class _Visit:
-    """One run of one stage: answers for each unit that the module calls."""
+    """One run of one stage: the visitor that answers each call of a unit."""
 
     def __init__(self, stage: ModuleStage, values: Values, batch: Batch) -> None:
         self._stage, self._flow, self._part = stage, stage.flow, stage.part
@@ -131,7 +131,7 @@ class _Visit:
         return self._next >= self._part.calls.stop
 
     def call(self, unit: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit of this stage; return what others made in place of theirs."""
+        """Run a unit of this stage; for a unit of another stage return received values or placeholders."""
         index = self._next
         if index >= self._part.calls.stop and not self._part.is_last:
             raise _Finished
@@ -192,11 +192,11 @@ class _Visit:
     def _received(self, index: int, leaf: int, call: UnitCall) -> Tensor:
         name = self._part.reads[Made(index, leaf)]
         assert name in self._values, f"stage {self._part.stage} reads {name}, and was not given it"
-        # What arrives is a leaf of this stage's graph, and nothing may be written into a leaf.
+        # A received value is a leaf of this stage's graph, which must not be written to in place.
         return self._values[name].clone() if leaf in call.overwritten else self._values[name]
 
     def check_complete(self) -> None:
-        """Raise if the module did not call all that the stage was to run."""
+        """Raise if the module did not call all units of the stage."""
         if self._stage.in_order is None:
             self._stage.route.end(self._called)
         elif self._next < self._part.calls.stop:

@@ -1,4 +1,4 @@
-"""What each stage does in a run: its calls, the values it reads and writes, and the names of what it holds."""
+"""Each stage's part of a run: its calls, the values it reads and writes, and the tensors it holds, by name."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ class StagePart:
     stage: int
     calls: range
     is_last: bool
-    #: Values from other stages, and values for other stages: what was made, and its name.
+    #: Values from other stages, and values for other stages: the output of a call, and its name.
     reads: Mapping[Made, str]
     writes: Mapping[Made, str]
     #: Parameters and buffers, by their first names in the original module.
@@ -27,7 +27,7 @@ class StagePart:
 
 
 def make_parts(module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow, cut: Cut) -> tuple[StagePart, ...]:
-    """What each stage of a cut does."""
+    """Return the part of each stage of a cut."""
     stage_of = {call: stage for stage, calls in enumerate(cut) for call in calls}
     needs: list[set[Source]] = [set().union(*(flow.calls[call].needs for call in calls)) for calls in cut]
     needs[-1] |= flow.output_needs
@@ -53,7 +53,7 @@ def make_parts(module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow
 
 
 def inseparable_calls(flow: UnitFlow) -> list[tuple[int, int]]:
-    """Pairs of calls that must be on one stage: the later uses what the earlier one did not return."""
+    """Return pairs of calls that must be on one stage: the later uses a result that the earlier did not return."""
     last = len(flow.calls) - 1
     users = [*((index, call.needs) for index, call in enumerate(flow.calls)), (last, flow.output_needs)]
     return [

@@ -1,10 +1,10 @@
-"""A module into stages.
+"""Split a module into stages.
 
 1. `units.py` finds the units: the pieces between which the module may be cut.
-2. `flow.py` runs the module once on the example, and sees which calls of units need what from which others.
-3. `cut.py` divides the calls into stages, each a run of calls. (`choose.py` goes back to 1 for finer units if need be.)
-4. `parts.py` says what each stage reads, writes and holds.
-   `compare.py` tries all of them on a second batch, and holds them against the module.
+2. `flow.py` runs the module once on the example, and records the data flow between calls of units.
+3. `cut.py` divides the calls into stages, each a run of calls. (`choose.py` goes back to 1 for finer units if needed.)
+4. `parts.py` determines what each stage reads, writes and holds.
+   `compare.py` runs all stages on a second batch, and compares them with the module.
 5. `materialise.py` gives this process the weights of its stages, and frees those of others.
 6. `module_stage.py` runs a stage: the module's own forward, with the units of other stages skipped.
 """
@@ -44,9 +44,9 @@ def split(
 ) -> Split:
     """Split an unmodified module into stages, from one run on an example microbatch.
 
-    `options` are what is asked of the cut: see `SplitOptions`. `only` are the stages of this process; the weights of
-    others are freed. A module on the meta device is materialised on `device` from `seed`, for these stages alone.
-    `probe` is given the module's output on the example. With `second` the stages are tried before anything is freed.
+    `options` are the options of the cut: see `SplitOptions`. `only` are the stages of this process; the weights of
+    others are freed. A module on the meta device is materialised on `device` from `seed`, for these stages only.
+    `probe` gets the module's output on the example. With `second` the stages are tried before anything is freed.
     """
     asked = SplitOptions(num_stages=num_stages, **options)
     units, flow, where = choose(module, example, asked, probe)
@@ -59,7 +59,7 @@ def split(
         recorded = watch(module, called, example, records=True)
         flow = replace(flow, left=recorded.left, slots=recorded.slots)
     if second is not None and second.reruns:
-        # What is set around a call, and put back, has to be there when the call is run again.
+        # Attributes that are set around a call and then restored have to be set again when the call is rerun.
         flags = watch(module, called, example, notes_flags=True).slots
         flow = replace(flow, slots={**flags, **flow.slots})
     if second is not None and not has_meta(module):
@@ -71,7 +71,7 @@ def split(
     if only is not None:
         free(module, kept, flow.in_glue, home)
     materialise(module, kept, seed=seed, device=home)
-    # A unit that the example leaves out is told if another batch calls it: its weights are on some stage alone.
+    # Units that the example does not call get gates too, to notice a batch that calls one: one stage has its weights.
     switch, forecast = Switch(called if num_stages == 1 else units), Forecast(called, example)
     makers = {name: part.stage for part in parts for name in part.writes.values()}
     costs = costs_of(flow, asked)
@@ -93,7 +93,7 @@ def split(
 
 
 def stage_costs(module: nn.Module, num_stages: int, example: Batch, **options: Any) -> list[float]:
-    """What each stage would cost, in FLOPs or their like, if the module were split so. Nothing is changed."""
+    """Return what each stage would cost, in FLOPs or the equivalent, if the module were split. Change nothing."""
     asked = SplitOptions(num_stages=num_stages, **options)
     _, flow, where = choose(module, example, asked)
     costs = costs_of(flow, asked)
@@ -106,6 +106,6 @@ def _ties(module: nn.Module, parts: Sequence[StagePart]) -> dict[str, tuple[int,
 
 
 def _home(module: nn.Module, example: Batch) -> torch.device:
-    """Where the weights of a module on the meta device go: to the example, which they compute with."""
+    """Return the device for the weights of a module on the meta device: that of the example, if it has tensors."""
     tensors = chain(tensors_in(example), module.parameters(), module.buffers())
     return next((each.device for each in tensors if not each.is_meta), torch.device("cpu"))

@@ -1,7 +1,7 @@
-"""Where a call of a unit is decided: run it, or return something in its place.
+"""Decide each call of a unit: run it, or return something in its place.
 
-A module calls its units as it always did. Each unit has a gate in front of it, and the gate asks the visitor, if one is
-there: that is what makes one forward serve every stage. Without a visitor the module is what it was.
+A module calls its units as always. Each unit has a gate in front of it, which asks the visitor, if there is one. So one
+forward can serve every stage. Without a visitor the module behaves as before.
 
 The gate sits where `Module.compile` puts its compiled call: hooks and subclasses keep working, nothing is left in
 `state_dict`, and copies and pickles of the module come without it.
@@ -37,13 +37,13 @@ class Visitor(Protocol):
 
 
 class Gate:
-    """In front of one unit."""
+    """The gate in front of one unit."""
 
     __slots__ = ("_is_part", "_switch", "again", "inner", "unit")
 
     def __init__(self, unit: str, inner: Inner, switch: "Switch") -> None:
         self.unit, self.inner, self._switch = unit, inner, switch
-        #: What a backward calls that runs the unit again, for a checkpoint around it: as it was run before.
+        #: The call for a rerun of the unit in a backward, by a checkpoint around it: as in its first run.
         self.again = inner
         self._is_part = False
 
@@ -54,7 +54,7 @@ class Gate:
             self._is_part = self._is_part or getattr(local, "is_visited", False)
             call = self.again if backward_id() >= 0 and not self._is_part else self.inner
             return call(*args, **kwargs)
-        # Until the visitor is back it is away: a unit inside a unit is just a part of it.
+        # No visitor during the call: a unit inside a unit is just a part of it.
         local.visitor, local.is_visited = None, True
         try:
             return visitor.call(self.unit, self.inner, args, kwargs)
@@ -70,11 +70,11 @@ class Gate:
 
 
 class Switch:
-    """The gates of one split module, and who is visiting it. Each thread has a visitor of its own."""
+    """The gates of one split module, and its current visitor. Each thread has its own visitor."""
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         self.local = threading.local()
-        #: What was there before a run that leaves no trace.
+        #: The state before a run that leaves no trace.
         self.noted: Noted | None = None
         self.gates: dict[str, Gate] = {}
         self.before = {name: get_compiled_call(unit) for name, unit in units.items()}
@@ -94,15 +94,15 @@ class Switch:
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """What is compiled runs as it was written. Else what watches a run is compiled with it, operator by operator."""
+    """Run compiled code eagerly. Otherwise the modes that watch a run would be compiled with it, op by op."""
     # Without the compiler in the process nothing is compiled, and it takes a second to import.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class Noted:
-    """What a module has before a run: tensors, attributes, random numbers; `restore` has it there again.
+    """A snapshot of a module before a run: tensors, attributes, random numbers. `restore` puts them back.
 
-    It serves the next run too, if nothing has changed since: to note all of it again takes as long as a forward.
+    It serves the next run too if nothing has changed since: taking it again costs as much as a forward.
     """
 
     def __init__(self, module: nn.Module, *others: Any, tells_writes: bool = False) -> None:
@@ -123,7 +123,7 @@ class Noted:
         for slots, key, each, value in self._tensors:
             slots[key] = each  # A forward may have put another there.
             if value is not each:
-                each.data.copy_(value)  # Through `data`: that it was put back does not count as written.
+                each.data.copy_(value)  # Through `data`, so that the version counter does not change.
 
 
 @contextmanager
@@ -134,13 +134,13 @@ def undisturbed(
     tells_writes: bool = False,
     noted: Noted | None = None,
 ) -> Iterator[Switch]:
-    """A switch for runs that leave no trace: gates, tensors, attributes and random numbers are as they were before.
+    """Yield a switch for runs that leave no trace: gates, tensors, attributes and generators are restored afterwards.
 
-    With `tells_writes` its guard knows which parameters were written. `noted`: that of a run before, of the same
-    module and others without units.
+    With `tells_writes` its guard records which parameters were written. `noted` is the snapshot of an earlier run
+    without units, of the same module and `others`.
     """
     switch = Switch(units)
-    # With the gates in it: they are no trace.
+    # Taken with the gates in place, so that they do not count as a trace.
     switch.noted = noted = noted or Noted(module, *others, tells_writes=tells_writes)
     try:
         with torch.random.fork_rng(noted.devices), torch.no_grad(), uncompiled(), noted.guard.guarding():
@@ -153,5 +153,5 @@ def undisturbed(
 
 
 def _is_written(owner: nn.Module, slots: Mapping[str, Any]) -> bool:
-    """Whether a forward may write to what is there: buffers, and embeddings that it shortens to a norm."""
+    """Whether a forward may write to these tensors: buffers, and embeddings with `max_norm`."""
     return slots is buffer_slots(owner) or getattr(owner, "max_norm", None) is not None

@@ -1,7 +1,7 @@
 """Which pieces of a module are units: the calls between which it may be cut.
 
-A unit is an embedding, one block, a norm, a head: what holds weights or state, and is called. What lies around units is
-glue. It holds nothing of weight, and every stage runs it.
+A unit is a called module that holds weights or state: an embedding, one block, a norm, a head. The code around units is
+glue. It holds no weights, and every stage runs it.
 
     module
     ├── embed        unit
@@ -19,14 +19,14 @@ from torch import nn
 
 from shardwise.torch_private import DropoutModule, buffer_slots, is_persistent
 
-#: These are never called themselves.
+#: Containers that are never called themselves.
 SHELVES = (nn.ModuleList, nn.ModuleDict)
-#: Modules of torch that call some of their own by what they are given.
+#: Modules of torch that call some of their children depending on the input.
 _CHOOSING = (nn.AdaptiveLogSoftmaxWithLoss,)
 
 
 def find_units(root: nn.Module, opened: Collection[str] = ()) -> dict[str, nn.Module]:
-    """Every unit by its name, in the module's order. `opened` names modules to look into that would be units."""
+    """Return every unit by its name, in the module's order. `opened` names would-be units to look into instead."""
     units: dict[str, nn.Module] = {}
     seen: set[int] = set()
 
@@ -47,7 +47,7 @@ def find_units(root: nn.Module, opened: Collection[str] = ()) -> dict[str, nn.Mo
 
 
 def holds_state(module: nn.Module) -> bool:
-    """Whether a module must run in one place only: it has weights, remembers something, or draws at random."""
+    """Whether a module must run on one stage only: it has weights or state, or draws random numbers."""
     return (
         next(module.parameters(), None) is not None
         or any(isinstance(each, DropoutModule) for each in module.modules())
@@ -56,7 +56,7 @@ def holds_state(module: nn.Module) -> bool:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[str]:
-    """Buffers that are saved with the module. The others can be computed anew, so any stage may have its own."""
+    """Yield buffers that are saved with the module. Others can be recomputed, so any stage may have its own."""
     for name, each in module.named_modules():
         for key, buffer in buffer_slots(each).items():
             if buffer is not None and is_persistent(each, key):
@@ -64,7 +64,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[str]:
 
 
 def is_block_list(module: nn.Module) -> bool:
-    """A list of at least two blocks. Linear, activation, linear in a Sequential is one block, not a list of them."""
+    """Whether a module is a list of at least two blocks. A Sequential of linear, activation, linear is one block."""
     if isinstance(module, SHELVES):
         return len(module) >= 2
     if not isinstance(module, nn.Sequential) or len(module) < 2:
@@ -78,6 +78,6 @@ def holds_blocks(module: nn.Module) -> bool:
 
 
 def can_open(root: nn.Module, name: str) -> bool:
-    """Whether a unit has pieces that could be units in its place."""
+    """Whether a unit has children that could be units instead of it."""
     unit = root.get_submodule(name)
     return not isinstance(unit, _CHOOSING) and any(holds_state(child) for child in unit.children())

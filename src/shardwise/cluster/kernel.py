@@ -8,10 +8,11 @@ from dataclasses import dataclass
 #: Everything else is counted in the bytes that pass through memory where nothing is fused; `elementwise` is every
 #: operation without a kind of its own, and `optimizer` has no backward, and a call for each tensor. Two are calls
 #: alone: `sharded`, what a layer that is cut over ranks takes longer to call, and a `meeting`, the seconds that ranks
-#: lose where they wait for each other, beside those of the message.
+#: lose where they wait for each other, beside those of the message. Of `halves`, `backward` is the speed of a backward
+#: in two halves, where that of a whole one is 1.
 KINDS = (
     "matmul", "operands", "attention", "scores", "masks", "norm", "nonlinearity", "rotation", "loss", "elementwise",
-    "optimizer", "sharded", "meeting",
+    "optimizer", "sharded", "meeting", "halves",
 )  # fmt: skip
 
 
@@ -27,6 +28,8 @@ class Kernel:
 
     def taking_turns(self, share: float) -> "Kernel":
         """The same where a process has this share of a core."""
+        if self.kind == "halves":
+            return self
         return Kernel(
             kind=self.kind,
             forward=self.forward * share,
@@ -40,6 +43,12 @@ def meeting_seconds(kernels: Sequence[Kernel]) -> float:
     """What is lost at each meeting of ranks; nothing where that was not measured."""
     found = find_kernel(kernels, "meeting")
     return 0.0 if found is None else found.forward_call
+
+
+def split_overhead(kernels: Sequence[Kernel]) -> float:
+    """How much longer a backward in two halves takes than a whole one, as a fraction; 0 if that was not measured."""
+    found = find_kernel(kernels, "halves")
+    return 0.0 if found is None else max(1.0 / found.backward - 1.0, 0.0)
 
 
 def find_kernel(kernels: Sequence[Kernel], kind: str) -> Kernel | None:

@@ -90,6 +90,9 @@ class Constants:
     # What each hop, gather and exchange of gradients loses beside its message where ranks wait for each other. On GPUs
     # it is part of the shares below; on processors it is measured (`probing/meetings.py`).
     meeting_seconds: float = 0.0
+    # How much longer a backward takes in two halves, as a fraction. On GPUs nothing was fitted; on processors it is
+    # measured (`probing/whole_steps.py`): gradients that wait for the second half take memory that is new to the cache.
+    split_overhead: float = 0.0
     # The same of exchanges of gradients and of hops between stages. Fitted [aleph, bloom, sc21, zb].
     exchange_rate: float = 0.44
     hop_rate: float = 0.983

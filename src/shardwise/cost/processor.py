@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardwise.cluster.cluster import Pool
-from shardwise.cluster.kernel import Kernel, find_kernel, get_kernel, meeting_seconds
+from shardwise.cluster.kernel import Kernel, find_kernel, get_kernel, meeting_seconds, split_overhead
 from shardwise.cost.compute import ZERO, Engine, Seconds
 from shardwise.cost.constants import Constants
 from shardwise.cost.numbers import Floats, Number
@@ -153,6 +153,7 @@ def constants_on(pool: Pool, constants: Constants) -> Constants:
         constants,
         sync_seconds=waits,
         meeting_seconds=waits,
+        split_overhead=split_overhead(pool.device.kernels),
         sync_rate=1.0,
         exchange_rate=1.0,
         hop_rate=1.0,

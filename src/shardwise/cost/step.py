@@ -13,7 +13,7 @@ from shardwise.cost.host import exposed
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import StepBytes, step_bytes
 from shardwise.cost.numbers import Floats, choose
-from shardwise.cost.pipeline import span
+from shardwise.cost.pipeline import SPLITS_BACKWARD, span
 from shardwise.cost.places import Counts, count_blocks, typical_places
 from shardwise.cost.replicas import exchange
 from shardwise.cost.software import Software
@@ -138,8 +138,10 @@ def _parts(pricer: Pricer, layouts: Layouts, stages: Stages, counts: Counts) -> 
         steps_overlap=pricer.software.steps_overlap,
     )
     fill = pricer.constants.pipe_fill * pricer.software.interpreted_pipe * (layouts.pp > 1)
+    is_split = (layouts.pp > 1) & np.isin(layouts.schedule, SPLITS_BACKWARD)
+    backward = (slowest.input + slowest.weight) * (1.0 + pricer.constants.split_overhead * is_split)
     return {
-        "compute": num * (slowest.forward + slowest.input + slowest.weight),
+        "compute": num * (slowest.forward + backward),
         "recompute": num * slowest.again,
         "tp": num * (slowest.tp_forward + slowest.tp_backward),
         "cp": num * slowest.cp,

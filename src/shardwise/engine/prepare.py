@@ -96,8 +96,7 @@ def prepare(
     except ShardwiseError as error:
         raise _in_keys(error) from None
     _recompute_and_compile(stages, plan, ComputePolicy.of(plan, schedule, casts=options.masters), backend)
-    callers, before = tuple(finding.names(module)), finding.calls_before(module, stages.units)
-    return Prepared(kept_in_order(stages, plan, rank, gather), schedule, callers, before)
+    return Prepared(kept_in_order(stages, plan, rank, gather), schedule, *finding.callers(module, stages.units))
 
 
 def _recompute_and_compile(stages: Split, plan: Plan, policy: ComputePolicy, backend: str | None) -> None:

@@ -259,17 +259,17 @@ class Interpreter:
         if self.note_again is not None and self._now is not None:
             self.note_again(self.rank, self._now, begun, ended)
 
-    def _select(self, stage: int, microbatch: int, batch: Batch) -> None:
+    def _select(self, stage: int, microbatch: int) -> None:
         """Select the weights and rows of a microbatch before a stage runs."""
         if self.select_weights is not None:
             self.select_weights(self.schedule.step_of(microbatch))
         if self.select_rows is not None:
-            self.select_rows(batch, stage % self.split.num_stages)
+            self.select_rows(self._microbatches[microbatch], stage % self.split.num_stages)
 
     def _run(self, stage: int, microbatch: int, inputs: Values, *, is_again: bool = False) -> _Made:
         """Run a stage on its inputs and return its outputs; and the loss, if it is the last stage."""
         batch = self._microbatches[microbatch]
-        self._select(stage, microbatch, batch)
+        self._select(stage, microbatch)
         weighed = self.loss if stage in self._lasts and isinstance(self.loss, WeighedLoss) else None
         with (
             nullcontext() if self.policy.autocast is None else self.policy.precision(home_of(batch)),
@@ -295,7 +295,7 @@ class Interpreter:
         _, stage, microbatch, _, _ = instruction
         saved = self._saved[stage, microbatch]
         # The module's own checkpoints are recomputed in the backward: they need the same weights and masks.
-        self._select(stage, microbatch, self._microbatches[microbatch])
+        self._select(stage, microbatch)
         if saved.rng is not None:
             begun = perf_counter()
             with saved.rng.again(self._stages[stage].buffers.values()), saved.kept:
@@ -341,8 +341,7 @@ class Interpreter:
     def _weight_gradient(self, instruction: Instruction) -> None:
         saved = self._saved.pop((instruction.stage, instruction.microbatch))
         if saved.halves is not None:
-            microbatch = instruction.microbatch
-            self._select(instruction.stage, microbatch, self._microbatches[microbatch])
+            self._select(instruction.stage, instruction.microbatch)
             saved.halves.run()
 
 

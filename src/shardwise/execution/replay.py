@@ -34,7 +34,7 @@ class Replay:
         *,
         written: Written,
         left: Written,
-        select: Callable[[Batch], None],
+        select: Callable[[], None],
         keep: Callable[[], Callable[[], None]] | None,
         note: Callable[[float, float], None],
         kept: Kept | None,
@@ -53,7 +53,7 @@ class Replay:
     @contextmanager
     def _again(self, layer: nn.Module, state: RngState, count_on: Callable[[], None] | None) -> Iterator[None]:
         begun = perf_counter()
-        self._select(self._batch)
+        self._select()
         if count_on is not None:
             count_on()
         with self._stage.running(self._batch), state.again(layer.buffers()):

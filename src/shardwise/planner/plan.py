@@ -34,8 +34,6 @@ PRECISIONS = ("fp32", "bf16", "fp16", *FP8_SCALES)
 # As many equal stages in a row are written as one.
 _LONG_RUN = 4
 _MOST_STAGES = 4096
-#: The remedy for a word that resembles no known one; for other keys the first known word.
-_INSTEAD = {"precision": "bf16", "schedule": "1f1b"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,7 +370,8 @@ def _check(plan: Plan) -> None:
     ):
         if word not in known:
             error = unknown(key, word, known)
-            raise ShardwiseError(error.problem, remedy=f"{key}={error.remedy or _INSTEAD.get(key, known[0])}")
+            usual = {"precision": "bf16", "schedule": "1f1b"}.get(key, known[0])
+            raise ShardwiseError(error.problem, remedy=f"{key}={error.remedy or usual}")
     for key, value in _entries(plan).items():
         if key.startswith("offload.") and not 0 <= value <= 1:
             raise ShardwiseError(f"{key}={value:g}: a share is from 0 (none) to 1 (all)", remedy=f"{key}=1")

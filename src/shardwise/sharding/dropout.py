@@ -91,8 +91,11 @@ class Finding(TorchFunctionMode):
         found = {id(each) for each in self.found}
         return [name for name, each in module.named_modules() if id(each) in found]
 
-    def calls_before(self, module: nn.Module, units: Sequence[Sequence[str]]) -> tuple[dict[str, int], ...]:
-        """For each stage, by the calls of its units in order, how often what drops was called before it."""
+    def callers(
+        self, module: nn.Module, units: Sequence[Sequence[str]]
+    ) -> tuple[tuple[str, ...], tuple[dict[str, int], ...]]:
+        """Those of the module's that do; and for each stage, by the calls of its units in order, how often what drops
+        was called before it."""
         found: list[dict[str, int]] = []
         counts: Counter[str] = Counter()
         for calls in units:
@@ -102,7 +105,7 @@ class Finding(TorchFunctionMode):
                 for name, each in around.named_modules(prefix=unit):
                     if isinstance(each, nn.Dropout) or any(each is one for one in self.found):
                         counts[name] += 1 if each is around else self._within.get((around, each), 0)
-        return tuple(found)
+        return tuple(self.names(module)), tuple(found)
 
     def _enter(self, module: nn.Module) -> None:
         for _, counts in self._inside:

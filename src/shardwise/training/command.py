@@ -37,15 +37,15 @@ shardwise train tiny --devices 1 --folder runs/tiny
 shardwise train tiny --set steps=6 --set optimizer.rate=1e-3 --plan dp=2
 """
 
-#: Options of other programs' commands that train, and what they are here.
+#: Options of other training programs, and their equivalents here.
 _OPTIONS_OF_OTHERS = {
     **dict.fromkeys(("resume", "output_dir", "logdir"), "--folder"),
     **dict.fromkeys(("gpus", "nproc_per_node", "num_processes"), "--devices"),
 }
-#: Exit statuses of a run that a signal stopped, as shells have them. After SIGUSR1 it has done what it was asked for.
+#: Exit statuses of a run that a signal stopped, as in shells. After SIGUSR1 the status is 0: the stop was requested.
 _STATUS = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 
-#: Of a run that has stopped so that it goes on without a host, or with one more: EX_TEMPFAIL.
+#: The exit status of a run that stopped in order to continue without a host, or with one more: EX_TEMPFAIL.
 STATUS_OF_OTHER_HOSTS = 75
 
 
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def meant_by(option: str, value: str) -> str | None:
-    """What to type for an option that there is none of: a key of recipes is set."""
+    """Return the equivalent of an unknown option: ours for another program's, or `--set` for a key of a recipe."""
     name = option.lstrip("-").replace("-", "_")
     if name in _OPTIONS_OF_OTHERS:
         return f"{_OPTIONS_OF_OTHERS[name]} {value or 'VALUE'}"
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def _copies_every(asked: int | None) -> int | None:
-    """Where nobody starts ranks again by himself, there are no copies unless they are asked for."""
+    """Return the steps between copies. Without a launcher that restarts ranks there are none, unless asked for."""
     if asked is not None and asked < 0:
         raise ShardwiseError(f"--copies-every {asked}: it is a number of steps", remedy="--copies-every 0 for none")
     return 0 if asked is None and environment.find_world_size() is None else asked

@@ -1,5 +1,5 @@
-"""The one file that reads the environment, and says on what we run: no other may, so that what a run depends on is seen
-in one place."""
+"""The environment variables, and the machine that we run on. No other file reads the environment, so that everything a
+run depends on is in one place."""
 
 import os
 import platform

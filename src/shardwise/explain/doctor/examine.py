@@ -1,4 +1,4 @@
-"""All that the doctor looks for, and what was found, the gravest first."""
+"""All examinations of the doctor, and their findings, the most serious first."""
 
 from collections.abc import Callable, Iterator, Sequence
 

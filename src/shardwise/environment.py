@@ -209,7 +209,7 @@ def find_world_size() -> int | None:
 
 
 def node_name() -> str:
-    """Return the name of this machine in Slurm or Kubernetes, or else its own host name."""
+    """Return the name that Slurm or another launcher has for this machine, or else its own host name."""
     return os.environ.get("SLURMD_NODENAME") or os.environ.get("NODE_NAME") or platform.node()
 
 

@@ -24,7 +24,7 @@ Arrivals = dict[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """A program, and what arrives at each of four places when it runs there. Tasks take `seconds` of simulated time."""
+    """A program, and what arrives at each of four places when it runs there. Tasks take `seconds` of reckoned time."""
 
     name: str
     run: Callable[[Machine, Sequence[str], float], list[Data]]

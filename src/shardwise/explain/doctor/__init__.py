@@ -1,1 +1,1 @@
-"""The doctor: what slows a run down, in numbers, with the command that fixes it."""
+"""The doctor: what slows a run down, in numbers, with what to type against it."""

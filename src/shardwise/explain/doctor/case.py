@@ -31,7 +31,7 @@ Alike = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A problem with its numbers, the command that fixes it, and the gain.
+    """A problem with its numbers, what to type against it, and the gain.
 
     `kind` is one of the doctor's words for faults. `gain_seconds` is by how much the step would be shorter, from the
     trace simulated again with the fix. It is None if the fix is for memory, or its gain cannot be simulated; then

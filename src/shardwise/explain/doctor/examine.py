@@ -1,4 +1,4 @@
-"""All examinations of the doctor, and their findings, the most serious first."""
+"""All examinations of the doctor, and their findings, those with the largest gain first."""
 
 from collections.abc import Callable, Iterator, Sequence
 

@@ -1,8 +1,7 @@
-"""What a command gives back: one value, shown to a machine as JSON or to a person on a canvas.
+"""The result of a command: one value, printed as JSON for programs or drawn on a canvas for people.
 
-A command computes and never prints. `cli` decides which of the two forms is wanted, so no command can have `--json` and
-its drawing disagree about what was computed, or forget one of them. Nothing here uses `rich`: importing it costs more
-time than drawing a schedule does.
+A command computes and never prints. `cli` selects the form, so that `--json` and the drawing always show the same
+result, and no command lacks one of them. Nothing here uses `rich`: importing it takes longer than drawing a schedule.
 """
 
 import re

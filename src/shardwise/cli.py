@@ -24,9 +24,9 @@ from shardwise.working import working_at, working_on
 
 
 class Command(NamedTuple):
-    """A row of the table: what to type, the module that does it, and what it is for in one line.
+    """A row of the table: the name of a command, its module, and its purpose in one line.
 
-    What is brief computes an answer and is gone: it leaves nothing behind that a collection of garbage would free.
+    A brief command computes an answer and exits: it leaves no garbage that would have to be collected.
     """
 
     name: str
@@ -150,7 +150,7 @@ def _get_command(word: str) -> Command:
 
 
 def _in_the_plan(problem: str, words: list[str]) -> str | None:
-    """What to type if words were not understood that are keys of a plan: they stand in one word with the others."""
+    """Return the remedy if the unknown arguments are keys of a plan, which belong in one argument with the others."""
     left = re.fullmatch(r"not understood: ((?:[\w.]+=\S+ ?)+)", problem)
     if left is None or "--plan" not in words[:-1]:
         return None
@@ -162,12 +162,12 @@ def _in_the_plan(problem: str, words: list[str]) -> str | None:
 
 
 def _is_to_tell(error: ShardwiseError) -> bool:
-    """Under torchrun, what all ranks refuse is said once, by whoever comes to it first."""
+    """Return whether to print an error. Under torchrun, only the first rank that reaches it does."""
     if environment.find_master() is None:
         return True
     from shardwise.ranks.worker import is_first_to_tell  # Loads torch.
 
-    # Of what another rank has raised, that one shows where.
+    # The rank that raised the error prints its own traceback.
     error.problem = error.problem.partition("\n    Traceback")[0]
     return is_first_to_tell()
 
@@ -176,6 +176,6 @@ def _tell(error: ShardwiseError, *, as_json: bool) -> None:
     if as_json:
         print(json_text({"error": {"problem": error.problem, "remedy": error.remedy}}))
         return
-    sys.stdout.flush()  # What was answered before the error is read before it.
+    sys.stdout.flush()  # Output from before the error must appear before it.
     canvas = canvas_on(sys.stderr)
     canvas.print(f"{canvas.paint('error:', 'bold red')} {error}")

@@ -1,4 +1,4 @@
-"""Words of a command line, read by the options of a command; what is wrong with them is said as other errors are."""
+"""Parsing of command lines. Wrong arguments are reported like all other errors."""
 
 import argparse
 import re
@@ -11,7 +11,7 @@ from shardwise.errors import ShardwiseError, unknown
 
 
 class CommandModule(Protocol):
-    """What a command's module offers. It is imported when the command is chosen and not before."""
+    """The interface of a command's module, which is imported only when the command is chosen."""
 
     DESCRIPTION: str
     EXAMPLE: str
@@ -58,16 +58,16 @@ def parse(
     parser: argparse.ArgumentParser, words: list[str], module: CommandModule, *,
     remedy_for: Callable[[str, list[str]], str | None] = lambda _problem, _words: None,
 ) -> argparse.Namespace:  # fmt: skip
-    """What the words say. A wrong call whose remedy is not plain from the words is answered with the first example.
+    """Parse the words. A wrong call without a remedy of its own gets the nearest example of the command.
 
-    `remedy_for` may know one of a problem and the words.
+    `remedy_for` may find a remedy from the problem and the words.
     """
     meant_by = getattr(module, "meant_by", None)
     known = [option for option in parser._option_string_actions if option.startswith("--")]
     words = _with_values(words, known)
     before_dashes = words[: words.index("--")] if "--" in words else words
     try:
-        # Asked first: else of a misspelt `--stagse 4` it is said that `--stages` is missing, or its 4 becomes a NAME.
+        # Checked first: for a misspelt `--stagse 4` argparse would report a missing `--stages`, or take 4 as a NAME.
         for place, word in enumerate(before_dashes):
             option, _, value = word.partition("=")
             if option.startswith("--") and option not in known:
@@ -95,7 +95,7 @@ _REWORDED = (
 
 
 def _in_our_words(message: str) -> WrongCallError:
-    """argparse's message, said as our other errors are."""
+    """Return argparse's message, reworded like our other errors."""
     choice = re.fullmatch(r"argument (.+?): invalid choice: '(.*)' \(choose from (.*)\)", message)
     if choice is not None:
         option, word, choices = choice.groups()
@@ -108,13 +108,13 @@ def _in_our_words(message: str) -> WrongCallError:
     return WrongCallError(message)
 
 
-# Options whose value is another program's words, which may begin as options do.
+# Options whose value is a command line of another program, which may begin like an option.
 _QUOTING = ("--from",)
 
 
 def _with_values(words: list[str], known: list[str]) -> list[str]:
-    """The words, with what was typed in quotes and is another program's options (`--from '--bf16 --tp 2'`) as the value
-    of the option before it: no option of ours has a blank. After `--from` one word is enough, if we have no such."""
+    """Join quoted options of another program (`--from '--bf16 --tp 2'`) with the option before them, as its value. They
+    are recognised by a blank, which our options never have; after `--from`, also by not being an option of ours."""
     joined: list[str] = []
     for word in words:
         before = joined[-1] if joined else ""
@@ -127,6 +127,6 @@ def _with_values(words: list[str], known: list[str]) -> list[str]:
 
 
 def _nearest_example(lines: list[str], words: list[str]) -> str:
-    """The example with most of the options that were typed; of equals the first."""
+    """Return the example that shares most options with the words; of equals the first."""
     typed = {word.partition("=")[0] for word in words if word.startswith("--")}
     return max(lines, key=lambda line: len(typed.intersection(line.split())))

@@ -1,5 +1,5 @@
-"""The one file that reads the environment, and says on what we run: no other may, so that what a run depends on is seen
-in one place."""
+"""The environment variables, and the machine that we run on. No other file reads the environment, so that everything a
+run depends on is in one place."""
 
 import os
 import platform
@@ -8,31 +8,31 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-# A pipe or a file has no width of its own; this is that of our own source lines.
+# The width for a pipe or a file, which have none: that of our own source lines.
 WIDTH_WITHOUT_TERMINAL = 120
-#: Set to 1, 8-bit products are emulated where a device has none.
+#: If set to 1, 8-bit products are emulated on devices without them.
 EMULATE_FP8 = "SHARDWISE_EMULATE_FP8"
-# Which device each rank sits on, for processes that a command has started.
+# The device (seat) of each rank, for processes that a command has started.
 _SEATS = "SHARDWISE_SEATS"
-#: Where copies of runs are kept, instead of in `/dev/shm`: a folder whose files lie in memory.
+#: The folder for copies of runs, instead of `/dev/shm`. Its files must be in memory.
 COPIES_ROOT = "SHARDWISE_COPIES"
-# What ranks have agreed to call this attempt.
+# The name of this attempt that ranks have agreed on.
 _AGREED = "SHARDWISE_AGREED_ATTEMPT"
-# The process that was forked from one on standby: it does not ask for another.
+# The id of a process that was forked from the standby server: it does not request another.
 _STANDBY = "SHARDWISE_STANDBY"
-# Threads of a process, counted when torch is loaded.
+# The number of threads of a process, which torch reads when it is loaded.
 _THREADS = "OMP_NUM_THREADS"
-#: What a launcher's script calls the attempt that it starts.
+#: The name that a launcher's script gives to the attempt that it starts.
 ATTEMPT = "SHARDWISE_ATTEMPT"
 
 
-#: What launchers tell a process of the others.
+#: The variables in which launchers describe the other processes.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
 
 
 @contextmanager
 def without_ranks() -> Iterator[None]:
-    """Within it the environment says nothing of other processes."""
+    """Remove the variables about other processes within this context."""
     said = {key: os.environ.pop(key) for key in _OF_RANKS if key in os.environ}
     try:
         yield
@@ -53,7 +53,7 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 def is_live(stream: TextIO) -> bool:
-    """Whether what was written to `stream` can be drawn over: a terminal that is not a dumb one."""
+    """Return whether output on `stream` can be redrawn: it is a terminal, and not a dumb one."""
     return os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
@@ -70,19 +70,19 @@ def width_of(stream: TextIO) -> int:
 
 
 def all_variables() -> dict[str, str]:
-    """The environment as it is now, for a process that was not started with it."""
+    """Return the current environment, for a process that was not started with it."""
     return dict(os.environ)
 
 
 def replace_all(variables: dict[str, str]) -> None:
-    """Make the environment this one."""
+    """Replace the whole environment."""
     os.environ.clear()
     os.environ.update(variables)
 
 
 @contextmanager
 def changed(variables: dict[str, str]) -> Iterator[None]:
-    """Within it, these variables are so; after it, as they were."""
+    """Set these variables within this context, and restore them after it."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -97,36 +97,36 @@ def changed(variables: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def threads_limited(num_threads: int) -> Iterator[None]:
-    """Processes that begin meanwhile have so many threads each, unless the user has said another number.
+    """Limit the threads of processes that start within this context, unless the user has set another number.
 
-    `torch.set_num_threads` does not reach oneDNN's own threads (torch 2.13 on aarch64): they are counted when torch is
-    loaded, and ranks with as many as there are cores took each other's (a pipeline of 2 on 2 cores was 15 % slower).
+    `torch.set_num_threads` does not affect oneDNN's own threads (torch 2.13 on aarch64): their number is fixed when
+    torch is loaded. Ranks with one for each core competed for cores (a pipeline of 2 on 2 cores was 15 % slower).
     """
     with changed({} if _THREADS in os.environ else {_THREADS: str(max(1, num_threads))}):
         yield
 
 
 def find_variable(name: str) -> str | None:
-    """What the environment says under a name, for a sentence that tells it."""
+    """Return the value of a variable, for a sentence that shows it."""
     return os.environ.get(name)
 
 
 def leave_faults_to_watch() -> None:
-    """Let torch not end this process when NCCL meets a fault, unless somebody has said otherwise. Before NCCL starts.
+    """Keep torch from ending this process at an NCCL error, unless the user has set that. Call it before NCCL starts.
 
-    By default its own watchdog aborts the process as soon as another rank's connection breaks (exit status -6), before
-    it can be said which rank is gone and where everybody stood. `ranks/faults.py` does that, and aborts communicators.
+    By default torch's watchdog aborts the process as soon as another rank's connection breaks (exit status -6), before
+    we can report which rank is gone and where all ranks stood. `ranks/faults.py` does that, and aborts communicators.
     """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 def wants_shared_gpus() -> bool:
-    """Whether ranks of `torchrun` may share GPUs: `SHARDWISE_SHARE_GPUS=1`."""
+    """Return whether ranks of `torchrun` may share GPUs: `SHARDWISE_SHARE_GPUS=1`."""
     return os.environ.get("SHARDWISE_SHARE_GPUS", "") not in ("", "0")
 
 
 def wants_emulated_fp8() -> bool:
-    """Whether 8-bit products may be emulated where a device has none: `SHARDWISE_EMULATE_FP8=1`."""
+    """Return whether to emulate 8-bit products on devices without them: `SHARDWISE_EMULATE_FP8=1`."""
     return os.environ.get(EMULATE_FP8, "") not in ("", "0")
 
 
@@ -136,24 +136,24 @@ def ask_for_shared_gpus() -> None:
 
 
 def keep_streams_apart() -> None:
-    """Let nothing in one stream of a GPU wait for another, unless somebody has said otherwise. Before CUDA starts.
+    """Keep streams of a GPU from blocking each other, unless the user has set that. Call it before CUDA starts.
 
-    A receive over NCCL is a kernel that runs until the other rank has sent. What must not wait for it:
+    A receive over NCCL is a kernel that runs until the other rank has sent. These must not wait for it:
 
-    - Streams in its queue. By default there are 8 for all streams, and two in one queue wait for each other's events:
-      a pipeline stood still for good, whose next send was queued behind a wait for what it was to bring.
-    - Kernels that are used for the first time. By default each is loaded then, which waits for all that runs: two
-      pipelines with experts, whose shapes change, stood still (both seen on an H200, torch 2.11).
+    - Other streams in its hardware queue. By default there are 8 queues for all streams, and two streams in one queue
+      wait for each other's events: a pipeline deadlocked, with a send queued behind the wait for its own result.
+    - Kernels at their first use. By default each is loaded then, which waits for all running work: two pipelines with
+      experts, whose shapes change, deadlocked (both seen on an H200, torch 2.11).
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
 def share_gpu(rank: int, *, is_one_network: bool) -> None:
-    """Let this rank, of all of a run, talk over NCCL with others on the same GPU. Before NCCL starts.
+    """Let this rank communicate over NCCL with other ranks on the same GPU. Call it before NCCL starts.
 
-    It refuses two ranks on one device of a machine. Told that each is a machine of its own it goes over sockets, which
-    is slow and right: those of the machine itself where all ranks reach each other so, else those that it chooses.
+    NCCL refuses two ranks on one device of a machine. If each rank claims to be a machine of its own, NCCL uses
+    sockets, which is slow but correct: loopback if all ranks can reach each other so, else those that NCCL chooses.
     """
     os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_IB_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_P2P_DISABLE="1")
     if is_one_network:
@@ -161,65 +161,65 @@ def share_gpu(rank: int, *, is_one_network: bool) -> None:
 
 
 def num_cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def place_under_torchrun() -> tuple[int, int] | None:
-    """Which of how many processes on this machine this is, if `torchrun` has started it."""
+    """Return this process's local rank and the local world size if `torchrun` has started it, else None."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def rank_under_torchrun() -> int:
-    """Which of all ranks of the plan this process is: `torchrun` numbers devices, and seats say whose each is."""
+    """Return this process's rank in the plan. `torchrun` numbers devices, and seats map them to ranks."""
     return rank_on(int(os.environ["RANK"]))
 
 
 @contextmanager
 def seated(devices: Sequence[int] | None) -> Iterator[None]:
-    """Within it, processes that are started or joined take these devices: by rank, its number among all devices."""
+    """Use these devices for processes that start or join within this context: `devices[rank]` of all devices."""
     with changed({} if devices is None else {_SEATS: ",".join(map(str, devices))}):
         yield
 
 
 def device_of(rank: int) -> int:
-    """The number of the device that a rank sits on; in plain order, its own."""
+    """Return the number of a rank's device; in plain order it is the rank."""
     seats = os.environ.get(_SEATS)
     return int(seats.split(",")[rank]) if seats else rank
 
 
 def rank_on(device: int) -> int:
-    """The rank that sits on a device."""
+    """Return the rank of a device."""
     seats = os.environ.get(_SEATS)
     return seats.split(",").index(str(device)) if seats else device
 
 
 def find_master() -> tuple[str, int] | None:
-    """Where the store is that `torchrun` keeps for all processes, if it has started this one."""
+    """Return the address of `torchrun`'s store for all processes, or None if it has not started this one."""
     if not {"TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return None
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def find_world_size() -> int | None:
-    """How many processes `torchrun` has started on all machines together, if it has started this one."""
+    """Return the world size under `torchrun`, or None if it has not started this process."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def node_name() -> str:
-    """What this machine is called by the system that has started this process, or else by itself."""
+    """Return the name that Slurm or another launcher has for this machine, or else its own host name."""
     return os.environ.get("SLURMD_NODENAME") or os.environ.get("NODE_NAME") or platform.node()
 
 
 def find_attempt() -> str | None:
-    """Which attempt of which job this is, where `shardwise launch` has started it."""
+    """Return the job and attempt of this process if `shardwise launch` has started it, else None."""
     return os.environ.get(ATTEMPT)
 
 
 def come_from_standby() -> None:
-    """This process was forked from the one on standby. Those that it starts itself were not."""
+    """Mark this process as forked from the standby server. Its own child processes are not."""
     os.environ[_STANDBY] = str(os.getpid())
 
 
@@ -228,28 +228,28 @@ def is_from_standby() -> bool:
 
 
 def memory_root() -> Path:
-    """A folder whose files are in this machine's memory."""
+    """Return a folder whose files are in this machine's memory."""
     return Path(os.environ.get(COPIES_ROOT) or "/dev/shm")
 
 
 def name_attempt(word: str) -> None:
-    """All ranks have agreed on a word for this attempt."""
+    """Set the name of this attempt that all ranks have agreed on."""
     os.environ[_AGREED] = word
 
 
 def attempt_name() -> str:
-    """What ranks of `torchrun` call this attempt among themselves: empty at the first, if they have not agreed on any
-    other word."""
+    """Return the name of this attempt among the ranks of `torchrun`: the agreed one, or else the number of restarts,
+    empty for none."""
     return os.environ.get(_AGREED) or (str(num_restarts()) if num_restarts() else "")
 
 
 def num_restarts() -> int:
-    """How often `torchrun` has started this process again."""
+    """Return how often `torchrun` has restarted this process."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def processor_name() -> str:
-    """What the processor calls itself; on Arm, where it has no name, its architecture."""
+    """Return the CPU's model name, or its architecture on Arm, where it has none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -259,7 +259,7 @@ def processor_name() -> str:
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Of Python, and of those of the packages that are installed."""
+    """Return the versions of Python and of those packages that are installed."""
     from importlib.metadata import PackageNotFoundError, version  # Slow to load, and wanted at the end of a run.
 
     found = {"python": platform.python_version()}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 _MOST_NAMES = 3
-#: What other programs call things that have another name here.
+#: Names of other programs, and ours for the same things.
 _ALSO_CALLED = {
     "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32",
     "lr": "optimizer.rate", "learning_rate": "optimizer.rate", "weight_decay": "optimizer.decay",
@@ -20,7 +20,7 @@ _ALSO_CALLED = {
 
 
 class ShardwiseError(Exception):
-    """What is wrong (`problem`) and what to type instead (`remedy`, where there is such a thing)."""
+    """A user error: the problem, and what to type instead (`remedy`), if there is such a thing."""
 
     def __init__(self, problem: str, *, remedy: str | None = None) -> None:
         super().__init__(problem)
@@ -42,7 +42,7 @@ def _rebuilt(kind: type[ShardwiseError], problem: str, remedy: str | None) -> Sh
 
 @contextmanager
 def os_errors_as(problem: str, *, remedy: str) -> Iterator[None]:
-    """Within it, what the system refuses is a mistake of the user's: `problem`, and the system's own reason."""
+    """Convert an `OSError` within this context to a user error: `problem`, and the system's reason."""
     try:
         yield
     except OSError as error:
@@ -50,13 +50,13 @@ def os_errors_as(problem: str, *, remedy: str) -> Iterator[None]:
 
 
 def also_called(word: str, known: Iterable[str]) -> str | None:
-    """The known word for what other programs call `word`."""
+    """Return the known word for what other programs call `word`, or None."""
     meant = _ALSO_CALLED.get(word.lower().replace("-", "_"))
     return meant if meant is not None and meant in known else None
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` was most likely meant to be, if any is near."""
+    """Return the known word that `word` was most likely meant to be, or None if none is near."""
     from difflib import get_close_matches  # Only ever needed on the way to an error.
 
     by_lower_case = {candidate.lower(): candidate for candidate in known}
@@ -67,13 +67,13 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few of the names that an error is about, and how many more there are."""
+    """Return the first few names, and how many more there are, for an error."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def unknown(what: str, word: str, known: Iterable[str]) -> ShardwiseError:
-    """The error for a word that should have been one of `known`; its remedy is the nearest of them."""
+    """Return the error for a word that should have been one of `known`. Its remedy is the nearest of them."""
     known = list(known)
     shown = word if len(word) <= 60 else f"{word[:57]}..."
     return ShardwiseError(f"unknown {what} {shown!r}; known: {', '.join(known)}", remedy=nearest(word, known))

@@ -1,7 +1,7 @@
-"""Files that a command was told to write: whole or not at all, where it was told to, and nowhere else.
+"""Output files of commands: written completely or not at all, and only at the path that the user gives.
 
-A file is written beside its place and moved there. What is no plain file (a folder, a device, a pipe) is refused, and
-so is a link: where it leads to is not what was named.
+A file is written to a temporary file beside its path, and renamed. A path that is not a regular file (a folder, a
+device, a pipe) is refused. So is a link, as its target is not the path that was given.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from shardwise.errors import ShardwiseError
 
-#: What there may be at a place that no file is moved over, as `stat` tells it.
+#: Kinds of paths that are never replaced, by the tests of `stat`.
 _KINDS = (
     (stat.S_ISDIR, "it is a folder"),
     (stat.S_ISCHR, "it is a device"),
@@ -24,9 +24,9 @@ _KINDS = (
 
 
 def check_output(path: Path, *, remedy: str | None = None) -> None:
-    """Refuse a place that nothing can be written to, before anything is computed for it.
+    """Refuse a path that cannot be written, before anything is computed for it.
 
-    `remedy` is what to type if it is no file, or the system refuses it.
+    `remedy` is for a path that is not a file, or that the system refuses.
     """
     try:
         _find_mode(path, remedy)
@@ -42,19 +42,19 @@ def check_output(path: Path, *, remedy: str | None = None) -> None:
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse a place that leads to another one."""
+    """Refuse a symbolic link."""
     if path.is_symlink():
         there = path.parent / path.readlink()
         raise ShardwiseError(f"{path} cannot be written: it is a link to {there}", remedy=f"{there} itself")
 
 
 def save_output(path: Path, text: str, *, remedy: str | None = None) -> None:
-    """Write a file that the user has named: all that can go wrong is a sentence."""
+    """Write a file that the user has named. Every failure is a `ShardwiseError`."""
     save_outputs({path: text}, remedy=remedy)
 
 
 def save_outputs(texts: Mapping[Path, str], *, remedy: str | None = None) -> None:
-    """Write several. Of them all are there whole, or none at all."""
+    """Write several files, all of them completely or none at all."""
     for path in texts:
         check_output(path, remedy=remedy)
     with ExitStack() as stack:
@@ -68,9 +68,9 @@ def save_outputs(texts: Mapping[Path, str], *, remedy: str | None = None) -> Non
 
 
 def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
-    """Write a text, or leave what was there before. What the system refuses is an `OSError`.
+    """Write a text atomically: on failure the previous file stays. Raise an `OSError` if the system refuses.
 
-    What is private is so from its first byte on, whatever was there before.
+    A private file is so from its first byte on, whatever the mode of the previous file.
     """
     with replacing(path, is_private=is_private) as file:
         file.write(text.encode())
@@ -78,7 +78,7 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
 
 @contextmanager
 def replacing(path: Path, *, is_private: bool = False) -> Iterator[BinaryIO]:
-    """A file to write to. It stands at `path` when the context ends well, and is gone when it does not."""
+    """Yield a file to write to. It replaces `path` if the context succeeds, and is deleted if it fails."""
     mode, beside = _find_mode(path), _beside(path)
     handle = _make(beside, 0o600 if is_private else 0o666)
     try:
@@ -92,7 +92,7 @@ def replacing(path: Path, *, is_private: bool = False) -> Iterator[BinaryIO]:
 
 
 def _find_mode(path: Path, remedy: str | None = None) -> int | None:
-    """That of the file at a place, if there is one. What is no plain file is refused."""
+    """Return the mode of the file at a path, or None. Refuse a path that is not a regular file."""
     refuse_link(path)
     try:
         mode = path.lstat().st_mode
@@ -107,18 +107,18 @@ def _find_mode(path: Path, remedy: str | None = None) -> int | None:
 
 
 def _refused(path: Path, error: OSError, remedy: str | None) -> ShardwiseError:
-    """What the system says: a disk that is full or read-only, a folder of somebody else's."""
+    """Return the error for a refusal of the system: a full or read-only disk, a folder of another user."""
     return ShardwiseError(
         f"{path} cannot be written: {error.strerror or error}", remedy=remedy or "a folder that may be written to"
     )
 
 
 def _beside(path: Path) -> Path:
-    """No other process's, and not too long where the name itself is not."""
+    """Return the temporary path: unique to this process, and not too long if the name itself is not."""
     return path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
 
 
 def _make(beside: Path, mode: int) -> int:
-    """A new file, also where somebody has put a link."""
+    """Create a new file, even if there is a link at its path."""
     beside.unlink(missing_ok=True)
     return os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

@@ -1,10 +1,10 @@
-"""What long work is at, as a line of a terminal: a sign that it goes on, how much is done, and for how long.
+"""The progress of long work, as a line on a terminal: a spinner, how much is done, and the elapsed time.
 
-    with working_on(sys.stderr):                 `cli` does this around every command, but for --json
-        working_at("the search", 384, 5_000)     anywhere within: what comes next, and how much of it is done
+    with working_on(sys.stderr):                 `cli` does this around every command, except for --json
+        working_at("the search", 384, 5_000)     anywhere within: the current work, and how much of it is done
 
-Where there is no terminal, or nobody has asked, nothing is written. The line is drawn by `rich`, which is loaded when
-the work has taken a moment; it is gone when the work is done, so that it stands in nobody's way.
+Without a terminal, or outside of `working_on`, nothing is written. `rich` draws the line, and is loaded only if the
+work takes a while. The line is erased when the work is done.
 """
 
 import threading
@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from shardwise import environment
 
-# What is over sooner needs no line.
+# Shorter work gets no line.
 _PATIENCE_SECONDS = 0.5
 _REFRESHES_PER_SECOND = 8
 
@@ -62,7 +62,7 @@ _LINE: ContextVar[_Line | None] = ContextVar("line", default=None)
 
 @contextmanager
 def working_on(stream: TextIO) -> Iterator[None]:
-    """Within it long work is shown on a stream, if that is a terminal."""
+    """Show long work on a stream within this context, if the stream is a terminal."""
     line = _Line(stream) if environment.is_live(stream) else None
     before = _LINE.set(line)
     try:
@@ -74,14 +74,14 @@ def working_on(stream: TextIO) -> Iterator[None]:
 
 
 def working_at(what: str, done: int | None = None, total: int | None = None) -> None:
-    """Say what comes next; and how much of it is done, of how much, where that is known."""
+    """Report the current work, how much of it is done, and the total, if known."""
     line = _LINE.get()
     if line is not None:
         line.show(what, done, total)
 
 
 def step_aside() -> None:
-    """No more of it: something else draws on the terminal from now on."""
+    """Stop showing the line, because something else draws on the terminal from now on."""
     line = _LINE.get()
     if line is not None:
         line.end()

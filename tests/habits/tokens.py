@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.habits.harness import Block, Net, Parallelize, Result, program, start, trained
+from tests.habits.harness import Block, Net, Parallelize, Result, batch, cross_entropy, program, sgd, start, trained
 
 OTHERS = {"cp": "a part of a sequence gives other numbers than the whole|with a part of a sequence it raises"}
 
@@ -42,6 +42,13 @@ class Attends(Block):
         return super().forward(weights @ x / weights.sum(-1, keepdim=True))
 
 
+class Flips(Block):
+    """The tokens in reverse are added: each rank has the counterpart of each of its tokens, unless some are padded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + x.flip(1))
+
+
 class Routes(Block):
     """A softmax that is as wide as a rank has tokens, and is no attention."""
 
@@ -68,6 +75,34 @@ def the_token_before(parallelize: Parallelize) -> Result:
 def the_mean_of_tokens(parallelize: Parallelize) -> Result:
     """A part has another mean."""
     return with_block(parallelize, Pools)
+
+
+def _of(num_tokens: int) -> dict[str, Tensor]:
+    """A batch of sequences of this length."""
+    return {name: torch.cat([each] * 4, dim=1)[:, :num_tokens] for name, each in batch(0).items()}
+
+
+def _shorter_later(parallelize: Parallelize, block: type[Block], *lengths: int) -> Result:
+    engine = parallelize(Net(block=block).double(), loss=cross_entropy, optimizer=sgd, example=_of(8))
+    return {f"loss {length}": engine.train_step(_of(length)) for length in lengths}
+
+
+@program(only="cp")
+def tokens_in_reverse(parallelize: Parallelize) -> Result:
+    """Each rank has a piece from either end."""
+    return _shorter_later(parallelize, Flips, 8)
+
+
+@program({"cp": "is padded to 8, and with padding .*a part of a sequence gives other numbers"}, only="cp", always=True)
+def tokens_in_reverse_and_a_shorter_batch(parallelize: Parallelize) -> Result:
+    """Padding is at the end of the last piece, and moves to the front of the first."""
+    return _shorter_later(parallelize, Flips, 8, 7)
+
+
+@program(only="cp")
+def a_shorter_batch(parallelize: Parallelize) -> Result:
+    """Padding changes nothing if each token is by itself."""
+    return _shorter_later(parallelize, Block, 8, 7)
 
 
 @program(OTHERS, only="cp")

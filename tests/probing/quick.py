@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from shardwise.probing import collectives, devices, kernels, links, meetings, whole_steps
+from shardwise.probing import collectives, devices, kernels, links, meetings, split_backwards, whole_steps
 
 _LESS: list[tuple[Any, str, Any]] = [
     (collectives, "SIZES", (4096, 32768, 262144)),
@@ -14,6 +14,7 @@ _LESS: list[tuple[Any, str, Any]] = [
     (kernels, "LIMIT_SECONDS", 0.02),
     (kernels, "_ROWS", 1),
     (whole_steps, "PASSES", {16: 2}),
+    (split_backwards, "PAIRS", 1),
     (meetings, "_PIECES", 2),
     (meetings, "_TURNS", 1),
     (links, "_SIZE_SECONDS", 0.05),

@@ -1,10 +1,12 @@
 """A probe of real ranks, and what is decided before anything is measured."""
 
 import json
+from collections.abc import Callable
 from itertools import cycle, repeat
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardwise.cli import main
 from shardwise.cluster.curve import COLLECTIVES
@@ -13,7 +15,7 @@ from shardwise.cluster.kernel import KINDS, Kernel
 from shardwise.cluster.probe import Probe
 from shardwise.cluster.probed import cluster_of
 from shardwise.nets.settings import Settings
-from shardwise.probing import meetings, whole_steps
+from shardwise.probing import meetings, split_backwards, whole_steps
 from shardwise.probing.collectives import groupings_of
 from shardwise.probing.links import rounds_of
 from shardwise.probing.measure import SUBJECTS, probe_rank
@@ -114,6 +116,36 @@ def test_kernels_take_longer_by_what_the_slower_rank_takes_more_for_a_model_than
 
     monkeypatch.setattr(whole_steps, "_time", passes)
     assert whole_steps.measure_longer(kernels, whole_steps.Crowd(gather=gather)) == pytest.approx(longer)
+
+
+def test_a_backward_in_two_halves_gives_the_gradients_of_a_whole_one() -> None:
+    """Of the same forward: what is timed is what zero-bubble schedules compute."""
+    model, tokens = whole_steps.small_model(16, 2)
+    found = []
+    for run in (split_backwards._run_whole, split_backwards._run_halves):
+        hidden, output = split_backwards._forward(model, tokens)
+        run(hidden, output, torch.ones_like(output))
+        given = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        found.append([hidden.grad, *given.values()])
+        model.zero_grad()
+    assert len(found[0]) == len(found[1]) > 20
+    for whole, halves in zip(*found, strict=True):
+        torch.testing.assert_close(halves, whole)
+
+
+@pytest.mark.parametrize(("halves", "share"), [(1.2, 0.2), (0.9, 0.0), (5.0, 1.0)])
+def test_what_two_halves_take_more_is_a_share_of_a_backward(
+    monkeypatch: pytest.MonkeyPatch, halves: float, share: float
+) -> None:
+    clock = [0.0]
+
+    def takes(seconds: float) -> Callable[..., None]:
+        return lambda *_: clock.__setitem__(0, clock[0] + seconds)
+
+    monkeypatch.setattr(split_backwards, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(split_backwards, "_run_whole", takes(1.0))
+    monkeypatch.setattr(split_backwards, "_run_halves", takes(halves))
+    assert split_backwards.measure_split(lambda: None) == pytest.approx(share)
 
 
 def test_a_whole_model_is_priced_by_what_it_computes() -> None:

@@ -1,8 +1,8 @@
-"""The devices and nodes that have names.
+"""Devices and nodes by name.
 
-Figures are those of facts.md section 3.1 (data sheets), 3.2 (the best matmul that was measured), 3.3 (multiprocessors)
-and 2.3 (links); those it marks as remembered are marked (M) here too. TFLOP/s are dense. The share of memory that a
-program gets of what the sheet says (in GB, taken as GiB): 0.99, since an H200 of 141 GB shows 139.8 GiB.
+Figures are from facts.md, sections 3.1 (data sheets), 3.2 (best measured matmul), 3.3 (multiprocessors) and 2.3
+(links). Figures from memory, without a source, are marked (M) there and here. TFLOP/s are dense. A program can use 0.99
+of the memory on the data sheet (in GB, read as GiB): an H200 of 141 GB shows 139.8 GiB.
 """
 
 from shardwise.cluster.device import Device
@@ -15,9 +15,9 @@ _TERA = 1e12
 _GIGA = 1e9
 
 
-# The same of 8 bits (3.2): H100 1403 of 1979, H200 1453, B200 3433 of 4500, GB200 3616 of 5000; MI300X 990 (M).
+# Best fp8 matmul as a share (3.2): H100 1403 of 1979, H200 1453, B200 3433 of 4500, GB200 3616 of 5000; MI300X 990 (M).
 _FP8 = {"h100": 0.709, "h200": 0.734, "b200": 0.763, "gb200": 0.723, "mi300x": 0.38}
-# Share of the memory's rate that kernels reach: .91 on A100, .67 on B200 (3.2).
+# Share of the memory bandwidth that kernels reach: .91 on A100, .67 on B200 (3.2).
 _STREAMED = {"blackwell": 0.67}
 
 
@@ -49,8 +49,8 @@ def _gpu(
     )
 
 
-# One core of an aarch64 server with torch 2.13, fp32, as a probe measured it: amounts a second, in the units of
-# `cluster/kernel.py`, and seconds of a call.
+# One core of an aarch64 server with torch 2.13, fp32, measured by a probe: rates per second, in the units of
+# `cluster/kernel.py`, and seconds per call.
 _PROCESSOR = tuple(
     Kernel(kind=kind, forward=forward * _GIGA, backward=backward * _GIGA, forward_call=calls[0], backward_call=calls[1])
     for kind, forward, backward, calls in (
@@ -69,7 +69,7 @@ _PROCESSOR = tuple(
 
 
 # Best matmul, as a share of the peak (3.2): A100 .869, A100 PCIe .81, H100 and H200 .803, B200 .776, GB200 .729, B300
-# 1769 of 2250, MI300X .51, MI325X .60, MI355X 1565 of 2500. Where nothing was measured: .8 for NVIDIA, .51 for AMD.
+# 1769 of 2250, MI300X .51, MI325X .60, MI355X 1565 of 2500. Without a measurement: .8 for NVIDIA, .51 for AMD.
 # fp32 without tensor cores, and fp4, are from memory (M).
 DEVICES = {
     device.name: device
@@ -83,7 +83,7 @@ DEVICES = {
         _gpu("a100-pcie-80g", 80, 1.94, 108, 0.81, bf16=312, fp16=312, tf32=156, fp32=19.5),
         _gpu("a800", 80, 2.00, 108, 0.869, bf16=312, fp16=312, tf32=156, fp32=19.5),
         _gpu("h100-80g", 80, 3.35, 132, 0.803, fp8=1979, bf16=989, fp16=989, tf32=494.5, fp32=67),
-        # Grand Teton's: HBM2e and 500 of 700 W. Clocks follow the cube root of the power: peaks x (5/7)^(1/3).
+        # The H100 of Grand Teton: HBM2e, and 500 of 700 W. Clocks scale with the cube root of power: x (5/7)^(1/3).
         _gpu("h100-96g-hbm2e-500w", 96, 2.40, 132, 0.803, fp8=1769, bf16=884, fp16=884, tf32=442, fp32=60),
         _gpu("h100-pcie", 80, 2.00, 114, 0.80, fp8=1513, bf16=756, fp16=756, tf32=378, fp32=51),
         _gpu("h100-nvl", 94, 3.9, 132, 0.80, fp8=1670, bf16=835, fp16=835, tf32=417, fp32=60),
@@ -106,9 +106,9 @@ DEVICES = {
         _gpu("tpu-v4", 32, 1.2, 2, 0.80, bf16=275),
         _gpu("tpu-v5e", 16, 0.82, 1, 0.80, bf16=197),
         _gpu("tpu-v5p", 95, 2.76, 2, 0.80, bf16=459),
-        # One process on one core: stated defaults, which a probe replaces. One thread of torch 2.13 on a two-core
-        # machine: 36 GFLOP/s of fp32 matmul (1024 cubed), 34 GB/s read and written by a long copy, and what a probe
-        # measures of each kind of operation (measured).
+        # One process on one core: defaults, which a probe replaces. Measured with one thread of torch 2.13 on a
+        # two-core machine: 36 GFLOP/s in fp32 matmuls (1024 cubed), 34 GB/s read and written by a long copy, and the
+        # rates of each kind of operation.
         Device(
             name="cpu",
             memory_bytes=4 * 2**30,
@@ -136,7 +136,7 @@ _ALIASES = {
     "5090": "rtx5090",
 }
 
-# Between devices of a node: unidirectional GB/s for each device, and microseconds of a step in it (facts 2.2, 2.3).
+# Links between the devices of a node: unidirectional GB/s of each device, and the latency of a step (facts 2.2, 2.3).
 _NVLINK2 = Link(name="nvlink2", bytes_per_second=150 * _GIGA, latency_seconds=3.4e-6)
 _NVLINK3 = Link(name="nvlink3", bytes_per_second=300 * _GIGA, latency_seconds=3.4e-6)
 _NVLINK3_A800 = Link(name="nvlink3", bytes_per_second=200 * _GIGA, latency_seconds=3.4e-6)  # (M)
@@ -151,8 +151,8 @@ _XGMI_355 = Link(name="xgmi", bytes_per_second=535.5 * _GIGA, latency_seconds=3.
 _ICI = Link(name="ici", bytes_per_second=100 * _GIGA, latency_seconds=1e-6)  # (M)
 _SHARED_MEMORY = Link(name="shared memory", bytes_per_second=2.4 * _GIGA, latency_seconds=190e-6, is_shared=True)
 
-# Of each device to other nodes (2.3): EDR 100 Gb/s, HDR 200, NDR 400, XDR 800. A step over the network takes 14 us for
-# NCCL's simple protocol (2.2).
+# Links of each device to other nodes (2.3): EDR 100 Gb/s, HDR 200, NDR 400, XDR 800. With NCCL's simple protocol, a
+# step over the network takes 14 us (2.2).
 _EDR = Fabric(name="100Gb/s a GPU", bytes_per_second=12.5 * _GIGA, latency_seconds=14e-6)
 _HDR = Fabric(name="200Gb/s a GPU", bytes_per_second=25 * _GIGA, latency_seconds=14e-6)
 _NDR = Fabric(name="400Gb/s a GPU", bytes_per_second=50 * _GIGA, latency_seconds=14e-6)
@@ -160,10 +160,10 @@ _XDR = Fabric(name="800Gb/s a GPU", bytes_per_second=100 * _GIGA, latency_second
 _ETHERNET = Fabric(name="25Gb/s a node", bytes_per_second=0.39 * _GIGA, latency_seconds=30e-6)
 _LOOPBACK = Fabric(name="loopback", bytes_per_second=1.3 * _GIGA, latency_seconds=300e-6)
 
-# RAM and CPU of a node, from the makers' descriptions of DGX and HGX systems (M); pinned copies: 55.2 GB/s on PCIe 5
-# (peers.md, measured), half of it on PCIe 4; fused AdamW on 16 cores steps 3.75e9 parameters/s (peers.md, measured).
-# In a DGX-1 and a DGX A100 two devices hang on one switch and share its way up; in a DGX H100 each has its own. RAM:
-# two sockets of 6 DDR4-2933, 8 DDR4-3200 and 8 DDR5-4800 channels, two Graces, two channels of DDR5 (makers, M).
+# RAM and CPU of a node, from the makers' descriptions of DGX and HGX systems (M). Pinned copies: 55.2 GB/s on PCIe 5
+# (peers.md, measured), half of it on PCIe 4. Fused AdamW on 16 cores updates 3.75e9 parameters/s (peers.md, measured).
+# In a DGX-1 and a DGX A100, two devices share the uplink of one PCIe switch; in a DGX H100 each has its own. RAM: two
+# sockets of 6 DDR4-2933, 8 DDR4-3200 and 8 DDR5-4800 channels, two Graces, two channels of DDR5 (makers, M).
 _HOST3 = Host(
     memory_bytes=768 * 2**30,
     device_bytes_per_second=12e9,
@@ -190,7 +190,7 @@ def _node(devices_per_node: int, link: Link, fabric: Fabric, host: Host, *, doma
     )
 
 
-# The node that a device usually stands in. NVL72: 4 devices a node, 72 in one NVLink domain.
+# The usual node of each device. NVL72: 4 devices in a node, 72 in one NVLink domain.
 NODES = {
     "v100-16g": _node(4, _NVLINK2, _EDR, _HOST3),
     "v100-32g": _node(4, _NVLINK2, _EDR, _HOST3),
@@ -228,7 +228,7 @@ NODES = {
 
 
 def get_device(name: str) -> Device:
-    """The device of a name, or the error that names the nearest."""
+    """Return the device with this name. The error for an unknown name suggests the nearest known one."""
     key = name.strip().lower()
     key = _ALIASES.get(key, key)
     if key not in DEVICES:
@@ -241,12 +241,12 @@ def get_device(name: str) -> Device:
 
 
 def find_device(called: str) -> str | None:
-    """The catalogue's name for a GPU that calls itself so: `NVIDIA A100-SXM4-80GB` is `a100-80g`."""
+    """Return the catalogue's name for the name that a GPU reports, or None: `NVIDIA A100-SXM4-80GB` is `a100-80g`."""
     squeezed = "".join(letter for letter in called.lower() if letter.isalnum())
     found = [name for name in DEVICES if name.split("-")[0] in squeezed]
     if not found:
         return None
-    # `gh200` has `h200` in it, and of several kinds the one of which most is said.
+    # `gh200` contains `h200`, so the longest match counts; among variants, the one with most of its parts in the name.
     longest = max(len(name.split("-")[0]) for name in found)
     found = [name for name in found if len(name.split("-")[0]) == longest]
     return max(found, key=lambda name: (sum(part in squeezed for part in name.split("-")), -len(name)))

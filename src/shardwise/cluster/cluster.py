@@ -1,10 +1,10 @@
-"""The cluster: pools of equal nodes, as a value, with a name that can be typed and a file form.
+"""The cluster, as a value: pools of equal nodes. It has a short name, as below, and a file format (`file.py`).
 
 8xh100                        one node of eight
 64x8xh100                     sixty-four such nodes
 2x8xh100+4x8xa100-80g         unequal pools
 18x4xgb200                    four to a node, seventy-two in one NVLink domain
-2xcpu                         two processes of this computer
+2xcpu                         two processes on this computer
 """
 
 import re
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _POOL = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<devices>\d+)x(?P<device>[a-z][\w.-]*|[345]090)", re.IGNORECASE)
 
-# Devices of most kinds come in nodes of up to so many, also where fewer are usual (V100 in a DGX-1).
+# Most kinds of device come in nodes of up to this many, even if fewer are usual (V100 in a DGX-1).
 _LARGE_NODE = 8
 
 
@@ -39,12 +39,12 @@ class Pool:
 
     @property
     def domain(self) -> int:
-        """How many devices of this pool one fast link joins."""
+        """Number of devices of this pool in one domain of fast links."""
         return min(self.node.domain, self.num_devices)
 
     def __str__(self) -> str:
         usual = NODES.get(self.device.name)
-        # One node of more than it usually has is said to be one, since else it is read as several.
+        # A single node that is larger than usual is written as `1x...`, because otherwise it is parsed as several.
         is_large = usual is not None and self.node.devices_per_node > max(usual.devices_per_node, _LARGE_NODE)
         nodes = f"{self.num_nodes}x" if self.num_nodes > 1 or is_large else ""
         return f"{nodes}{self.node.devices_per_node}x{self.device.name}"
@@ -52,9 +52,9 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """What a model runs on: one pool, or several that differ. Ranks number the devices pool by pool, node by node.
+    """The hardware: one pool, or several different ones. Ranks number the devices pool by pool, node by node.
 
-    `pairs` is what every device sends to every other, where that was measured.
+    `pairs` are the measured bandwidth and latency between every two devices, or None.
     """
 
     pools: tuple[Pool, ...]
@@ -83,7 +83,7 @@ class Cluster:
         return sum(pool.num_devices for pool in self.pools)
 
     def pool_of(self, rank: int) -> Pool:
-        """The pool that a rank is in."""
+        """Return the pool of a rank."""
         for pool in self.pools:
             if rank < pool.num_devices:
                 return pool
@@ -100,7 +100,7 @@ def make_pool(
     fabric: Fabric | None = None,
     host: Host | None = None,
 ) -> Pool:
-    """A pool of a catalogue device in its usual node, with what is given instead of the usual."""
+    """Return a pool of a catalogue device in its usual node. Arguments replace parts of the usual node."""
     known = get_device(device)
     usual = NODES[known.name]
     node = usual.resized(devices_per_node or usual.devices_per_node)
@@ -126,7 +126,7 @@ def _parse_pool(part: str, text: str) -> Pool:
 
 
 def _in_nodes(name: str, devices: int) -> tuple[int, int]:
-    """So many devices in nodes as they are built: 64 H100 are eight nodes of eight. Processes have no such nodes."""
+    """Return the nodes, and devices in each, for a number of devices: 64 H100 are 8 x 8. CPU processes are one node."""
     device = get_device(name)
     usual = NODES[device.name].devices_per_node
     if devices <= max(usual, _LARGE_NODE) or device.architecture == "cpu":

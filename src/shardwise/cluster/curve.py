@@ -1,7 +1,7 @@
-"""Measured collectives: seconds by size, over which devices, and the two bandwidths as nccl-tests define them.
+"""Measured collectives: seconds by size and kind of group, and the two bandwidths that nccl-tests defines.
 
-The size of a collective is that of its whole array: what every rank holds before an all-reduce, a broadcast or an
-all-to-all, all parts together of an all-gather or a reduce-scatter.
+The size of a collective is the size of its whole array: each rank's buffer before an all-reduce, a broadcast or an
+all-to-all; the sum of all parts for an all-gather or a reduce-scatter.
 
     algorithm bandwidth = size / seconds
     bus bandwidth       = algorithm bandwidth x factor      what each link carries, whatever the number of ranks
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _Number = TypeVar("_Number", float, "NDArray[np.float64]")
-#: By name, in the order in which they are shown.
+#: Names, in the order in which they are shown.
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send-receive")
-#: Over which devices: some of one domain of fast links; all of several; one of each node.
+#: Kinds of group: devices of one domain of fast links; all devices of several domains; one device of each node.
 SCOPES = ("inside", "across", "rails")
 
 
 def bus_factor(collective: str, num_devices: _Number) -> _Number:
-    """Bytes that the busiest link carries, for each byte of the size. Of one number of devices, or of many."""
+    """Return the bytes that the busiest link carries per byte of size. `num_devices` is a number or an array."""
     ring = (num_devices - 1) / num_devices
     if collective in ("broadcast", "send-receive"):
         return 0 * ring + 1.0
@@ -35,7 +35,7 @@ def bus_factor(collective: str, num_devices: _Number) -> _Number:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One collective over one kind of group: the seconds of each size, sizes rising."""
+    """One collective over one kind of group: the seconds of each size, in order of size."""
 
     collective: str
     scope: str
@@ -44,15 +44,15 @@ class Curve:
     seconds: tuple[float, ...]
 
     def algorithm_rates(self) -> tuple[float, ...]:
-        """Bytes/s of the array, for each size."""
+        """Return the algorithm bandwidth in bytes/s, for each size."""
         return tuple(size / time for size, time in zip(self.sizes, self.seconds, strict=True))
 
     def bus_rates(self) -> tuple[float, ...]:
-        """Bytes/s of a link, for each size."""
+        """Return the bus bandwidth in bytes/s, for each size."""
         factor = bus_factor(self.collective, self.num_devices)
         return tuple(rate * factor for rate in self.algorithm_rates())
 
     def fit(self) -> Line:
-        """Seconds of a call, and the bus bandwidth of a long one."""
+        """Return the latency of a call, and the bus bandwidth of large sizes."""
         factor = bus_factor(self.collective, self.num_devices)
         return fit_line([(size * factor, time) for size, time in zip(self.sizes, self.seconds, strict=True)])

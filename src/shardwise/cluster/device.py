@@ -1,4 +1,4 @@
-"""One device: what it holds and how fast it goes."""
+"""One device: its memory and its speed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device as its maker and those who measured it describe it.
+    """A device, with figures from its data sheet and from measurements.
 
-    `memory_bytes` is what a program can allocate, context included. `flops_per_second` is the dense peak of the data
-    sheet for each precision; `matmul_efficiency` the share of it that the best shape of a matmul reaches,
-    and `fp8_efficiency` the same in 8 bits (0: not measured, and taken alike).
-    `memory_efficiency` is the share of `memory_bytes_per_second` that a long copy reaches. `num_units` are streaming
-    multiprocessors (compute units, cores): what a matmul's tiles are dealt out to. `cache_bytes` is the
-    last cache before that memory. `architecture` is the generation, for
-    what kernels of one generation have in common. `kernels` are what a probe of a processor has measured of each kind.
+    `memory_bytes` is what a program can allocate, CUDA context included. `flops_per_second` is the dense peak of the
+    data sheet for each precision. `matmul_efficiency` is the share of it that the best matmul shape reaches, and
+    `fp8_efficiency` the same in fp8 (0: not measured, so `matmul_efficiency` is assumed).
+    `memory_efficiency` is the share of `memory_bytes_per_second` that a long copy reaches. `num_units` is the number of
+    streaming multiprocessors (compute units, cores) over which a matmul's tiles are distributed. `cache_bytes` is the
+    size of the last-level cache. `architecture` is the generation, for constants that its kernels share. `kernels` are
+    the measured rates of each kind of operation on a CPU.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Device:
 
     @property
     def streaming_bytes_per_second(self) -> float:
-        """The memory's rate, less where kernels reach less of it than on other devices."""
+        """The memory bandwidth, reduced on devices whose kernels reach less than the usual 0.9 of it."""
         return self.memory_bytes_per_second * min(self.memory_efficiency / 0.9, 1.0)
 
     def peak(self, precision: str) -> float:
-        """FLOP/s of the data sheet in a precision. One that the device lacks runs as the next wider one does."""
-        precision = precision.removesuffix("-rows")  # What has a scale of its own does not matter to the data sheet.
+        """Return the data sheet's FLOP/s in a precision, or in the next wider one if the device lacks it."""
+        precision = precision.removesuffix("-rows")  # The peak does not depend on the granularity of scales.
         if precision not in PRECISIONS:
             raise unknown("precision", precision, PRECISIONS)
         wider = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "tf32", "tf32": "fp32"}

@@ -1,15 +1,15 @@
-"""`cluster.toml`: a cluster written out: a machine without a name described, or one with a name changed.
+"""`cluster.toml`: a cluster as a file, to describe a device that the catalogue lacks, or to change one that it has.
 
 [[pool]]
 device = "h100-80g"            # a name of the catalogue; or any name, with a whole [pool.device_is] table
 num_nodes = 2
 devices_per_node = 8
 
-[pool.fabric]                  # what is not said is as the catalogue has it
+[pool.fabric]                  # keys that are left out have the catalogue's values
 bytes_per_second = 25e9
 
-`shardwise probe` writes what it has measured besides: [[pool.kernel]] for operations on a processor, [[pool.curve]] for
-collectives, and [pairs].
+`shardwise probe` also writes its measurements: [[pool.kernel]] for operations on a CPU, [[pool.curve]] for collectives,
+and [pairs].
 """
 
 import tomllib
@@ -40,7 +40,7 @@ _Part = TypeVar("_Part", Device, Link, Fabric, Host)
 
 
 def to_toml(cluster: Cluster) -> str:
-    """The file form, everything said, which `from_toml` reads back."""
+    """Return the text of a file with all values, which `from_toml` reads back."""
     lines = [f"# {cluster}"]
     for pool in cluster.pools:
         lines += [
@@ -75,7 +75,7 @@ def _entries(part: Kernel | Curve | Pairs) -> list[str]:
 
 
 def from_toml(text: str, *, source: str = "the cluster file") -> Cluster:
-    """Read the file form. `source` is what errors call it."""
+    """Read the text of a file. `source` is its name in error messages."""
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -101,7 +101,7 @@ def load(path: Path) -> Cluster:
 
 
 def find_cluster(text: str) -> Cluster:
-    """A cluster from what was typed: a name, or the path of a file that ends in .toml."""
+    """Return a cluster from a user's text: a name, or the path of a file that ends in .toml."""
     return load(Path(text)) if text.endswith(".toml") else Cluster.parse(text)
 
 
@@ -150,7 +150,7 @@ def _read_device(name: str, entry: Mapping[str, Any], source: str) -> Device:
 
 
 def _read_part(usual: _Part, entry: Mapping[str, Any], name: str, source: str) -> _Part:
-    """The usual part with what a table says instead."""
+    """Return the usual part with the values that a table replaces."""
     table = entry.get(name, {})
     if not isinstance(table, dict):
         raise ShardwiseError(f"{name} = {table!r} in {source} is no table", remedy=f"[pool.{name}]")
@@ -178,7 +178,7 @@ def _tables(entry: Mapping[str, Any], key: str, source: str) -> list[dict[str, A
 
 
 def _with_kernels(device: Device, entry: Mapping[str, Any], source: str) -> Device:
-    """The device with what was measured of its kernels; what is not said is as the catalogue has it."""
+    """Return the device with the file's measured kernels, or with the catalogue's if the file has none."""
     tables = _tables(entry, "kernel", source)
     if not tables:
         return device
@@ -192,7 +192,7 @@ def _with_kernels(device: Device, entry: Mapping[str, Any], source: str) -> Devi
 
 
 def _read_kernel(table: Mapping[str, Any], source: str) -> Kernel:
-    """A measured kind of operation."""
+    """Read a measured kind of operation."""
     names = [each.name for each in fields(Kernel)]
     for key in table:
         if key not in names:
@@ -207,7 +207,7 @@ def _read_kernel(table: Mapping[str, Any], source: str) -> Kernel:
 
 
 def _read_curve(table: Mapping[str, Any], source: str) -> Curve:
-    """A measured collective."""
+    """Read a measured collective."""
     names = [each.name for each in fields(Curve)]
     for key in table:
         if key not in names:
@@ -232,7 +232,7 @@ def _read_curve(table: Mapping[str, Any], source: str) -> Curve:
 
 
 def _read_pairs(table: Any, cluster: Cluster, source: str) -> Pairs:
-    """What every device sends to every other: as many rows, and numbers in each, as there are devices."""
+    """Read the measurements of all pairs: a square matrix with a row for each device."""
     count, names = cluster.num_devices, [each.name for each in fields(Pairs)]
     if not isinstance(table, dict):
         raise ShardwiseError(f"pairs in {source} is no table", remedy="[pairs]")

@@ -1,8 +1,8 @@
-"""Latency and bandwidth of a way, from what messages of several sizes took: seconds = latency + bytes / rate.
+"""Latency and bandwidth of a link, fitted to the times of messages of several sizes: seconds = latency + bytes / rate.
 
-The fit is robust: the slope is the median of the slopes between any two points (Theil and Sen), each weighted with the
-bytes between them, so that neither one message that was held up nor the noise of small ones decides. The spreads are
-medians of distances from it, as shares of the value: half of all slopes lie within the spread.
+The fit is robust: the slope is the median of the slopes between all pairs of points (Theil-Sen), each weighted by the
+difference in bytes. So neither one delayed message nor the noise of small messages dominates. The spreads are median
+absolute deviations, as shares of the value: half of all slopes lie within the spread.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-#: Two sizes say something of a slope if one is so many times the other.
+#: A pair of sizes gives a slope only if one is at least this many times the other.
 _APART = 1.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A fitted way. Spreads are shares of the value."""
+    """A fitted link. Spreads are shares of the value."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -25,12 +25,12 @@ class Line:
     rate_spread: float
 
     def seconds(self, num_bytes: float) -> float:
-        """What a message takes."""
+        """Return the time of a message."""
         return self.latency_seconds + num_bytes / self.bytes_per_second
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> Line:
-    """The line through points of (bytes, seconds), of at least two sizes."""
+    """Fit a line to points of (bytes, seconds), of at least two sizes."""
     sizes, seconds = (np.array(each, dtype=np.float64) for each in zip(*points, strict=True))
     low, high = np.nonzero(sizes[None, :] >= _APART * np.maximum(sizes[:, None], 1.0))
     assert len(low), "a line is fitted through messages of one size"
@@ -49,7 +49,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Line:
 
 
 def weighted_median(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
-    """The value with half of the weight at or below it."""
+    """Return the smallest value that has half of the weight at or below it."""
     order = np.argsort(values)
     reached = np.cumsum(weights[order])
     return float(values[order][np.searchsorted(reached, reached[-1] / 2)])

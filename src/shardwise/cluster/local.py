@@ -1,4 +1,4 @@
-"""The processes of this computer as a cluster: what `train --plan auto` plans for where there is no GPU."""
+"""The processes of this computer as a cluster: `train --plan auto` plans for it if there is no GPU."""
 
 import os
 import sys
@@ -8,12 +8,12 @@ from pathlib import Path
 from shardwise import environment
 from shardwise.cluster.cluster import Cluster, make_pool
 
-# Of this computer's memory, how much its ranks may have together: the rest is the system's and the parent's.
+# Share of this computer's memory for all its ranks. The rest is for the system and the parent process.
 _FOR_RANKS = 0.8
 
 
 def local_cluster(num_processes: int) -> Cluster:
-    """So many processes that share this computer's memory and cores. More processes than cores take turns."""
+    """Return a cluster of processes that share this computer's memory, and take turns if cores are too few."""
     pool = make_pool("cpu", devices_per_node=num_processes)
     turns = min(environment.num_cores() / num_processes, 1.0)
     device = replace(
@@ -27,22 +27,22 @@ def local_cluster(num_processes: int) -> Cluster:
 
 
 def memory_bytes() -> int:
-    """This computer's memory."""
+    """Return the size of this computer's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has held so far."""
-    import resource  # Not on every system: Windows has none.
+    """Return the peak memory of this process so far."""
+    import resource  # Not available on Windows.
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes.
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """What can be had of this computer's memory without swapping, as Linux says it, within this container's limit.
+    """Return the memory available without swapping, as Linux reports it, within the limit of this container.
 
-    Elsewhere it is not known, and no limit.
+    On other systems it is unknown, and the result is no limit (2**62).
     """
     found = [2**62]
     for line in _lines(root / "proc/meminfo"):
@@ -51,7 +51,7 @@ def available_bytes(root: Path = Path("/")) -> int:
     group = root / "sys/fs/cgroup"
     limit, used = (_lines(group / name) for name in ("memory.max", "memory.current"))
     if limit and used and limit[0].isdecimal():
-        # Files that were read and can be forgotten count as used there.
+        # The control group counts cached files as used, although they can be evicted.
         told = [line.split() for line in _lines(group / "memory.stat")]
         cached = sum(int(words[1]) for words in told if words[0] == "inactive_file")
         found.append(max(int(limit[0]) - int(used[0]) + cached, 0))

@@ -1,7 +1,7 @@
 """Measured all-reduces: time by size over the eight devices of a node (facts 2.4, sizes doubling from 32 KiB).
 
-Two-parameter formulas miss the knee of these curves by 25 to 60 %, so the curves themselves are kept. Each is the bus
-bandwidth in GB/s: bytes x 2(n-1)/n / seconds.
+Formulas with two parameters miss the knee of these curves by 25 to 60 %, so the curves themselves are kept. `_BUS`
+tables are bus bandwidths in GB/s: bytes x 2(n-1)/n / seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,6 +44,6 @@ CURVES: Mapping[str, Curve] = {
     "nvlink5": _of_bus(_B200_BUS),
 }
 
-#: All-gathers and reduce-scatters do not use the sums of the switch: 361 and 363 GB/s where an all-reduce over the ring
-#: has 367 and in the switch 480 (H200, facts 2.4); on B200 the ring has 682 of 846. The share of the all-reduce's rate.
+#: All-gathers and reduce-scatters cannot use sums in the switch: 361 and 363 GB/s, where an all-reduce has 367 over the
+#: ring and 480 in the switch (H200, facts 2.4); on B200, the ring has 682 of 846. As a share of the all-reduce's rate.
 RING_SHARE: Mapping[str, float] = {"nvlink3": 1.0, "nvlink4": 362 / 480, "nvlink5": 682 / 846}

@@ -1,4 +1,4 @@
-"""Every pair of devices measured: who are neighbours, which link is slower than others of its kind, which device.
+"""Measurements of every pair of devices: which are neighbours, and which links and devices are slower than their kind.
 
     device   0    1    2    3            neighbours: 0 1 and 2 3
        0          40   10   10           the link 1 -> 2 is slow: 1 where its kind has 10
@@ -6,7 +6,7 @@
        2     10   10        40
        3     10   10   40
 
-A kind of link is a level: pairs of neighbours are of the innermost, pairs of different groups of the next.
+A kind of link is a level: pairs of neighbours are on the innermost level, pairs of different groups on the next.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Partition = tuple[tuple[int, ...], ...]
-#: Rates of two kinds of links are at least so many times apart.
+#: The rates of two kinds of links differ at least by this factor.
 _GAP = 1.5
-#: Of pairs of one group at a level, and of those of different groups, so many are as they should be.
+#: At least this share of the pairs inside groups must have the rate of their level.
 _MOST = 0.8
-#: A link or a device is slow below this share of the median of its kind, and beyond so many median distances.
+#: A link or device is slow if below this share of its kind's median, and this many median absolute deviations below it.
 _SLOW_SHARE, _SLOW_DISTANCES = 0.7, 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """What one device sends to another: bytes/s, and seconds of a tiny message, by sender and receiver."""
+    """Bytes/s and the latency in seconds between every two devices, by sender and receiver."""
 
     hosts: tuple[str, ...]
     devices: tuple[str, ...]
@@ -37,7 +37,7 @@ class Pairs:
         return len(self.hosts)
 
     def name(self, device: int) -> str:
-        """The device by host and name."""
+        """Return the device's host and name."""
         return f"{self.hosts[device]} {self.devices[device]}"
 
     def rates(self) -> NDArray[np.float64]:
@@ -56,7 +56,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowDevice:
-    """A device that is slower than others like it in something (`what`)."""
+    """A device that is slower in `what` than others of its kind."""
 
     device: int
     what: str
@@ -65,12 +65,12 @@ class SlowDevice:
 
 
 def levels(pairs: Pairs) -> tuple[Partition, ...]:
-    """Groups of devices at every kind of link, the innermost first; the last is all of them."""
+    """Return the groups of devices at every level of links, innermost first. The last level is one group of all."""
     rates, count = pairs.rates(), pairs.num_devices
     everybody: Partition = (tuple(range(count)),)
     if count < 2:
         return (everybody,)
-    # The better way of a pair counts, or a link that is slow one way would take neighbours apart.
+    # The faster direction of a pair counts. Otherwise a link that is slow in one direction would separate neighbours.
     best = np.maximum(rates, rates.T)
     upper = np.sort(best[np.triu_indices(count, 1)])
     found: list[Partition] = []
@@ -84,12 +84,12 @@ def levels(pairs: Pairs) -> tuple[Partition, ...]:
 
 
 def neighbours(pairs: Pairs) -> Partition:
-    """The groups of devices that the fastest kind of link joins."""
+    """Return the groups of devices that the fastest kind of link connects."""
     return levels(pairs)[0]
 
 
 def slow_links(pairs: Pairs) -> tuple[SlowLink, ...]:
-    """Links far below the median of their kind, slowest first, but for those of a device that is slow as a whole."""
+    """Return links far below the median of their kind, slowest first. Links of slow devices are left out."""
     slow, usual = _slow(pairs)
     whole = {each.device for each in slow_in_links(pairs)}
     rates = pairs.rates()
@@ -102,7 +102,7 @@ def slow_links(pairs: Pairs) -> tuple[SlowLink, ...]:
 
 
 def slow_in_links(pairs: Pairs) -> tuple[SlowDevice, ...]:
-    """Devices most of whose links are slow, or that no fast link joins where all others have some."""
+    """Return devices with mostly slow links, or without any fast link although most others have one."""
     rates, count = pairs.rates(), pairs.num_devices
     if count < 4:
         return ()
@@ -126,7 +126,7 @@ def slow_in_links(pairs: Pairs) -> tuple[SlowDevice, ...]:
 
 
 def slow_devices(what: str, rates: list[float]) -> tuple[SlowDevice, ...]:
-    """Of devices alike, those that are far slower than the median in something."""
+    """Return the devices, of several of one kind, that are far slower than the median in `what`."""
     values = np.array(rates, dtype=np.float64)
     if len(values) < 3:
         return ()
@@ -140,7 +140,7 @@ def slow_devices(what: str, rates: list[float]) -> tuple[SlowDevice, ...]:
 
 
 def kinds_of_links(pairs: Pairs) -> NDArray[np.int64]:
-    """The level that joins each pair: 0 between neighbours."""
+    """Return the level of each pair: 0 between neighbours."""
     count = pairs.num_devices
     kinds = np.full((count, count), -1, dtype=np.int64)
     for level, groups in enumerate(levels(pairs)):
@@ -153,7 +153,7 @@ def kinds_of_links(pairs: Pairs) -> NDArray[np.int64]:
 
 
 def _slow(pairs: Pairs) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-    """Which links are slow, and what is usual of the kind of each."""
+    """Return which links are slow, and for each link the median rate of its kind."""
     rates, kinds = pairs.rates(), kinds_of_links(pairs)
     usual, slow = np.zeros_like(rates), np.zeros(rates.shape, dtype=np.bool_)
     for kind in range(int(kinds.max(initial=-1)) + 1):
@@ -167,7 +167,7 @@ def _slow(pairs: Pairs) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
 
 
 def _components(joined: NDArray[np.bool_]) -> Partition:
-    """Devices that are joined, if only through others."""
+    """Return the connected components."""
     left, found = set(range(len(joined))), []
     while left:
         group, edge = set(), {min(left)}
@@ -180,6 +180,6 @@ def _components(joined: NDArray[np.bool_]) -> Partition:
 
 
 def _holds(joined: NDArray[np.bool_], groups: Partition) -> bool:
-    """Whether nearly all pairs inside of groups are joined: then they are of one kind, and not a chain of chances."""
+    """Return whether nearly all pairs inside groups are connected directly, not just through chains of other pairs."""
     inside = [joined[i, j] for group in groups for i in group for j in group if i < j]
     return bool(np.mean(inside) >= _MOST)

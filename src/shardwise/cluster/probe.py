@@ -1,4 +1,4 @@
-"""What a probe has found, as a value: figures of every device, every pair, every collective; and what stands out."""
+"""The result of a probe, as a value: figures of every device, pair and collective, and the outliers among them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ from shardwise.cluster.pairs import Pairs, SlowDevice, SlowLink, slow_devices, s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFigures:
-    """One device, measured. Rates are bytes/s; a copy in its memory counts what it reads and what it writes.
+    """One device, measured. Rates are bytes/s; a copy in its memory counts both the bytes read and the bytes written.
 
-    `to_device`, `to_host` and `both_ways` (each of the two at once) are the way between host and device, 0 where there
-    is none. `spread` is the distance of the samples from their median, as a share, of the worst of the figures.
-    `kernels` are of a processor alone.
+    `to_device`, `to_host` and `both_ways` (each direction when both are in use) are rates between host and device, 0 if
+    there is no such link. `spread` is the deviation of the samples from their median, as a share, for the worst figure.
+    `kernels` are measured on CPUs only.
     """
 
     host: str
@@ -40,7 +40,7 @@ class DeviceFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """All that was measured. What was not asked for is empty."""
+    """All measurements. Those that were not requested are empty."""
 
     backend: str
     devices: tuple[DeviceFigures, ...]
@@ -51,7 +51,7 @@ class Probe:
 
     @property
     def hosts(self) -> dict[str, list[int]]:
-        """The devices of each host, by number, in the order of ranks."""
+        """The numbers of each host's devices, in the order of ranks."""
         found: dict[str, list[int]] = {}
         for number, each in enumerate(self.devices):
             found.setdefault(each.host, []).append(number)
@@ -61,7 +61,7 @@ class Probe:
         return () if self.pairs is None else slow_links(self.pairs)
 
     def slow_devices(self) -> tuple[SlowDevice, ...]:
-        """Devices that are slower than others of their kind, in matmuls, in copies, or in links."""
+        """Return devices that are slower than others of their kind in matmuls, copies or links."""
         found = [] if self.pairs is None else list(slow_in_links(self.pairs))
         for kind in dict.fromkeys(each.kind for each in self.devices):
             alike = [number for number, each in enumerate(self.devices) if each.kind == kind]

@@ -1,4 +1,4 @@
-"""A probe as a cluster: what the planner takes instead of data sheets."""
+"""A cluster made from a probe, for the planner to use instead of data sheets."""
 
 from collections import Counter
 from dataclasses import replace
@@ -16,12 +16,12 @@ from shardwise.cluster.pairs import Pairs, neighbours
 from shardwise.cluster.probe import DeviceFigures, Probe
 from shardwise.cluster.topology import Fabric, Link, NodeKind
 
-#: The matrix of pairs is kept up to so many devices: beyond, levels of the pools say enough.
+#: The matrix of pairs is kept for at most this many devices. Beyond that, the levels of the pools suffice.
 _MOST_PAIRS = 64
 
 
 def cluster_of(probe: Probe) -> Cluster:
-    """Neighbouring hosts with equal devices are a pool. Where links were not measured, they are as the catalogue's."""
+    """Return the cluster. Consecutive hosts with equal devices are a pool. Unmeasured links are the catalogue's."""
     hosts = list(probe.hosts.values())
     pools = []
     for (kind, count), alike in groupby(hosts, key=lambda each: (probe.devices[each[0]].kind, len(each))):
@@ -35,7 +35,7 @@ def cluster_of(probe: Probe) -> Cluster:
 
 
 def _device(kind: str, figures: list[DeviceFigures]) -> Device:
-    """The median of devices alike; of a GPU that the catalogue knows, what it says besides."""
+    """Return the median of equal devices. Other figures of a known GPU come from the catalogue."""
     flops = {
         precision: median(each.flops_per_second[precision] for each in figures)
         for precision in figures[0].flops_per_second
@@ -67,14 +67,14 @@ def _device(kind: str, figures: list[DeviceFigures]) -> Device:
 
 
 def _usual_kernels(flops_per_second: float) -> tuple[Kernel, ...]:
-    """Those of the catalogue, where none were measured, by how much faster or slower matmuls are here."""
+    """Return the catalogue's kernels, for a CPU without measured ones, scaled by the speed of its matmuls."""
     usual = DEVICES["cpu"]
     share = flops_per_second / (usual.peak("fp32") * usual.matmul_efficiency)
     return tuple(kernel.taking_turns(share) for kernel in usual.kernels)
 
 
 def _kernels(measured: list[tuple[Kernel, ...]]) -> tuple[Kernel, ...]:
-    """Of each kind the median of the devices."""
+    """Return the median over the devices, for each kind."""
     found = []
     for alike in zip(*measured, strict=True):
         forward, backward, first, second = (
@@ -119,13 +119,13 @@ def _node(probe: Probe, device: Device, figures: list[DeviceFigures], count: int
 
 
 def _domain(pairs: Pairs, count: int) -> int:
-    """How many devices one fast link joins: those of the neighbours that were found, if their groups are equal."""
+    """Return the devices in one domain of fast links: the size of the groups of neighbours if equal, else `count`."""
     sizes = Counter(map(len, neighbours(pairs)))
     return next(iter(sizes)) if len(sizes) == 1 else count
 
 
 def _by_nearness(pairs: Pairs, domain: int) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Latency and rate of pairs of neighbours, and of others."""
+    """Return latency and rate of pairs of neighbours, and of all other pairs."""
     groups = neighbours(pairs)
     if {len(group) for group in groups} != {domain}:
         groups = tuple(tuple(range(start, start + domain)) for start in range(0, pairs.num_devices, domain))
@@ -150,7 +150,7 @@ def _link(found: list[tuple[float, float]], usual: Link) -> Link:
 
 
 def _fabric(probe: Probe, far: list[tuple[float, float]], link: Link) -> Fabric:
-    """Between domains. What each device has when all of them send at once, if that was measured."""
+    """Return the network between domains. Its rate is with all devices sending at once, if that was measured."""
     if not far:
         return Fabric(
             name="none", bytes_per_second=link.bytes_per_second, latency_seconds=link.latency_seconds, is_measured=True

@@ -1,4 +1,4 @@
-"""How devices hang together: links inside a node, one network between nodes, and the hosts."""
+"""How devices are connected: links inside a node, one network between nodes, and the hosts."""
 
 from dataclasses import dataclass, replace
 
@@ -7,10 +7,10 @@ from shardwise.cluster.curve import Curve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What joins the devices of one domain: bytes/s of each device, one way, and seconds of one step of a collective.
+    """The link between devices of one domain: bytes/s of each device, one way, and seconds of one collective step.
 
-    `in_switch`: the switch can sum (NVLS). `is_shared`: the devices share one bus instead of having a link each.
-    `is_measured`: the rate is what messages reach, not a data sheet's.
+    `in_switch`: the switch can reduce (NVLS). `is_shared`: the devices share one bus instead of having a link each.
+    `is_measured`: the rate is the one that messages reach, not the data sheet's.
     """
 
     name: str
@@ -25,9 +25,9 @@ class Link:
 class Fabric:
     """The network between nodes: bytes/s of each device's share of its node's NICs, one way, and seconds of a step.
 
-    `oversubscription` is how much more bandwidth the nodes have than the network's upper levels. With `rails`, the
-    devices of one position in their nodes hang on one switch, and traffic between them never goes above it.
-    `is_measured`: the rate is what messages reach.
+    `oversubscription` is the bandwidth of the nodes relative to that of the network's upper levels. With `rails`,
+    devices with the same position in their nodes share one switch, and traffic between them stays below it.
+    `is_measured`: the rate is the one that messages reach.
     """
 
     name: str
@@ -40,9 +40,9 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The computer around the devices of a node: its RAM, the way to each device, its cores and its disk.
+    """The host of a node's devices: its RAM, the link to each device, its cores and its disk.
 
-    So many devices (`devices_on_link`) hang on one way to the host and share it.
+    `devices_on_link` devices share one link to the host.
     """
 
     memory_bytes: int
@@ -55,9 +55,9 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeKind:
-    """The node a device stands in. `domain` is how many devices one link joins: a node's, or a rack's (NVL72).
+    """A kind of node. `domain` is the number of devices that one link connects: a node's, or a rack's (NVL72).
 
-    `curves` are collectives that were measured inside a domain.
+    `curves` are collectives measured inside a domain.
     """
 
     devices_per_node: int
@@ -68,6 +68,6 @@ class NodeKind:
     curves: tuple[Curve, ...] = ()
 
     def resized(self, devices: int) -> "NodeKind":
-        """With so many devices. A rack's domain is not cut by how many share a host; a node's domain is the node."""
+        """Return the same node with `devices` devices. A node's domain is resized with it; a rack's domain is not."""
         is_rack = self.domain > self.devices_per_node
         return replace(self, devices_per_node=devices, domain=self.domain if is_rack else devices)

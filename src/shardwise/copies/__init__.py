@@ -1,1 +1,1 @@
-"""The state of ranks in the memory of machines, and on its way between them: begin with `memory.py`. Needs no torch."""
+"""Copies of rank state in the memory of machines, and their transfers. Begin with `memory.py`. Needs no torch."""

@@ -1,4 +1,4 @@
-"""Processes that go on when whoever started them is gone, and hold nothing of theirs."""
+"""Processes that outlive the process that started them, and inherit no open files from it."""
 
 import os
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from pathlib import Path
 
 from shardwise import environment
 
-#: More files than a process has open.
+#: Above the highest file descriptor of a process.
 _MOST_FILES = 65_536
 
 
 def start_detached(words: Sequence[str], log: Path, *, mode: int = 0o600) -> int:
-    """Run a program in a session of its own; what it says goes behind what is in `log`, which is made with this mode.
+    """Run a program in a session of its own, with its output appended to `log`, which is created with this mode.
 
-    Returns the number of its process.
+    Return its process id.
     """
     return os.posix_spawn(
         words[0],
@@ -29,9 +29,9 @@ def start_detached(words: Sequence[str], log: Path, *, mode: int = 0o600) -> int
 
 
 def let_go_of_files() -> None:
-    """Close what this process has from whoever started it, but for standard streams: the first thing that it does.
+    """Close all inherited files but the standard streams. A detached process does this first.
 
-    gloo leaves its connections open to processes that are started. As long as one of these lives, other ranks do not
-    see that the rank is gone, and wait 20 s for its sign of life.
+    Child processes inherit gloo's connections. As long as a child lives, other ranks do not see that its rank is gone,
+    and wait 20 s for its heartbeat.
     """
     os.closerange(3, _MOST_FILES)

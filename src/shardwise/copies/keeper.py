@@ -1,8 +1,8 @@
 """The keeper of a machine: `python -m shardwise.copies.keeper --folder RUN --node NAME`, one for each run and machine.
 
-It gives others what lies in this machine's memory, takes what a neighbour brings, and frees the memory when the run is
-over, or when nobody of the run has been there for half an hour. The bytes themselves are files in memory: a keeper that
-is killed loses nothing, and the next one serves them on.
+It serves the copies in this machine's memory, receives those of a neighbour, and frees the memory when the run is over,
+or after half an hour without a process of the run. The copies are files in memory: if a keeper is killed nothing is
+lost, and the next one continues to serve them.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from shardwise.copies.memory import COPIES, Memory, find_id, memory_of, parse_ge
 from shardwise.copies.wire import WireError, checksum_of, receive_file, receive_line, send_file, send_line
 from shardwise.output import write_whole
 
-#: How long memory is kept for a run of which nobody is left, and how often a keeper looks.
+#: How long memory is kept for a run without processes, and how often a keeper checks.
 _PATIENCE_SECONDS, _LOOK_SECONDS = 1800.0, 0.5
 _SILENCE_SECONDS = 60.0
 
 
 class KeptFiles:
-    """What it does for those who ask. Each question has a thread of its own."""
+    """Answers the requests to a keeper, each in a thread of its own."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -40,7 +40,7 @@ class KeptFiles:
         self.is_over = threading.Event()
 
     def answer(self, asked: dict[str, Any], stream: BinaryIO, connection: socket.socket) -> None:
-        """One question."""
+        """Answer one request."""
         verbs: dict[str, Callable[..., None]] = {
             "list": self._list, "put": self._put, "get": self._get, "stay": self._stay, "over": self._over
         }  # fmt: skip
@@ -50,7 +50,7 @@ class KeptFiles:
         verb(asked, stream, connection)
 
     def is_forgotten(self, patience: float) -> bool:
-        """Whether nobody has been there for so long."""
+        """Return whether no process of the run has been connected for `patience` seconds."""
         with self._lock:
             return not self._num_staying and time.monotonic() - self._left > patience
 
@@ -78,7 +78,7 @@ class KeptFiles:
         send_file(connection, path, num_bytes)
 
     def _stay(self, _: dict[str, Any], stream: BinaryIO, connection: socket.socket) -> None:
-        """Somebody of the run is there as long as this connection is."""
+        """Count a process of the run as present for as long as this connection is open."""
         with self._lock:
             self._num_staying += 1
         try:
@@ -95,7 +95,7 @@ class KeptFiles:
         self.is_over.set()
 
     def _path(self, asked: dict[str, Any]) -> Path:
-        """The file that is asked for: one of a generation, and nothing else of this machine."""
+        """Return the path of the requested file. Only files of a generation are allowed."""
         generation, file = parse_generation(str(asked.get("generation"))), str(asked.get("file"))
         if generation is None or Path(file).name != file or not file.startswith("rank-"):
             raise WireError(f"{asked.get('generation')}/{file} is no file of a copy")

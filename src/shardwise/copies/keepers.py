@@ -1,4 +1,4 @@
-"""The keepers of a run as its ranks see them: started where there is none, asked for what they have, brought copies."""
+"""The client side of a run's keepers: starting them, listing their copies, and transferring files."""
 
 import json
 import secrets
@@ -17,18 +17,18 @@ from shardwise.copies.detached import start_detached
 from shardwise.copies.memory import COPIES, ID, Generation, Memory, parse_generation
 from shardwise.copies.wire import WireError, checksum_of, receive_file, receive_line, send_file, send_line
 
-#: How long a keeper may take to be reached, to answer, and to come up on a busy machine.
+#: Timeouts for connecting to a keeper, for its answer, and for its start on a busy machine.
 _REACH_SECONDS, _ANSWER_SECONDS, _START_SECONDS = 1.5, 60.0, 60.0
 _POLL_SECONDS = 0.02
-#: A generation, the ranks whose pieces are somewhere, and when the last of them came, in seconds since 1970.
+#: A generation, the ranks whose pieces a keeper has, and when the last of them arrived, in seconds since 1970.
 DatedPieces = tuple[Generation, list[int], float]
-#: A failed connection, and an answer that is none.
+#: A failed connection, and an invalid answer.
 FAILURES = (OSError, WireError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeper:
-    """Where a keeper listens."""
+    """The address of a keeper."""
 
     node: str
     addresses: tuple[str, ...]
@@ -37,7 +37,7 @@ class Keeper:
 
     @contextmanager
     def asked(self, verb: str, **words: Any) -> Iterator[tuple[socket.socket, BinaryIO]]:
-        """Ask, by the first address that answers. Gives the connection, to say and to hear more."""
+        """Send a request to the first address that answers. Yield the connection for further data."""
         with _reached(self.addresses, self.port) as connection:
             connection.settimeout(_ANSWER_SECONDS)
             with connection.makefile("rb") as stream:
@@ -45,18 +45,18 @@ class Keeper:
                 yield connection, stream
 
     def pieces(self) -> dict[Generation, list[int]]:
-        """Of each generation the ranks whose pieces are there."""
+        """Return the ranks whose pieces are there, by generation."""
         return {generation: ranks for generation, ranks, _ in self.dated_pieces()}
 
     def dated_pieces(self) -> list[DatedPieces]:
-        """The same with the time when the last piece came, in seconds since 1970."""
+        """Return the same with the time when the last piece arrived, in seconds since 1970."""
         with self.asked("list") as (_, stream):
             told = receive_line(stream)
         found = ((parse_generation(name), ranks, told["when"][name]) for name, ranks in told["pieces"].items())
         return [(generation, ranks, when) for generation, ranks, when in found if generation is not None]
 
     def put(self, generation: Generation, path: Path) -> None:
-        """Bring a file. When this returns it is there, whole."""
+        """Send a file. When this returns, the keeper has all of it."""
         num_bytes = path.stat().st_size
         words = {"generation": generation.name, "file": path.name, "num_bytes": num_bytes}
         with self.asked("put", **words, checksum=checksum_of(path)) as (connection, stream):
@@ -64,7 +64,7 @@ class Keeper:
             receive_line(stream)
 
     def get(self, generation: Generation, file: str, path: Path) -> None:
-        """Bring a file here, whole or not at all."""
+        """Fetch a file, completely or not at all."""
         beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             with self.asked("get", generation=generation.name, file=file) as (_, stream):
@@ -76,13 +76,13 @@ class Keeper:
             beside.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """The run is over: free the memory."""
+        """Make the keeper free its memory, because the run is over."""
         with suppress(*FAILURES), self.asked("over") as (_, stream):
             receive_line(stream)
 
 
 class Staying:
-    """As long as this lives, a keeper knows that somebody of the run does."""
+    """A connection that tells a keeper, while it is open, that a process of the run is alive."""
 
     def __init__(self, keeper: Keeper) -> None:
         self._connection = _reached(keeper.addresses, keeper.port)
@@ -96,7 +96,7 @@ class Staying:
 
     @property
     def is_heard(self) -> bool:
-        """Whether the keeper is still there."""
+        """Whether the keeper is still alive."""
         try:
             self._connection.settimeout(0)
             return bool(self._connection.recv(1, socket.MSG_PEEK))
@@ -120,7 +120,7 @@ def _reached(addresses: tuple[str, ...], port: int) -> socket.socket:
 
 
 def known_keepers(folder: Path) -> list[Keeper]:
-    """Those that have written where they listen. Whether they still do is another question."""
+    """Return the keepers that have written their address. They may no longer be alive."""
     found = []
     for path in sorted((folder / COPIES).glob("*.json")):
         with suppress(OSError, ValueError, KeyError):
@@ -141,7 +141,7 @@ def find_keeper(folder: Path, node: str) -> Keeper | None:
 
 
 def survey(folder: Path) -> dict[str, list[DatedPieces]]:
-    """What all keepers of a run that answer have, by node."""
+    """Return the pieces of all keepers of a run that answer, by node."""
     keepers = known_keepers(folder)
 
     def ask(keeper: Keeper) -> list[DatedPieces] | None:
@@ -158,7 +158,7 @@ def survey(folder: Path) -> dict[str, list[DatedPieces]]:
 def holders_of(
     there: Mapping[str, list[DatedPieces]],
 ) -> dict[Generation, dict[int, list[str]]]:
-    """Of each generation that is whole, the nodes that have each rank's piece; newest first."""
+    """Return, for each complete generation, the nodes that have each rank's piece; newest first."""
     found: dict[Generation, dict[int, list[str]]] = {}
     for node, pieces in there.items():
         for generation, ranks, _ in pieces:
@@ -169,7 +169,7 @@ def holders_of(
 
 
 def start_keeper(folder: Path, node: str, memory: Memory) -> None:
-    """Start one that goes on when this process is gone. If the node has one, the new one ends at once."""
+    """Start a keeper that outlives this process. If the node has one already, the new one exits at once."""
     memory.make()
     words = [sys.executable, "-m", "shardwise.copies.keeper", "--folder", str(folder), "--node", node]
     for address in _own_addresses():
@@ -178,7 +178,7 @@ def start_keeper(folder: Path, node: str, memory: Memory) -> None:
 
 
 def wait_for_keeper(folder: Path, node: str) -> Staying:
-    """The keeper of this node, when it is up. Raises what was the matter when it does not come."""
+    """Wait until the keeper of this node is up. Raise its last failure if it does not come up in time."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
         keeper = find_keeper(folder, node)
@@ -193,7 +193,7 @@ def wait_for_keeper(folder: Path, node: str) -> Staying:
 
 
 def forget_copies(folder: Path) -> None:
-    """The run is over: free all memory that its copies have, on all machines that answer."""
+    """Free the memory of a finished run's copies, on all machines that answer."""
     for keeper in known_keepers(folder):
         keeper.end()
         (folder / COPIES / f"{keeper.node}.json").unlink(missing_ok=True)
@@ -201,11 +201,11 @@ def forget_copies(folder: Path) -> None:
 
 
 def _own_addresses() -> list[str]:
-    """How others reach this machine: the address that it has on the way to where ranks meet, then its names."""
+    """Return the addresses of this machine: that of its route to the master, then those of its host name."""
     master, found = environment.find_master(), []
     if master is not None:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-            way.connect((master[0], 9))  # Nothing is sent: the system only looks for the way.
+            way.connect((master[0], 9))  # UDP: nothing is sent, the system only selects a route.
             found.append(way.getsockname()[0])
     with suppress(OSError):
         found += [str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]

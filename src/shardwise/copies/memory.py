@@ -1,14 +1,14 @@
-"""Copies of a run in this machine's memory: files beneath `/dev/shm`, which outlive the processes that wrote them.
+"""Copies of a run in this machine's memory: files in `/dev/shm`, which outlive the processes that wrote them.
 
     /dev/shm/shardwise-1000/ID/NODE/
         step-00000120.4f1c.4/            a generation: step 120, made by four ranks of the run with the mark 4f1c
-            rank-00000.safetensors       what rank 0 holds, as in a checkpoint
-            rank-00000.json              which boxes these are, with their checksums; written last: now the piece counts
-            rank-00003.safetensors       of a rank of the machine before this one, which has this one for a neighbour
+            rank-00000.safetensors       the state of rank 0, as in a checkpoint
+            rank-00000.json              its boxes and checksums; written last, which makes the piece valid
+            rank-00003.safetensors       of a rank on the previous machine, whose neighbour is this one
             rank-00003.json
 
-A generation is a checkpoint whose files lie on several machines. It is whole while every rank's piece is somewhere.
-`ID` was drawn when the run began and stands in its folder, so that nothing of another run is ever taken for it.
+A generation is a checkpoint whose files are on several machines. It is complete while every rank's piece exists
+somewhere. `ID` is drawn when the run begins and stored in its folder, so that copies of another run are never used.
 """
 
 import os
@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 from shardwise import environment
 
-#: What the folder of a run has of its copies: the id, and where the keeper of each machine listens.
+#: In the folder of a run: the subfolder for its copies, with the id and the address of each machine's keeper.
 COPIES, ID = "copies", "id"
 _NAME = re.compile(r"step-(\d{8,})\.([0-9a-f]+)\.(\d+)")
 _PIECE = re.compile(r"rank-(\d{5,})\.json")
 
 
 class Generation(NamedTuple):
-    """The copies of one step. `run` is the mark of the processes that made them, `num_ranks` how many these were."""
+    """The copies of one step. `run` is the mark of the ranks that made them, `num_ranks` their number."""
 
     step: int
     run: str
@@ -46,7 +46,7 @@ def parse_generation(name: str) -> Generation | None:
 
 
 def rank_name(rank: int) -> str:
-    """How the names of the files of a rank's piece begin."""
+    """Return the prefix of the file names of a rank's piece."""
     return f"rank-{rank:05}"
 
 
@@ -57,19 +57,19 @@ class Memory:
         self.folder = folder
 
     def make(self) -> None:
-        """The folder, for nobody else to read."""
+        """Make the folder, readable only by its user."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def path(self, generation: Generation, file: str) -> Path:
         return self.folder / generation.name / file
 
     def generations(self) -> list[Generation]:
-        """From the oldest on."""
+        """Return the generations, oldest first."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []  # noqa: PTH208 - names are wanted
         return sorted(found for name in names if (found := parse_generation(name)) is not None)
 
     def pieces(self) -> dict[Generation, list[int]]:
-        """Of each generation the ranks whose piece is here, whole."""
+        """Return the ranks whose complete piece is here, by generation."""
         found = {}
         for each in self.generations():
             with suppress(FileNotFoundError):
@@ -78,7 +78,7 @@ class Memory:
         return found
 
     def keep_only(self, wanted: Iterable[Generation]) -> None:
-        """Forget all other generations. Each loses its name first, so that none is ever half there."""
+        """Delete all other generations. Each is renamed first, so that none is ever partly deleted."""
         kept = set(wanted)
         for each in self.generations():
             if each not in kept:
@@ -93,18 +93,18 @@ class Memory:
     def forget(self) -> None:
         """Free all of it."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        with suppress(OSError):  # Another node of the same machine, in a test or a container, may be there still.
+        with suppress(OSError):  # Another node on the same machine, in a test or a container, may still use it.
             self.folder.parent.rmdir()
 
     def free_bytes(self) -> int:
-        """What the file system still takes."""
+        """Return the free bytes of the file system."""
         found = os.statvfs(self.folder)
         return found.f_bavail * found.f_frsize
 
     @contextmanager
     def alone_with(self, path: Path) -> Iterator[None]:
-        """Within it no other process of this machine brings this file."""
-        from fcntl import LOCK_EX, flock  # Not every system has it, and who has no copies needs none.
+        """Return a context in which no other process of this machine fetches this file."""
+        from fcntl import LOCK_EX, flock  # Not on every system, and not needed without copies.
 
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(f".{path.name}.lock")
@@ -117,13 +117,13 @@ class Memory:
 
 
 def memory_of(run_id: str, node: str) -> Memory:
-    """Where a run has its copies on a machine."""
+    """Return the memory of a run's copies on a machine."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", node)
     return Memory(environment.memory_root() / f"shardwise-{os.getuid()}" / run_id / plain)
 
 
 def draw_id(folder: Path) -> str:
-    """The id of the run in a folder, drawn if it has none. One process of the run asks first."""
+    """Return the id of the run in a folder, drawn if it has none. One process of the run calls this first."""
     path = folder / COPIES / ID
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -136,7 +136,7 @@ def draw_id(folder: Path) -> str:
 
 
 def find_id(folder: Path) -> str | None:
-    """The id, if the run ever had copies."""
+    """Return the id, or None if the run never had copies."""
     try:
         return (folder / COPIES / ID).read_text(encoding="utf-8").strip() or None
     except OSError:

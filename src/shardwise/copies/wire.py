@@ -1,4 +1,4 @@
-"""How keepers are talked to: a line of JSON, and bytes where it announces some; one question on a connection.
+"""The protocol of keepers: a line of JSON, then the bytes that it announces, if any; one request for a connection.
 
 -> {"token": ..., "verb": "put", "generation": ..., "file": ..., "num_bytes": 812, "checksum": ...}  812 bytes
 <- {"ok": true}
@@ -16,7 +16,7 @@ _MOST_LETTERS = 1 << 20
 
 
 class WireError(Exception):
-    """What was said on a connection cannot be understood, or the other end says that something went wrong."""
+    """A message is invalid, or the other end has reported an error."""
 
 
 def send_line(connection: socket.socket, content: Mapping[str, Any]) -> None:
@@ -44,7 +44,7 @@ def send_file(connection: socket.socket, path: Path, num_bytes: int) -> None:
 
 
 def receive_file(stream: BinaryIO, path: Path, num_bytes: int) -> int:
-    """Write so many bytes to a new file. Returns their checksum."""
+    """Write `num_bytes` from the stream to a new file. Return their checksum."""
     left, number, buffer = num_bytes, 0, memoryview(bytearray(min(_CHUNK_BYTES, max(1, num_bytes))))
     with path.open("wb") as file:
         while left:
@@ -58,7 +58,7 @@ def receive_file(stream: BinaryIO, path: Path, num_bytes: int) -> int:
 
 
 def checksum_of(path: Path) -> int:
-    """That of a whole file."""
+    """Return the checksum of a whole file."""
     number, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb") as file:
         while length := file.readinto(buffer):

@@ -1,4 +1,4 @@
-"""What no schedule, ZeRO stage, recomputation or balance can better: for pruning before anything is priced."""
+"""Lower bounds over all schedules, ZeRO stages, recomputations and balances, to prune layouts before pricing."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def least_seconds(
     model: Model, cluster: Cluster, layouts: Layouts, *, sequence: int, software: Software,
     constants: Constants = CONSTANTS,
 ) -> Floats:  # fmt: skip
-    """Seconds below which no step of these axes and microbatches can be: all stages equally busy, and never idle."""
+    """Return a lower bound of a step's seconds for these axes and microbatches: stages are balanced and never idle."""
     plain = replace(layouts, recompute=np.zeros_like(layouts.recompute))
     found = np.zeros(len(layouts))
     for pool in cluster.pools:
@@ -36,11 +36,11 @@ def least_seconds(
 def least_bytes(
     model: Model, pool: Pool, layouts: Layouts, *, sequence: int, software: Software, offloads: Floats,
 ) -> StepBytes:  # fmt: skip
-    """Bytes of the leanest ranks: states shared out as far as they can be, one microbatch under way.
+    """Return a lower bound of a rank's bytes: states are sharded as far as possible, and one microbatch is in flight.
 
     `offloads` are the largest shares of optimizer, parameters and activations that may be on the host.
-    Recomputation keeps only inputs but needs room for a layer at work, so nothing or everything is recomputed,
-    whichever takes less.
+    Full recomputation saves only inputs but needs memory for the layer being recomputed, so the smaller of no
+    recomputation and full recomputation counts.
     """
     none, full = (_lean(model, pool, layouts, sequence, software, offloads, choice) for choice in (0, 2))
     is_leaner = (full.peak < none.peak)[:, None]
@@ -60,15 +60,15 @@ def _lean(
         offload_activations=offloads[2],
     )
     nothing = np.zeros(len(layouts))
-    # Some rank has its share of the layers; the ends have none at best.
+    # Some rank has at least 1/pp of the layers. At best it has neither embedding nor head.
     dealt = Deal(nothing, model.num_layers / layouts.pp, nothing, nothing)
     places = typical_places(model, lean, dealt)
-    # Weights in fp32, which are their own masters, are shared out under ZeRO-3 too.
+    # Weights in fp32 are their own master weights, and ZeRO-3 shards them too.
     shared = replace(software, saves_casts=False)
     held = step_bytes(model, pool.device, lean, places, sequence=sequence, software=shared)
-    # Under ZeRO-3 there are no whole weights. What it gathers instead is left out here, and so are fragments.
+    # Under ZeRO-3 there are no whole weights. Gathered layers and fragmentation are left out of this bound.
     alone = (layouts.dp * layouts.cp == 1)[:, None]
     parts = {name: part for name, part in held.parts.items() if name != "fragments"}
-    # Activations that stay need no room for a layer at work.
+    # Without recomputation, no memory for a layer being recomputed is needed.
     at_work = parts["recomputed"] * (recompute == 2)
     return replace(held, parts={**parts, "weights": parts["weights"] * alone, "recomputed": at_work})

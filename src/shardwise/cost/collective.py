@@ -1,14 +1,14 @@
-"""Seconds of collectives and hops on a topology.
+"""Seconds of collectives and of point-to-point messages (hops) on a topology.
 
 A group is placed before it is priced: how many of its ranks share a domain of fast links (`inside`), and how many
-domains it spans (`domains`). Axes are laid out with tensor parallel innermost, then context, data, pipeline, as
-Megatron-LM and DeepSpeed do, so a group is its size and its stride.
+domains it spans (`domains`). Tensor parallelism is the innermost axis, then context, data and pipeline, as in
+Megatron-LM and DeepSpeed, so a group is described by its size and its stride.
 
     t = latency(steps) + factor x bytes / bus bandwidth        nccl-tests' factors: facts 2.1
 
-Inside a domain, measured curves are used where there are any: those of a probe, or of the link
-(`cluster/measured.py`). Across domains every group of the cluster runs at the same time, so each rank has its own share
-of its node's NICs and no more: a ring that has `inside` ranks in a domain leaves it over `inside` shares.
+Inside a domain, measured curves are used if there are any: those of a probe, or those of the link
+(`cluster/measured.py`). Across domains, all groups of the cluster communicate at the same time, so each rank has only
+its own share of its node's NICs: a ring with `inside` ranks in a domain leaves the domain over `inside` shares.
 """
 
 from dataclasses import dataclass
@@ -23,22 +23,22 @@ from shardwise.cluster.measured import CURVES, RING_SHARE
 from shardwise.cluster.topology import Link
 from shardwise.cost.numbers import Floats, Number, ceil_divide
 
-# NCCL's own tuner, simple protocol, microseconds (facts 2.2, src/graph/tuning.cc): a call, a step inside, a step over
-# the network (doubled by the tuner for this protocol).
+# Latencies in NCCL's own tuner, simple protocol (facts 2.2, src/graph/tuning.cc): of a call, and of a step inside a
+# node, for rings and for trees. The tuner doubles a step over the network for this protocol: `_step_across`.
 _CALL = 8.4e-6
 _STEP_INSIDE = 3.4e-6
 _TREE_STEP_INSIDE = 4.0e-6
-# Share of a link's rate that large messages reach without a measured curve: A100 .78 (235 of 300), facts 2.4. PCIe: .7
-# (SimuMax, A100 PCIe all-reduce .69 to .70).
+# Share of a link's rate that large messages reach, for links without a measured curve: A100 .78 (235 of 300), facts
+# 2.4. PCIe: .7 (SimuMax, A100 PCIe all-reduce .69 to .70).
 _REACHED = 0.78
-# Share of a NIC's rate: 97 % (EFA, facts 2.4), 382 of 400 GB/s for four nodes of B200.
+# The same for a NIC: 97 % (EFA, facts 2.4), 382 of 400 GB/s for four nodes of B200.
 _NIC_REACHED = 0.95
-# Between two devices of one domain: A100 .91, H100 .83, GB200 .83 (facts 2.4).
+# The same between two devices of one domain: A100 .91, H100 .83, GB200 .83 (facts 2.4).
 _HOP_REACHED = 0.85
 
 
 class Group(NamedTuple):
-    """Ranks that communicate: how many, how many of them in one domain, and over how many domains."""
+    """Ranks that communicate: their number, how many of them are in one domain, and the number of domains."""
 
     size: Floats
     inside: Floats
@@ -47,7 +47,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wires:
-    """The links of one pool as collectives see them."""
+    """The links of one pool, which price collectives."""
 
     pool: Pool
     nic_efficiency: float = _NIC_REACHED
@@ -57,7 +57,7 @@ class Wires:
         return self.nested(size, stride, 1, np.inf)
 
     def nested(self, near: Number, stride: Number, far: Number, far_stride: Number) -> Group:
-        """Place `far` runs of `near` ranks: ranks of a run are `stride` apart, and runs `far_stride`."""
+        """Place `far` runs of `near` ranks. Ranks of a run are `stride` apart, and runs are `far_stride` apart."""
         count, runs = np.asarray(near, dtype=np.float64), np.asarray(far, dtype=np.float64)
         apart = np.asarray(far_stride, dtype=np.float64)
         in_run = np.clip(np.floor(self.pool.domain / np.asarray(stride, dtype=np.float64)), 1, count)
@@ -66,7 +66,7 @@ class Wires:
         return Group(count * runs, inside, ceil_divide(count * runs, inside))
 
     def all_reduce(self, num_bytes: Number, group: Group) -> Floats:
-        """Seconds to add up `num_bytes` over a group, whichever of ring, tree and switch is fastest."""
+        """Return the seconds to reduce `num_bytes` over a group. Across domains: the faster of ring and tree."""
         size = np.asarray(num_bytes, dtype=np.float64)
         inside = self._inside("all-reduce", size, group.size)
         steps = 2 * (group.size - 1)
@@ -78,7 +78,7 @@ class Wires:
         return np.where((group.size <= 1) | (size <= 0), 0.0, np.where(group.domains <= 1, inside, across))
 
     def all_gather(self, num_bytes: Number, group: Group) -> Floats:
-        """Seconds until every rank has all `num_bytes`, of which each had its part. A reduce-scatter takes as long."""
+        """Return the seconds to gather `num_bytes`, all parts together, on every rank. A reduce-scatter is the same."""
         size = np.asarray(num_bytes, dtype=np.float64)
         inside = self._inside("all-gather", size, group.size)
         latency = self._latency(group.size - 1, group.domains - 1)
@@ -86,10 +86,10 @@ class Wires:
         return np.where((group.size <= 1) | (size <= 0), 0.0, np.where(group.domains <= 1, inside, across))
 
     def dispatch(self, num_bytes: Number, top_k: int, group: Group, *, once: bool) -> Floats:
-        """Seconds to send rows of `num_bytes` together to `top_k` experts each, spread evenly over a group.
+        """Return the seconds to send rows of `num_bytes` in total to `top_k` experts each, spread evenly over a group.
 
-        A row crosses to another domain once, however many of its experts are there (DeepEP, HybridEP); of d domains it
-        needs d(1 - (1 - 1/d)^k) on average. Inside a domain it is sent to every expert, or with `once` to every rank.
+        A row is sent to another domain once, however many of its experts are there (DeepEP, HybridEP). Of d domains, it
+        needs d(1 - (1 - 1/d)^k) on average. Inside a domain it is sent once per expert, or with `once` once per rank.
         """
         size = np.asarray(num_bytes, dtype=np.float64)
         others = np.maximum(group.domains - 1, 0.0)
@@ -102,11 +102,11 @@ class Wires:
         return np.where(group.size <= 1, 0.0, latency + moved)
 
     def inside_seconds(self, num_bytes: Number) -> Floats:
-        """Seconds that so many bytes would take over the links inside a domain."""
+        """Return the seconds of `num_bytes` over the links inside a domain."""
         return np.asarray(num_bytes, dtype=np.float64) / self._large(self.pool.node.link)
 
     def all_to_all(self, num_bytes: Number, group: Group) -> Floats:
-        """Seconds for each rank to exchange its `num_bytes` with all others evenly."""
+        """Return the seconds of an all-to-all in which each rank spreads its `num_bytes` evenly over the group."""
         size = np.asarray(num_bytes, dtype=np.float64)
         stays = (group.inside - 1) / group.size * size / self._large(self.pool.node.link)
         leaves = (group.size - group.inside) / group.size * size / self._nic
@@ -115,7 +115,7 @@ class Wires:
         return np.where(group.size <= 1, 0.0, latency + np.maximum(stays, leaves))
 
     def hop(self, num_bytes: Number, stride: Number, size: Number) -> Floats:
-        """Seconds to send to the next of `size` ranks that are `stride` apart, over the slowest boundary among them."""
+        """Return the seconds to send to the next of `size` ranks, `stride` apart, over the slowest boundary between."""
         amount = np.asarray(num_bytes, dtype=np.float64)
         across = np.asarray(stride, dtype=np.float64) * size > self.pool.domain
         link = self.pool.node.link
@@ -141,13 +141,13 @@ class Wires:
         return link.latency_seconds if link.is_measured else _STEP_INSIDE
 
     def _curves(self, collective: str) -> list[Curve]:
-        """What was measured of a collective inside a domain, groups rising: by a probe, or of links of this name."""
+        """Return a collective's curves inside a domain, by size of group: of a probe, or else of links of this name."""
         probed = [curve for curve in self.pool.node.curves if curve.collective == collective]
         known = CURVES.get(self.pool.node.link.name)
         return sorted(probed, key=lambda curve: curve.num_devices) or ([known] if known else [])
 
     def _large(self, link: Link) -> float:
-        """Bus bandwidth of large messages between the devices of one domain, around a ring."""
+        """Return the bus bandwidth of large messages around a ring inside one domain."""
         curves = self._curves("all-gather")
         if curves:
             share = RING_SHARE.get(link.name, 1.0) if curves[-1].collective == "all-reduce" else 1.0
@@ -157,13 +157,13 @@ class Wires:
         return _REACHED * link.bytes_per_second / (2.0 if link.is_shared else 1.0)
 
     def _across(self, group: Group) -> Floats:
-        """Bus bandwidth of a ring over several domains: that of the links inside, or of the NICs it leaves by."""
+        """Return the bus bandwidth of a ring over several domains: the lower of the links inside and the NICs."""
         fabric = self.pool.node.fabric
         nics = group.inside * self._nic / (1.0 if fabric.rails else fabric.oversubscription)
         return np.minimum(nics, self._large(self.pool.node.link))
 
     def _moved(self, collective: str, size: Floats, group: Group) -> Floats:
-        """Seconds in which a ring over several domains moves what it must."""
+        """Return the seconds, without latency, of a ring over several domains."""
         return bus_factor(collective, group.size) * size / self._across(group)
 
     def _latency(self, steps: Number, steps_across: Number) -> Floats:
@@ -171,7 +171,7 @@ class Wires:
         return _CALL + inside * self.pool.node.link.latency_seconds + np.asarray(steps_across) * self._step_across
 
     def _inside(self, collective: str, size: Floats, count: Floats) -> Floats:
-        """Seconds of a collective inside a domain: of the curve of the most devices up to `count`, or of a formula."""
+        """Return the seconds inside a domain: from the curve with most devices up to `count`, or from a formula."""
         curves = self._curves(collective)
         link = self.pool.node.link
         if not curves:
@@ -181,13 +181,13 @@ class Wires:
         found = _scaled(curves[0], size, count)
         for curve in curves[1:]:
             found = np.where(count >= curve.num_devices, _scaled(curve, size, count), found)
-        # An all-gather moves half of what an all-reduce does, and switches do not sum for it.
+        # An all-gather moves half the bytes of an all-reduce, and has no use for sums in the switch.
         is_half = collective != "all-reduce" and curves[0].collective == "all-reduce"
         return found / 2 / RING_SHARE.get(link.name, 1.0) if is_half else found
 
 
 def _scaled(curve: Curve, size: Floats, count: Floats) -> Floats:
-    """A measured curve, its steps and its factor for `count` devices."""
+    """Interpolate a measured curve, with its latency and its bus factor scaled to `count` devices."""
     seconds, log_sizes, log_seconds = _arrays(curve)
     measured: Floats = np.exp(np.interp(np.log(np.maximum(size, 1.0)), log_sizes, log_seconds))
     beyond = np.maximum(size / curve.sizes[-1], 1.0)
@@ -199,7 +199,7 @@ def _scaled(curve: Curve, size: Floats, count: Floats) -> Floats:
 
 @cache
 def _arrays(curve: Curve) -> tuple[Floats, Floats, Floats]:
-    """Seconds, and the logarithms of sizes and seconds."""
-    # Now and then a larger message was measured faster; a prediction that grows with size is easier to search.
+    """Return the seconds, and the logarithms of sizes and seconds."""
+    # Some larger messages were measured as faster. A prediction that increases with size is easier to search.
     seconds: Floats = np.maximum.accumulate(curve.seconds)
     return seconds, np.log(curve.sizes), np.log(seconds)

@@ -1,6 +1,6 @@
 """Seconds of a block's compute on one rank: forward, gradient of the input, gradient of the weights.
 
-A matmul takes as long as its tiles, dealt out in waves, or its bytes, whichever is longer.
+A matmul takes the longer of two times: its tiles, computed in waves over the device's units, or its memory traffic.
 """
 
 from collections.abc import Iterable
@@ -30,16 +30,16 @@ from shardwise.model.operations import (
 from shardwise.model.share import Share
 from shardwise.model.traffic import traffic
 
-# Tiles that libraries choose from, and the share of the best tile's rate that each reaches: a smaller tile reads more
-# for each product. 128 x 256 is the usual one (facts 3.3).
+# Tile sizes of matmul libraries, and the rate of each relative to the best: a smaller tile reads more bytes per
+# product. 128 x 256 is the usual one (facts 3.3).
 _TILES = np.array([(256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.78), (64, 64, 0.6)])
 _HEIGHTS, _WIDTHS, _REACHED = (column[:, None] for column in _TILES.T)
-# FLOP/s of one of an H100's multiprocessors (facts 3.1), and the share of its peak that a matmul reaches on an A100.
+# FLOP/s of one multiprocessor of an H100 (facts 3.1), and the share of the peak that a matmul reaches on an A100.
 _HOPPER_UNIT = 989e12 / 132
 _AMPERE_MATMUL = 0.81
-# Heads of so many numbers and fewer leave a kernel of attention with more exponentials for each product.
+# Up to this head dimension, an attention kernel computes more exponentials per product.
 _SMALL_HEAD = 64
-# Rows up to which products read weights in fewer bits as they are kept (`kernels/few_rows_linear.py`).
+# Up to this many rows, matmuls read quantised weights directly (`kernels/few_rows_linear.py`).
 _NARROW_ROWS = 128
 
 
@@ -60,9 +60,9 @@ ZERO = Seconds(np.zeros(()), np.zeros(()), np.zeros(()))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """A device with the software on it: what prices operations.
+    """Prices operations on a device with its software.
 
-    `layer_bytes` are those of a weight of layers, where they are kept in fewer than they are multiplied in.
+    `layer_bytes` is the bytes of a layer's weight if it is stored in fewer bits than it is multiplied in.
     """
 
     device: Device
@@ -71,7 +71,7 @@ class Engine:
     layer_bytes: float | None = None
 
     def block(self, block: Block, share: Share) -> Seconds:
-        """Seconds of a block on one rank, for one microbatch: what its kernels take, or launching them."""
+        """Return the seconds of a block for one microbatch on one rank: its kernels, or their launches if longer."""
         total = self._sum(block, block.operations, share)
         kernels = self.num_kernels(block, share)
         if self.software.blocking_launches:
@@ -85,33 +85,33 @@ class Engine:
         )
 
     def _launch_seconds(self, block: Block) -> float:
-        """Seconds that the processor needs for one launch."""
+        """Return the CPU's seconds for one launch."""
         if self.software.cuda_graphs:
             return 0.0
         has_experts = any(isinstance(each, Router) for each in block.operations)
         return self.constants.expert_launch_seconds if has_experts else self.constants.launch_seconds
 
     def rerun(self, block: Block, share: Share, parts: frozenset[str] | None) -> Floats:
-        """Seconds of what a backward computes again: the named parts, or all of the forward (None)."""
+        """Return the seconds of recomputation in a backward: of the named parts, or of the whole forward (None)."""
         if parts is None:
             return self.block(block, share).forward
         again = [each for each in block.operations if not parts.isdisjoint(each.rerun_by)]
         return self._sum(block, again, share).forward
 
     def rerun_between(self, block: Block, share: Share) -> Floats:
-        """Seconds of all that is neither a matmul nor attention, which a backward computes again."""
+        """Return the seconds to recompute all but matmuls and attention; with `every_second`, half the matmuls too."""
         kept = [each for each in block.operations if isinstance(each, (Matmul, Product))]
         again = [each for each in block.operations if not isinstance(each, (Matmul, Product, Attention))]
         seconds = self._sum(block, again, share).forward
         return seconds + 0.5 * self._sum(block, kept, share).forward if self.software.every_second else seconds
 
     def _sum(self, block: Block, operations: Iterable[Operation], share: Share) -> Seconds:
-        """Seconds of some of a block's operations: layers may run in 8 or 4 bits, the ends do not."""
+        """Return the seconds of some of a block's operations. Layers may run in 8 or 4 bits; embedding and head not."""
         each = [self.operation(operation, share, narrow=bool(block.stack)) for operation in operations]
         return Seconds(*(sum(seconds, np.zeros(())) for seconds in zip(*each, strict=True))) if each else ZERO
 
     def operation(self, operation: Operation, share: Share, *, narrow: bool = True) -> Seconds:
-        """Seconds of one operation. `narrow`: it may run in 8 or 4 bits, as layers do and heads do not."""
+        """Return the seconds of one operation. `narrow`: it may run in 8 or 4 bits, as layers may and heads may not."""
         if isinstance(operation, Matmul):
             return self._matmul(operation, share, narrow=narrow)
         if isinstance(operation, Attention) and self.software.is_flash:
@@ -130,7 +130,7 @@ class Engine:
         rate = self._rate("wide")
         more = 1.0 if fused else self.constants.unfused
         if isinstance(operation, Scan):
-            # Written in Triton, with the instructions of Ampere's time: little faster on Blackwell than on Hopper.
+            # The kernels are in Triton with Ampere's instructions: hardly faster on Blackwell than on Hopper.
             rate = self.device.peak(self.software.wide_precision) * self._ampere_share() / self.constants.scan
         return Seconds(
             *(
@@ -140,14 +140,14 @@ class Engine:
         )
 
     def stream(self, num_bytes: Number) -> Floats:
-        """Seconds to read and write so many bytes; what fits the cache is still there for the next kernel."""
+        """Return the seconds of memory traffic. Tensors that fit the cache are faster for the next kernel to read."""
         moved = np.asarray(num_bytes, dtype=np.float64)
         room = self.device.cache_bytes
         gain = 1.0 + (self.constants.cached - 1.0) * np.clip(2.0 - moved / max(room, 1), 0.0, 1.0)
         return moved / (self._streaming * gain)
 
     def optimizer(self, num_bytes: Floats, num_tensors: Floats) -> Floats:  # noqa: ARG002 - they take many at once
-        """Seconds of an optimizer's step in which so many bytes pass through memory, of so many tensors."""
+        """Return the seconds of an optimizer's step with this memory traffic."""
         return np.asarray(self.constants.optimizer * num_bytes / self._streaming)
 
     @property
@@ -155,14 +155,14 @@ class Engine:
         return self.device.streaming_bytes_per_second * self.constants.streaming
 
     def _rate(self, kind: str) -> float:
-        """FLOP/s of a full tile on every unit, held through a step."""
+        """Return the FLOP/s with a full tile on every unit, sustained through a step."""
         precision = self.software.matmul_precision if kind == "narrow" else self.software.wide_precision
         wide = self.device.matmul_efficiency
         rate = self.device.peak(precision) * (self.device.fp8_efficiency or wide if kind == "narrow" else wide)
         share = getattr(self.constants, f"sustained_{self.device.architecture}", self.constants.sustained_other)
         if kind == "narrow" and self.device.architecture in ("hopper", "blackwell"):
-            # No product is faster than the best one that was measured; elsewhere nobody has shown more than the share
-            # of bf16.
+            # No matmul is faster than the best measured one. On other architectures, no published run reaches more than
+            # the share of bf16.
             share = min(share * getattr(self.constants, f"narrow_{self.software.precision}"), 1.0)
         return rate * share
 
@@ -186,13 +186,13 @@ class Engine:
                 self.device, rate, rows, shape.k, shape.n, constants=self.constants, count=count, width=share.width,
                 weight_width=self.layer_bytes,
             )  # fmt: skip
-            # For many rows, and of experts, a weight is made wide first.
+            # For many rows, and for experts, a weight is dequantised first.
             size = np.asarray(count, dtype=np.float64) * np.asarray(shape.k, dtype=np.float64) * shape.n
             made_wide = forward + size * (self.layer_bytes + share.width) / self._streaming
             is_wide = (np.asarray(rows) > _NARROW_ROWS) | bool(operation.num_experts)
             forward = np.where(is_wide, made_wide, as_kept)
         weights = seconds(shape.k, rows, shape.n)
-        # Added to the gradient of earlier microbatches: in the kernel's own write, or by reading and writing both.
+        # Accumulation onto the gradient of earlier microbatches: in the matmul's own kernel, or in a separate one.
         gradient = self.software.gradient_bytes
         added = 2 * gradient if self.software.fused_accumulation else 2 * gradient + share.width * (gradient > 2)
         weights = (
@@ -231,9 +231,9 @@ class Engine:
         )
 
     def _ampere_share(self) -> float:
-        """The share of a device's peak that instructions of Ampere's time reach, which FlashAttention 1 and 2 use.
+        """Return the share of the peak that Ampere's instructions reach, which FlashAttention 1 and 2 use.
 
-        A multiprocessor of Blackwell runs them as fast as one of Hopper. Elsewhere as far as matmuls reach the peak.
+        A multiprocessor of Blackwell runs them as fast as one of Hopper. Other architectures: as matmuls, against A100.
         """
         if self.device.architecture == "hopper":
             return self.constants.flash_on_hopper
@@ -243,7 +243,7 @@ class Engine:
         return min(self.device.matmul_efficiency / _AMPERE_MATMUL, 1.0)
 
     def _scores(self, operation: Attention, share: Share) -> Seconds:
-        """Two batched products with the matrix of scores between them in memory."""
+        """Price two batched products, with the matrix of scores in memory between them."""
         heads = -(-operation.heads // share.tp)
         count = share.microbatch * heads
         queries = -(-share.sequence // share.cp) if operation.rows is None else operation.rows
@@ -264,11 +264,11 @@ class Engine:
         )
 
     def num_kernels(self, block: Block, share: Share) -> Floats:
-        """Kernels that a block launches forward."""
+        """Return the number of kernels that a block launches in its forward."""
         return sum((np.asarray(self._num_kernels(each, share)) for each in block.operations), np.zeros(()))
 
     def _num_kernels(self, operation: Operation, share: Share) -> Number:
-        """Kernels that one operation launches forward, or waits of the processor for the device that cost as much."""
+        """Return the kernels of one operation's forward. Waits of the CPU for the device count as kernels too."""
         if isinstance(operation, Matmul):
             if not operation.num_experts or self.software.one_grouped:
                 return 1
@@ -287,11 +287,11 @@ class Engine:
 
 
 def _read(operation: Matmul, share: Share, shape: Gemm) -> tuple[Number, Number]:
-    """Rows of a product and how many there are; of experts, those that have rows: with few, the others are not read."""
+    """Return the rows and the number of products. Experts without rows are not read, so they do not count."""
     if not operation.num_experts:
         return shape.m, shape.num_products
     rows = np.asarray(expert_rows(operation, share), dtype=np.float64)
-    # What one rank has, every other has too.
+    # All `ep` ranks have as many rows as this one.
     missed = (1.0 - 1.0 / operation.num_experts) ** (rows * share.ep)
     count = np.asarray(shape.num_products, dtype=np.float64) * (1.0 - missed)
     return np.ceil(rows / np.maximum(count, 1e-9)), count
@@ -309,12 +309,12 @@ def matmul_seconds(
     width: float = 2.0,
     weight_width: float | None = None,
 ) -> Floats:
-    """Seconds of `count` products of m x k by k x n at `rate` FLOP/s when every unit has a full tile.
+    """Return the seconds of `count` products of m x k by k x n; `rate` is the FLOP/s with a full tile on every unit.
 
-    A product whose tiles do not fill the last wave waits for it: `waves x tile`, not `tiles x tile / units`. The best
-    of several tiles is taken, as libraries do.
+    A partial last wave takes as long as a full one: `waves x tile`, not `tiles x tile / units`. The best of several
+    tile sizes is chosen, as libraries do.
     """
-    # By other names: of what may be a number or an array a type checker tries all pairs, for seconds.
+    # New names, because with unions of number and array a type checker tries all combinations, for seconds.
     rows, inner, columns, times = (np.asarray(each, dtype=np.float64) for each in (m, k, n, count))
     tiles = ceil_divide(rows.ravel(), _HEIGHTS) * ceil_divide(columns.ravel(), _WIDTHS) * times.ravel()
     waves = ceil_divide(tiles, device.num_units)

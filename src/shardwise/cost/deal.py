@@ -1,4 +1,4 @@
-"""Layers dealt out over the ranks of a pipeline: how many the first, a middle and the last have."""
+"""Layers distributed over the ranks of a pipeline: how many the first, a middle and the last rank have."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ _ENDS, _WEIGHT, _RANKS, _SLOTS, _FRONT = map(BALANCE.index, ("ends", "weight", "
 
 
 class Deal(NamedTuple):
-    """Layers on a rank: of the first, a middle and the last stage, and what the fullest has beyond a middle one."""
+    """Layers on the first, a middle and the last rank. `extra`: layers of the fullest rank beyond a middle one."""
 
     first: Floats
     middle: Floats
@@ -21,7 +21,7 @@ class Deal(NamedTuple):
 
 
 def deal(num_layers: int, layouts: Layouts, begin: Number, end: Number) -> Deal:
-    """Deal out layers over ranks. `begin` and `end` are what embedding and head weigh, in layers."""
+    """Distribute layers over ranks. `begin` and `end` are the weights of embedding and head, in layers."""
     dealt = _shared(num_layers, layouts, begin, end)
     are_whole = are_dealt_whole(layouts)
     if are_whole.any():
@@ -31,13 +31,13 @@ def deal(num_layers: int, layouts: Layouts, begin: Number, end: Number) -> Deal:
 
 
 def are_dealt_whole(layouts: Layouts) -> np.ndarray:
-    """Whether each candidate's layers are dealt out whole, so that its first rank has what `first` says and no more."""
+    """Return which candidates distribute whole layers, so that the first rank has exactly `first` layers."""
     return np.isin(layouts.balance, (_SLOTS, _FRONT))
 
 
 class Mixture(NamedTuple):
-    """Layers of each kind on the first, a middle and the last rank: candidates x kinds. And of one layer of a middle
-    rank, what part is of which kind."""
+    """Layers of each kind on the first, a middle and the last rank: candidates x kinds. `layer`: the shares of the
+    kinds in one average layer of a middle rank."""
 
     first: Floats
     middle: Floats
@@ -46,17 +46,17 @@ class Mixture(NamedTuple):
 
 
 def mix(order: Sequence[int], num_kinds: int, dealt: Deal) -> Mixture:
-    """Of which kinds the layers are that ranks are dealt. `order` is the kind of each layer, from first to last.
+    """Return the kinds of the layers on each rank. `order` is the kind of each layer, from first to last.
 
-    Ranks are taken to hold neighbours: where a model begins with layers of another kind, the first rank has those.
-    Ranks with several chunks have them too, in their first one.
+    Ranks are assumed to hold consecutive layers: if a model begins with layers of another kind, the first rank has
+    them. This also holds with several chunks, where they are in the first chunk.
     """
     seen = np.concatenate([np.zeros((1, num_kinds)), np.cumsum(np.eye(num_kinds)[list(order)], axis=0)])
     places, every = np.arange(len(seen)), seen[-1]
     first = np.stack([np.interp(dealt.first, places, column) for column in seen.T], axis=1)
     before = np.stack([np.interp(len(order) - dealt.last, places, column) for column in seen.T], axis=1)
     between = before - first
-    # Two ranks have no middle between them, and one has everything.
+    # Two ranks have no middle rank between them, and a single rank has all layers.
     is_between = between.min(axis=1, keepdims=True) >= 0
     is_between &= between.sum(axis=1, keepdims=True) > 1e-9
     between = np.where(is_between, between, every)
@@ -65,7 +65,7 @@ def mix(order: Sequence[int], num_kinds: int, dealt: Deal) -> Mixture:
 
 
 def _shared(num_layers: int, layouts: Layouts, begin: Number, end: Number) -> Deal:
-    """As evenly as it goes, in fractions of layers: by their number, or by what they and the ends weigh."""
+    """Distribute as evenly as possible, in fractions of layers: by number, or by weight of layers and both ends."""
     pp = layouts.pp.astype(np.float64)
     weigh, count = np.isin(layouts.balance, (_WEIGHT, _RANKS)), layouts.balance == _ENDS
     first_less = np.where(weigh, begin, np.where(count, 1.0, 0.0))
@@ -80,10 +80,10 @@ def _shared(num_layers: int, layouts: Layouts, begin: Number, end: Number) -> De
 
 
 def _whole(num_layers: int, layouts: Layouts) -> Deal:
-    """Whole layers, as two programs deal them out.
+    """Distribute whole layers, as two published programs do.
 
-    `slots`: embedding, final norm and head are layers like others, and the first ranks have one more where it does not
-    divide. `front`: every rank has as many as the fullest must, and the last one what is left.
+    `slots`: embedding, final norm and head count as one layer each, and the first ranks have one more if the number
+    does not divide. `front`: every rank has as many as the fullest must have, and the last rank has the rest.
     """
     pp = layouts.pp.astype(np.float64)
     by_slots = layouts.balance == _SLOTS

@@ -1,8 +1,8 @@
-"""Copies between a device and its host, pass by pass, and what of them compute does not hide.
+"""Copies between a device and its host in each pass, and the part of them that compute does not hide.
 
-A forward takes the larger of its compute and of its copies, and so does a backward; the two directions of a link are
-in use at once. What an optimizer needs comes and goes beside the last backward and the next forward, in the time that
-these leave the link.
+A forward takes the longer of its compute and its copies, and so does a backward. Both directions of a link are used at
+the same time. The optimizer's copies overlap with the last backward and the next forward, in the time in which these
+leave the link free.
 """
 
 import numpy as np
@@ -15,16 +15,16 @@ from shardwise.cost.pipeline import SPLITS_BACKWARD
 from shardwise.cost.places import Counts, Places
 from shardwise.cost.stage import Pricer, Work
 
-# What a device has of its way to the host, each way, where both are in use (peers.md: 48.8 of 55.2 GB/s).
+# Share of a link's rate to the host, in each direction, if both are in use (peers.md: 48.8 of 55.2 GB/s).
 _BOTH_WAYS = 48.8 / 55.2
-# Bytes of a parameter as it lives on the host, and of its gradient there.
+# Bytes of a parameter on the host, and of its gradient there.
 _AT_HOME = 4.0
 
 
 def link_rate(host: Host, num_devices: int) -> float:
-    """Bytes a second of one device, one way, while all devices of the node copy.
+    """Return the bytes per second of one device in one direction while all devices of the node copy.
 
-    Devices behind one switch share its way up, and all of them the host's memory, which is read or written once for
+    Devices behind one switch share its uplink. All devices share the host's memory bandwidth: one read or write for
     each byte.
     """
     shared = host.device_bytes_per_second / min(host.devices_on_link, max(num_devices, 1))
@@ -32,19 +32,19 @@ def link_rate(host: Host, num_devices: int) -> float:
 
 
 def both_passes(work: Work) -> tuple[Floats, Floats]:
-    """Seconds of a forward and of a backward, with what either waits for."""
+    """Return the seconds of a forward and of a backward, including exposed communication."""
     forward = work.forward + work.tp_forward + (work.cp + work.ep) / 2
     return forward, work.total - forward
 
 
 def least_exposed(pricer: Pricer, slowest: Work, saved: Floats) -> Floats:
-    """Seconds of a microbatch below which no wait is for so many bytes that leave forward, and come back backward."""
+    """Return a lower bound of a microbatch's waits if `saved` bytes leave in the forward and return in the backward."""
     copied = saved / link_rate(pricer.pool.node.host, pricer.pool.node.devices_per_node)
     return np.asarray(sum(np.maximum(copied - computed, 0.0) for computed in both_passes(slowest)))
 
 
 def exposed(pricer: Pricer, layouts: Layouts, slowest: Work, held: StepBytes, places: Places, counts: Counts) -> Floats:
-    """Seconds of a step in which a device waits for its host."""
+    """Return the seconds of a step in which a device waits for its host."""
     parameters, optimizer = (
         layouts.offload_parameters,
         np.maximum(layouts.offload_optimizer, layouts.offload_parameters),
@@ -59,12 +59,12 @@ def exposed(pricer: Pricer, layouts: Layouts, slowest: Work, held: StepBytes, pl
     weights, gradients = whole.max(axis=1), held.on_host["gradients"].max(axis=1)
     saved = held.on_host["activations"] / np.maximum(places.in_flight, 1.0)
     activations = (saved + held.on_host["casts"] + held.on_host["loss"]).max(axis=1)
-    # Each half of a backward brings activations by itself.
+    # Each half of a split backward fetches activations separately.
     halves = np.where((layouts.pp > 1) & np.isin(layouts.schedule, SPLITS_BACKWARD), 2, 1)
-    # One way is in use alone where a pass needs nothing but its activations.
+    # Only one direction is in use if a pass copies nothing but its activations.
     of_pass = np.where((weights > 0) | (layouts.pp > 1), both, rate)
     forward_in, forward_out = weights / of_pass, activations / of_pass
-    # The last gradients are used where they are made; earlier ones go to the host, and come back to be added to.
+    # The last microbatch's gradients stay on the device. Earlier ones go to the host, and return to be accumulated.
     backward_in, backward_out = (weights + halves * activations) / of_pass, np.where(more, gradients, 0.0) / of_pass
     computed_forward, computed_backward = both_passes(slowest)
     forward = np.maximum(computed_forward, np.maximum(forward_in, forward_out))

@@ -1,4 +1,4 @@
-"""Layouts of a step, many at once: one array for each axis and choice, one entry for each candidate."""
+"""Many candidate layouts of a step at once: one array for each axis and choice, with one entry for each candidate."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,26 +9,26 @@ from numpy.typing import NDArray
 from shardwise.cost.numbers import Floats, Ints
 
 RECOMPUTE = ("none", "selective", "full")
-#: How attention reaches the rest of a sequence, and which axis is outermost on the devices.
+#: How context parallel attention communicates; and the order of the axes on the devices, outermost first.
 CONTEXT = ("ring", "all-to-all")
 ORDERS = ("pp-dp-cp-tp", "dp-pp-cp-tp")
-#: Layers over stages: as many on each; embedding and head counted as a layer each; by the seconds that each takes; and
-#: the same over ranks, whose chunks need not be equal; whole layers, with embedding, norm and head as one each and one
-#: more on the first stages where it does not divide; and whole layers, as many as the fullest must have from the first
-#: stage on.
+#: How layers are distributed over stages. `even`: equal numbers. `ends`: embedding and head count as a layer each.
+#: `weight`: by seconds. `ranks`: by seconds over ranks, whose chunks need not be equal. `slots`: whole layers, where
+#: embedding, norm and head count as one each, and the first stages have one more if the number does not divide.
+#: `front`: whole layers, as many as the fullest stage must have on every stage, and the rest on the last.
 BALANCE = ("even", "ends", "weight", "ranks", "slots", "front")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layouts:
-    """How each candidate spreads one step.
+    """How each candidate distributes one step.
 
-    `dp x tp x pp x cp` ranks; experts are spread over `ep` of the `dp x cp x tp` ranks that share a stage. `microbatch`
-    samples make a microbatch, `num_microbatches` of them a step of one replica. `chunks` are stages on a rank.
-    `zero` is the ZeRO stage and `zero_group` the ranks that one copy of the states is spread over (0: all replicas).
-    `recompute` counts as in `RECOMPUTE`, for `recompute_share` of the layers. `schedule` is an index into
-    `pipeline.SCHEDULES`. `balance` says how layers are dealt out, as in `BALANCE`, `context` and `order` count as in
-    `CONTEXT` and `ORDERS`. `offload_*` are shares that live on the host.
+    It has `dp x tp x pp x cp` ranks. Experts are spread over `ep` of the `dp x cp x tp` ranks that share a stage. A
+    microbatch has `microbatch` samples, and a step of one replica has `num_microbatches`. A rank has `chunks` stages.
+    `zero` is the ZeRO stage, and `zero_group` the number of ranks over which states are sharded (0: all replicas).
+    `recompute` is an index into `RECOMPUTE`, for `recompute_share` of the layers. `schedule` is an index into
+    `pipeline.SCHEDULES`; `balance`, `context` and `order` are indices into `BALANCE`, `CONTEXT` and `ORDERS`.
+    `offload_*` are shares on the host.
     """
 
     dp: Ints
@@ -54,7 +54,7 @@ class Layouts:
 
     @staticmethod
     def of(**columns: Any) -> "Layouts":
-        """Layouts from columns: numbers or sequences that broadcast. What is not given is as on one plain device."""
+        """Make layouts from columns: numbers or sequences that broadcast. Defaults are those of one plain device."""
         usual: dict[str, Any] = {
             **dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "chunks", "microbatch", "num_microbatches"), np.int64(1)),
             **dict.fromkeys(("zero", "zero_group", "recompute", "schedule", "balance"), np.int64(0)),
@@ -78,23 +78,23 @@ class Layouts:
 
     @property
     def replicas(self) -> Ints:
-        """Ranks with the same dense weights."""
+        """Number of ranks with the same dense weights."""
         return self.dp * self.cp
 
     @property
     def num_sharing(self) -> Ints:
-        """Ranks that one copy of the states is spread over, where ZeRO does."""
+        """Number of ranks over which ZeRO shards one copy of the states."""
         return np.where(self.zero_group > 0, self.zero_group, self.replicas)
 
     @property
     def batch(self) -> Ints:
-        """Samples of a step."""
+        """Number of samples in a step."""
         return self.dp * self.microbatch * self.num_microbatches
 
     def distinct(self, names: tuple[str, ...]) -> tuple["Layouts", Ints]:
-        """One candidate of each kind that differs in these columns, and of every candidate which kind it is.
+        """Return one candidate for each distinct combination of these columns, and the combination of every candidate.
 
-        What depends on few columns is computed once for each kind.
+        Values that depend on few columns are computed once for each combination.
         """
         codes = np.zeros(len(self), dtype=np.int64)
         for name in names:
@@ -104,5 +104,5 @@ class Layouts:
         return self.take(chosen), kinds
 
     def take(self, index: Any) -> "Layouts":
-        """Some of the candidates."""
+        """Return some of the candidates."""
         return Layouts(**{field.name: getattr(self, field.name)[index] for field in fields(Layouts)})

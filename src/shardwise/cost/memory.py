@@ -1,4 +1,4 @@
-"""Bytes on a rank at its fullest, by part and by the place of its stage, for many layouts at once."""
+"""Peak bytes on a rank, by part and by the place of its stage, for many layouts at once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,28 +21,28 @@ from shardwise.model.operations import Attention, CrossEntropy, Norm
 from shardwise.model.share import Share
 
 _SELECTIVE = ("core_attention",)
-# Bytes of one logit at the worst moment: as it is (2), in fp32 (4), its gradient in both; a fused kernel writes the
-# gradient over the logit (facts 4.1: 6 for the first two, 8 to 12 in all).
+# Peak bytes of one logit: in 16 bits (2), in fp32 (4), and its gradient in both. A fused kernel overwrites the logit
+# with the gradient (facts 4.1: 6 for the first two, 8 to 12 in total).
 _LOGIT = 14.0
 _FUSED_LOGIT = 2.0
-# Of these, what the loss saves for its backward: the logarithms of a softmax, in fp32, or the logits.
+# Of these, the bytes that the loss saves for its backward: the log-softmax, in fp32. A fused loss saves the logits.
 _SAVED_LOGIT = 4.0
-# Bytes of one score of attention that come and go within it.
+# Temporary bytes of one attention score.
 _TORCH_SCORE = 8.0
 _FUSED_SCORE = 2.0
 
 
-#: Optimizer state that lives on the host is updated in so many slots of the device, each of about so many bytes; and so
-#: much of what forwards save may be on its way to the host before they wait.
+#: Optimizer state on the host is updated in this many slots on the device, each of about this size. Forwards wait if
+#: more than this many bytes of saved tensors are still on their way to the host.
 NUM_SLOTS, SLOT_BYTES = 4, 256 * 2**20
 DEFERRED_FREE_BYTES = 256 * 2**20
 
-#: How far the bytes of a rank may be off: the deviation of the logarithm of predicted over published peaks, for which
-#: `validate` prints the mean (published/runs.csv: [bloom, zb, bskill, bcard]). A plan is chosen if it fits with so many
-#: such deviations to spare, which is four times in five.
+#: Uncertainty of a rank's bytes: the standard deviation of the logarithm of predicted over published peaks, whose mean
+#: `validate` prints (published/runs.csv: [bloom, zb, bskill, bcard]). A plan is chosen if it fits with this many
+#: deviations to spare: a probability of four in five.
 SPREAD, SPARE = 0.06, 0.84
 
-#: Parts that a program's own count of allocated tensors leaves out.
+#: Parts that a program's own count of allocated tensors does not include.
 NOT_ALLOCATED = ("context", "buffers", "workspace", "fragments")
 
 
@@ -50,7 +50,7 @@ NOT_ALLOCATED = ("context", "buffers", "workspace", "fragments")
 class StepBytes:
     """Bytes of each part on each place (first, middle, last stage; or every rank): arrays of candidates x places.
 
-    `on_host` is what of each part lives on the host instead, on each place.
+    `on_host` are the bytes of each part that are on the host instead, for each place.
     """
 
     parts: Mapping[str, Floats]
@@ -62,50 +62,50 @@ class StepBytes:
 
     @property
     def peak(self) -> Floats:
-        """Bytes of the fullest rank."""
+        """Device bytes of the fullest rank."""
         return np.asarray(self.by_place.max(axis=1))
 
     @property
     def host(self) -> Floats:
-        """Bytes on the host of the rank that has most there."""
+        """Host bytes of the rank that has most there."""
         return np.asarray(sum(self.on_host.values(), np.zeros(())).max(axis=1))
 
     @property
     def allocated(self) -> Floats:
-        """Bytes of tensors on the fullest rank: without context, buffers, workspaces and what the allocator loses."""
+        """Bytes of tensors on the fullest rank: without context, buffers, workspaces and fragmentation."""
         parts = [part for name, part in self.parts.items() if name not in NOT_ALLOCATED]
         return np.asarray(sum(parts, np.zeros(())).max(axis=1))
 
     @property
     def reserved(self) -> Floats:
-        """The same with what the allocator has taken beyond."""
+        """The same, including fragmentation of the allocator."""
         parts = [part for name, part in self.parts.items() if name not in NOT_ALLOCATED or name == "fragments"]
         return np.asarray(sum(parts, np.zeros(())).max(axis=1))
 
     @property
     def fullest(self) -> list[str]:
-        """The place of the fullest rank of each candidate, of typical ones."""
+        """The place of each candidate's fullest rank, for typical places."""
         return [PLACES[index] for index in self.by_place.argmax(axis=1)]
 
 
 def fitting_odds(held: float, capacity: float) -> float:
-    """How probable it is that a rank fits that is predicted to hold so much."""
+    """Return the probability that a rank with `held` predicted bytes fits."""
     return 0.5 * (1.0 + erf(log(capacity / max(held, 1.0)) / (SPREAD * 2**0.5)))
 
 
 class Kept(NamedTuple):
-    """What of a rank's bytes ZeRO does not change: its parameters as a number, and what its activations take."""
+    """The parts of a rank's memory that ZeRO does not change: its number of parameters, and bytes of activations."""
 
     counts: Counts
     activations: dict[str, Floats]
 
 
 def keep(model: Model, layouts: Layouts, places: Places, *, sequence: int, software: Software) -> Kept:
-    """What stays the same whatever is done with the states of these layouts."""
+    """Return what does not depend on how these layouts shard or offload states."""
     parts = _activations(model, layouts, places, sequence, software)
     leaves = layouts.offload_activations > 0
     if leaves.any():
-        # What leaves is what autograd saves, operation by operation: no compiler decides what to make again instead.
+        # Offloaded tensors are those that autograd saves for each operation: no compiler recomputes some instead.
         plain = _activations(model, layouts, places, sequence, replace(software, fused=False, fused_norms=False))
         parts |= {name: np.where(leaves[:, None], plain[name], parts[name]) for name in plain}
     return Kept(count_blocks(model, layouts, places, cuts_experts=software.cuts_experts), parts)
@@ -122,7 +122,7 @@ def step_bytes(
     constants: Constants = CONSTANTS,
     kept: Kept | None = None,
 ) -> StepBytes:
-    """Account for the memory of each layout on its places; `kept` is what `keep` says, where it is known already."""
+    """Return the memory of each layout on its places. `kept` is the result of `keep`, if it is already known."""
     software = software or Software()
     kept = kept or keep(model, layouts, places, sequence=sequence, software=software)
     counts = kept.counts
@@ -130,11 +130,11 @@ def step_bytes(
     every = np.ones_like(places.begins)
     on_host = _on_host(parts, layouts, counts, software)
     saved_loss = 1.0 if software.fused_loss else _SAVED_LOGIT / _LOGIT
-    # Casts of weights are saved as activations are.
+    # Casts of weights are saved like activations.
     on_host["casts"] = parts["weights"] * (software.saves_casts * layouts.offload_activations)[:, None]
     on_host["loss"] = parts["loss"] * saved_loss * layouts.offload_activations[:, None]
     if np.any(layouts.zero == 3):
-        # Two layers gathered (one ahead), the gradients of one as they are made and as they are reduced, and both ends.
+        # Two gathered layers (one prefetched), the gradients of one layer before and in reduction, embedding and head.
         made = counts.trained.layer * (software.width + software.reduce_bytes)
         gathered = counts.layer * 2 * software.held_width + made + counts.ends * software.held_width
         parts["gathered"] = np.where(layouts.zero == 3, gathered, 0.0)[:, None] * every
@@ -143,7 +143,7 @@ def step_bytes(
         groups = 1.0 + sum((axis > 1).astype(np.float64) for axis in axes)
         buffers = np.where(layouts.num_ranks > 1, groups * constants.group_bytes, 0.0)
         moving = parts["activations"] + parts["recomputed"] + parts["loss"] + parts["scores"]
-        # What does not train lies where it was loaded, and nothing comes and goes around it.
+        # Frozen weights stay where they were loaded, and cause no fragmentation.
         still = counts.frozen * software.width
         states = np.maximum(parts["weights"] - still, 0.0) + parts["gradients"]
         parts["buffers"] = buffers[:, None] * every
@@ -155,20 +155,20 @@ def step_bytes(
 
 
 def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts, software: Software) -> dict[str, Floats]:
-    """Take off the device what lives on the host, but for what comes to it to be used, and return that.
+    """Return the bytes on the host. Subtract them from the device's `parts`, except for the buffers that stay there.
 
-    Where the optimizer's state is there alone, weights stay: engines compute with them, cast where the precision is
-    lower. With weights all that belongs to them is there: gradients and state. Weights that are whole on every rank
-    (zero 1 and 2) are so on the host, in full precision; casts stay on the device, which backwards use again, also of
-    weights that were gathered (zero 3). What does not train is there as it is computed with, and has no casts: it comes
-    for both passes.
+    If only the optimizer's state is offloaded, weights stay on the device, and their casts if the precision is lower.
+    If weights are offloaded, their gradients and state are too. Weights that are whole on every rank (zero 1 and 2) are
+    whole on the host, in full precision. Casts stay on the device for the backward, also of weights that were gathered
+    (zero 3). Frozen weights are on the host in the precision of compute and have no casts, so they are copied to the
+    device for both passes.
     """
     trained = "masters" if parts["masters"].any() else "weights"
     of = counts.trained if trained == "masters" else counts
     numbers, shards = of.dense + of.expert, (layouts.zero == 3)[:, None]
     at_home = {trained: np.where(shards, parts[trained], 4.0 * numbers)}
-    # Of weights that come for their use two layers are there, one ahead, and the ends, which may be one tensor; or the
-    # shards of these, before they are gathered.
+    # Of offloaded weights, the device holds two layers (one prefetched), and embedding and head, which may be one
+    # tensor; or the shards of these, before they are gathered.
     coming = (2 * counts.layer + counts.ends) * 4.0 / np.where(layouts.zero == 3, layouts.num_sharing, 1)
     on_host = {}
     for name, share, on_device in (
@@ -187,24 +187,24 @@ def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts, softwar
 
 
 def _states(layouts: Layouts, counts: Counts, software: Software) -> dict[str, Floats]:
-    """Weights, gradients and the optimizer's states, as ZeRO spreads them."""
+    """Return the bytes of weights, gradients, optimizer states and master weights, as ZeRO shards them."""
     masters = 4.0 if software.precision != "fp32" else 0.0
     weights = counts.spread(layouts, 3)
     stays = software.shards_parameters & ((layouts.pp > 1) | software.stays_gathered)
     if masters:
-        # Under ZeRO-3 the shards are the masters: fp32, and cast when they are gathered (FSDP, facts 4.2). Where casts
-        # are saved, all of a stage are there between its forward and its backward; so are those of offloaded weights.
+        # Under ZeRO-3 the shards are the master weights: fp32, cast when gathered (FSDP, facts 4.2). If casts are
+        # saved, or weights offloaded, the casts of a whole stage exist between its forward and its backward.
         casts = (layouts.zero < 3) | (layouts.offload_parameters > 0) | software.saves_casts
         shards = counts.trained.spread(layouts, 3) * software.shards_both
         weights = np.where((casts | stays)[:, None], counts.trained.dense + counts.trained.expert, shards)
-        # What does not train is held as it is computed with, and has no masters and no casts.
+        # Frozen weights are held in the precision of compute, and have no master weights and no casts.
         gathered = np.where((stays & (layouts.zero == 3))[:, None], counts.frozen, 0.0)
         weights = weights + _frozen_here(layouts, counts) + gathered
     gradients = counts.trained.spread(layouts, 2) * software.gradient_bytes
     if software.shards_parameters:
-        # Gradients of a stage that stays gathered are added up whole, as they are reduced (FSDP2's own source: they are
-        # cast with the first microbatch).
-        # Experts that no other rank has are not sharded, and their gradients are there once.
+        # A stage that stays gathered accumulates whole gradients in the precision of the reduction (FSDP2's source:
+        # they are cast with the first microbatch).
+        # Experts without replicas are not sharded, and their gradients exist once.
         shared = counts.expert_replicas > 1
         whole = (counts.trained.dense + counts.trained.expert * shared[:, None]) * software.reduce_bytes
         gradients = gradients + np.where((stays & (layouts.zero == 3))[:, None], whole, 0.0)
@@ -212,13 +212,13 @@ def _states(layouts: Layouts, counts: Counts, software: Software) -> dict[str, F
         "weights": weights * software.width,
         "gradients": gradients,
         "optimizer": counts.trained.spread(layouts, 1) * (software.state_bytes - 4.0),
-        # Weights in fp32 are their own masters, whole until ZeRO-3 shares weights out.
+        # Weights in fp32 are their own master weights, which only ZeRO-3 shards.
         "masters": counts.trained.spread(layouts, 3 if software.saves_casts else 1) * masters,
     }
 
 
 def _frozen_here(layouts: Layouts, counts: Counts) -> Floats:
-    """What does not train, as a number: whole, or its shards under ZeRO-3."""
+    """Return the number of frozen parameters on a rank: all, or their shards under ZeRO-3."""
     return counts.spread(layouts, 3) - counts.trained.spread(layouts, 3)
 
 
@@ -248,7 +248,7 @@ def _activations(
     loss = sum((zero + _loss_bytes(block, share, software) for block in after), zero)
     activations = activations + places.kept_begins * begin[kinds, None] + places.kept_ends * end[kinds, None]
     if software.interpreted_pipe:
-        # What a stage sends is kept beside what it received until its gradient is back.
+        # A stage keeps what it sent, in addition to what it received, until the gradient returns.
         sent = zero + layers[0][0].output_bytes(share)
         activations = activations + places.in_flight * sent[kinds, None] * (layouts.pp > 1)[:, None]
     scores = zero + sum((_score_bytes(block, share, software) for block, _ in layers[:1]), zero)
@@ -261,7 +261,7 @@ def _activations(
 
 
 def _at_work(layouts: Layouts, software: Software, layer: Floats, stage: Floats) -> Floats:
-    """A layer at work, where layers keep little or their activations leave; or a stage that is recomputed at once."""
+    """Return the bytes of a layer being recomputed or offloaded, or of a whole stage if it is recomputed at once."""
     recomputes = layouts.recompute >= (1 if software.by_operation else 2)
     splits = np.isin(layouts.schedule, SPLITS_BACKWARD) & (layouts.pp > 1) & software.recomputes_stages
     one = recomputes | (layouts.offload_activations > 0)
@@ -269,7 +269,7 @@ def _at_work(layouts: Layouts, software: Software, layer: Floats, stage: Floats)
 
 
 def _selected(block: Block, share: Share, software: Software) -> Floats:
-    """Bytes that a block keeps under selective recomputation."""
+    """Return the bytes that a block saves under selective recomputation."""
     if not software.by_operation:
         return saved(block, share, software, _SELECTIVE)
     made = np.asarray(made_bytes(block.operations, share), dtype=np.float64)
@@ -281,7 +281,7 @@ def _selected(block: Block, share: Share, software: Software) -> Floats:
 
 
 def saved(block: Block, share: Share, software: Software, recompute: tuple[str, ...] | str = "none") -> Floats:
-    """Bytes that a block keeps of one microbatch, norms and the rest fused as the software does."""
+    """Return the bytes that a block saves for one microbatch, with norms and the rest fused as the software does."""
     norms = [each for each in block.operations if isinstance(each, Norm)]
     others = [each for each in block.operations if not isinstance(each, (Norm, CrossEntropy))]
     is_narrow = software.fp8_layers and software.matmul_precision == "fp8" and bool(block.stack)
@@ -295,7 +295,7 @@ def saved(block: Block, share: Share, software: Software, recompute: tuple[str, 
 
 
 def _score_bytes(block: Block, share: Share, software: Software) -> Floats:
-    """Matrices of scores that live only inside attention: torch makes several, in fp32 too; a fused softmax one."""
+    """Return the bytes of temporary scores in attention: torch has several, also in fp32; a fused softmax has one."""
     total = np.zeros(())
     for operation in block.operations:
         if isinstance(operation, Attention) and not software.is_flash:
@@ -306,7 +306,7 @@ def _score_bytes(block: Block, share: Share, software: Software) -> Floats:
 
 
 def _loss_bytes(block: Block, share: Share, software: Software) -> Floats:
-    """Logits while their loss is computed: as they are, in fp32, and their gradient (facts 4.1: 8 to 12 bytes each)."""
+    """Return the bytes of logits during the loss: in 16 bits, in fp32, and their gradient (facts 4.1: 8 to 12 each)."""
     total = np.zeros(())
     for operation in block.operations:
         if isinstance(operation, CrossEntropy):

@@ -1,4 +1,4 @@
-"""Numbers that may be one for all candidates, or an array with one for each."""
+"""Types of numbers: one value for all candidates, or an array with one for each."""
 
 from typing import Any, TypeAlias, TypeVar
 
@@ -7,16 +7,16 @@ from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
-#: What a formula of `cost/` takes: a number, or an array with one for each candidate.
+#: The argument of a formula in `cost/`: a number, or an array with one for each candidate.
 Number: TypeAlias = "float | int | Floats | Ints"
 _Arrays = TypeVar("_Arrays", bound="tuple[Any, ...]")
 
 
 def choose(chosen: np.ndarray, one: _Arrays, other: _Arrays) -> _Arrays:
-    """Of each candidate the arrays of one tuple, where it is chosen, else those of the other."""
+    """Return, for each candidate, the values of `one` if it is chosen, else those of `other`."""
     return type(one)(*(np.where(chosen, mine, theirs) for mine, theirs in zip(one, other, strict=True)))
 
 
 def ceil_divide(amount: Number, parts: Number) -> Floats:
-    """The largest part of an amount in whole pieces."""
+    """Divide and round up: the largest part if an amount of whole items is divided."""
     return np.ceil(np.asarray(amount, dtype=np.float64) / parts)

@@ -1,8 +1,8 @@
-"""Seconds of a pipeline by closed forms: how long a step is, given what one microbatch takes on each stage.
+"""Closed forms for the seconds of a pipelined step, from the seconds of one microbatch on each stage.
 
-The forms are those of facts 1.1 and 1.2, which the simulator of `schedule/` reproduces; here they are for many
-candidates at once. Stages may differ at the ends (embedding, head): a microbatch passes every stage once, and the
-slowest sets the pace.
+The forms are those of facts 1.1 and 1.2, which the simulator of `schedule/` reproduces; here they are evaluated for
+many candidates at once. The first and last stages may differ (embedding, head). A microbatch passes every stage once,
+and the slowest stage sets the pace.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,12 +22,12 @@ SCHEDULES = (
 
 #: Schedules whose backward has two halves, by index.
 SPLITS_BACKWARD = [index for index, name in enumerate(SCHEDULES) if CATALOGUE[name].splits_backward]
-# Where steps overlap, its ranks never idle.
+# The schedule whose ranks never idle if steps overlap.
 _WITHOUT_BUBBLE = SCHEDULES.index("zb-h2")
 
 
 class Span(NamedTuple):
-    """A pipelined step: all of it, the part in which the slowest rank idles for want of input, and what hops add."""
+    """Seconds of a pipelined step: the total, the part in which the slowest rank waits for input, and that of hops."""
 
     seconds: Floats
     bubble: Floats
@@ -35,8 +35,8 @@ class Span(NamedTuple):
 
 
 class _Pipes(NamedTuple):
-    """What closed forms are of: ranks, chunks, microbatches; seconds of the slowest stage and of all others; `shape` is
-    what a split backward leaves of a bubble; the three passes of a microbatch on a rank."""
+    """Variables of the closed forms: ranks, chunks, microbatches; seconds of the slowest stage and of all others;
+    `shape`: the share of a bubble that remains with a split backward; the three passes of a microbatch on a rank."""
 
     p: Floats
     v: Floats
@@ -49,7 +49,7 @@ class _Pipes(NamedTuple):
     weight: Floats
 
 
-# Formulas of each schedule, evaluated for the candidates that have it.
+# The formula of each schedule, evaluated for the candidates with this schedule.
 Forms = Mapping[str, Callable[[_Pipes], Floats]]
 
 
@@ -59,16 +59,16 @@ def _looped(of: _Pipes) -> Floats:
 
 
 def _lost_by_v_half(of: _Pipes) -> Floats:
-    """Seconds that ranks idle with every microbatch: its pattern closes up only where passes take about as long."""
+    """Return the idle seconds per microbatch: the pattern has no gaps only if passes take about equally long."""
     return np.maximum(2 * np.maximum(of.forward, of.input) - of.forward - of.input - of.weight / 2, 0.0)
 
 
 def _lost_by_v_min(of: _Pipes) -> Floats:
-    """The same of a pattern in which each pass has a third of a microbatch."""
+    """Return the same for a pattern in which each pass has a third of a microbatch."""
     return np.maximum(3 * np.maximum(of.forward, of.input) - of.forward - of.input - of.weight, 0.0)
 
 
-# Warm-up and cool-down of one whole backward; V schedules' leftovers in facts 1.3, for tF = tI = tW.
+# Bubbles: warm-up and cool-down (`ramp`). The remainders for V schedules are those of facts 1.3, for tF = tI = tW.
 _IDEAL: Forms = {
     "1f1b": lambda of: of.ramp,
     "gpipe": lambda of: of.ramp,
@@ -82,7 +82,7 @@ _IDEAL: Forms = {
     "dualpipe": lambda of: of.ramp / 3,
     "dualpipe-v": lambda of: of.ramp / 3,
     "eager-1f1b": lambda of: of.ramp,
-    # Units of p microbatches, which do not quite close up behind each other.
+    # Units of p microbatches, with small gaps between them.
     "chimera": lambda of: of.ramp * (of.p / 2 - 1) / np.maximum(of.p - 1, 1) * np.maximum(0.85 * of.m / of.p, 1.0),
     # v / 2 waves: bubble / step is (2p - 2) / (3pw + p - 1) for m = p and a backward of two forwards.
     "hanayo": lambda of: (
@@ -95,7 +95,7 @@ def _there_and_back(of: _Pipes) -> Floats:
     return 2 * (of.p - 1)
 
 
-# Hops that are not hidden: 1F1B waits for two with every microbatch (facts 1.2).
+# Exposed hops: 1F1B waits for two with every microbatch (facts 1.2).
 _WAITS: Forms = {
     **dict.fromkeys(SCHEDULES, _there_and_back),
     "1f1b": lambda of: (of.p - 1) + (of.m - 1) * (of.p - 1) / of.p,
@@ -111,9 +111,9 @@ def span(
     schedule: Number, pp: Number, chunks: Number, num_microbatches: Number, first: Seconds, middle: Seconds,
     last: Seconds, hop: Number, *, steps_overlap: bool = False,
 ) -> Span:  # fmt: skip
-    """Seconds of a step over `pp` stages, all but the ends alike; `hop` is one transfer between ranks.
+    """Return the seconds of a step over `pp` stages with equal middle stages. `hop` is one transfer between ranks.
 
-    Where steps overlap, a step is as long as the busiest rank is busy, from its first forward on.
+    If steps overlap, a step takes as long as the busiest rank works, from its first forward on.
     """
     of, through = _pipes(pp, chunks, num_microbatches, first, middle, last)
     work = of.m * of.slowest
@@ -131,7 +131,7 @@ def spans(
     schedules: Ints, chunks: Ints, pp: Ints, num_microbatches: Ints, first: Seconds, middle: Seconds, last: Seconds,
     hop: Floats, *, steps_overlap: bool = False,
 ) -> Floats:  # fmt: skip
-    """The seconds of the same candidates under each of several schedules: candidates x schedules."""
+    """Return the seconds of the same candidates under each of several schedules: candidates x schedules."""
     of, through = _pipes(pp, 1, num_microbatches, first, middle, last)
     work, least_split = of.m * of.slowest, _least_split(of)
     found = np.empty((len(work), len(schedules)))
@@ -146,7 +146,7 @@ def spans(
 def _pipes(
     pp: Number, chunks: Number, num_microbatches: Number, first: Seconds, middle: Seconds, last: Seconds
 ) -> tuple[_Pipes, Floats]:
-    """What closed forms are of; and the seconds of one microbatch there and back."""
+    """Return the variables of the closed forms, and the seconds of one microbatch through all stages and back."""
     p, v, m = (np.asarray(each, dtype=np.float64) for each in (pp, chunks, num_microbatches))
     slowest = np.where(p > 1, np.maximum(np.maximum(first.total, middle.total), last.total), first.total)
     through = np.where(p > 1, first.total + np.maximum(p - 2, 0.0) * middle.total + last.total, first.total)
@@ -157,10 +157,10 @@ def _pipes(
 
 
 def _least_split(of: _Pipes) -> Floats:
-    """The least of a step whose backward is split.
+    """Return a lower bound of a step with split backward.
 
-    No step is shorter than one microbatch's way there and back. Here the way has no weight gradients on it, and few
-    microbatches leave nothing else to do meanwhile (facts 1.1: m <= p).
+    No step is shorter than one microbatch's way through all stages and back. With a split backward, this way has no
+    weight gradients, and with few microbatches there is no other work in the meantime (facts 1.1: m <= p).
     """
     few = (of.m + of.p - 1) * (of.forward + of.input) + of.weight
     return np.where(of.m <= of.p, few, 0.0)
@@ -170,7 +170,7 @@ _Of = TypeVar("_Of", bound="tuple[Any, ...]")
 
 
 def by_schedule(code: Ints, forms: Mapping[str, Callable[[_Of], Floats]], of: _Of) -> Floats:
-    """The form of each candidate's own schedule. Most questions have few schedules, or one."""
+    """Evaluate the form of each candidate's own schedule. Most calls have few schedules, or one."""
     present = np.flatnonzero(np.bincount(code.ravel(), minlength=len(SCHEDULES)))
     if len(present) == 1:
         return np.broadcast_to(forms[SCHEDULES[present[0]]](of), code.shape)

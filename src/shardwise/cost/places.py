@@ -1,6 +1,6 @@
-"""What stands on which rank, and what it keeps at its fullest: on three typical ranks, or on every one of a plan.
+"""The blocks on each rank, what they save at the peak, and their parameters.
 
-And the parameters of what stands there.
+Either for three typical ranks (first, middle, last), or for every rank of a plan.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,19 +18,19 @@ from shardwise.schedule.catalogue import CATALOGUE
 from shardwise.schedule.instruction import Kind
 from shardwise.schedule.schedule import Schedule
 
-#: Where a typical rank's stage stands: ends differ by embedding and head.
+#: The places of typical ranks' stages. The first and the last have embedding and head.
 PLACES = ("first", "middle", "last")
 _COPIES = np.array([CATALOGUE[name].num_weight_copies for name in SCHEDULES], dtype=np.float64)
-# All forwards come first: what is held grows with the step, and a shorter one does not show it.
+# Schedules with all forwards first: saved activations grow with the number of microbatches, unlike in a shorter step.
 _HOLDS_ALL = ("gpipe", "looped-bfs")
 
 
 class Places(NamedTuple):
     """Some ranks of each candidate, as arrays of candidates x places (x kinds of layer).
 
-    `layers` of each kind that a rank holds; `begins` and `ends`: whether it has what stands before and after them. The
-    `kept_*` are the same at the moment when most is kept for backwards, once for each microbatch that is under way.
-    `in_flight` is the microbatches of a whole stage then.
+    `layers`: the layers of each kind on a rank. `begins` and `ends`: whether it has the blocks before and after the
+    layers. `kept_*`: the same at the peak of saved activations, counted once for each microbatch in flight.
+    `in_flight`: the microbatches of a whole stage at that moment.
     """
 
     layers: Floats
@@ -43,12 +43,12 @@ class Places(NamedTuple):
 
 
 def layer_kinds(model: Model) -> list[tuple[Block, int]]:
-    """The kinds of layers with their counts."""
+    """Return the kinds of layers with their counts."""
     return [(block, count) for block, count in model.kinds if block.stack]
 
 
 def ends_of(model: Model) -> tuple[list[Block], list[Block]]:
-    """The blocks before the first layer, and the other blocks that are no layers."""
+    """Return the blocks before the first layer, and all other blocks that are not layers."""
     first = next((index for index, block in enumerate(model.blocks) if block.stack), 0)
     return list(model.blocks[:first]), [block for block in model.blocks[first:] if not block.stack]
 
@@ -64,8 +64,8 @@ def _looped(of: _Held) -> Floats:
     return np.where(of.v > 1, (2 * (of.p - of.rank - 1) + (of.v - 1) * of.p + 1) / of.v, of.p - of.rank)
 
 
-# 1F1B holds one for each stage from its own to the last; interleaved, chunks of 2(p-r-1) + (v-1)p + 1 microbatches.
-# Zero bubble schedules hold activations until the weight gradient: the closed forms say with M_W = M_B.
+# Microbatches in flight. 1F1B holds one for each stage from its own to the last; interleaved holds chunks of
+# 2(p-r-1) + (v-1)p + 1 microbatches. Zero bubble schedules hold activations until W: their forms assume M_W = M_B.
 _IN_FLIGHT: Mapping[str, Callable[[_Held], Floats]] = {
     "1f1b": lambda of: of.p - of.rank,
     "gpipe": lambda of: of.m,
@@ -85,13 +85,13 @@ _IN_FLIGHT: Mapping[str, Callable[[_Held], Floats]] = {
 
 
 def in_flight(layouts: Layouts, rank: Floats) -> Floats:
-    """Microbatches of a rank's whole stage that it holds, at most. `rank` counts stages from the first."""
+    """Return the peak number of microbatches that a rank holds for its whole stage. `rank` counts from the first."""
     p, v, m = (each.astype(np.float64) for each in (layouts.pp, layouts.chunks, layouts.num_microbatches))
     return np.minimum(by_schedule(layouts.schedule, _IN_FLIGHT, _Held(p, v, m, rank)), m)
 
 
 def in_flight_under(schedules: Ints, chunks: Ints, layouts: Layouts, ranks: Sequence[Floats]) -> Floats:
-    """The same of some ranks, under each of several schedules: candidates x ranks x schedules."""
+    """Return the same for some ranks under each of several schedules: candidates x ranks x schedules."""
     p, m = (each.astype(np.float64) for each in (layouts.pp, layouts.num_microbatches))
     found = np.empty((len(layouts), len(ranks), len(schedules)))
     for index, (code, number) in enumerate(zip(schedules, chunks, strict=True)):
@@ -102,7 +102,7 @@ def in_flight_under(schedules: Ints, chunks: Ints, layouts: Layouts, ranks: Sequ
 
 
 def typical_places(model: Model, layouts: Layouts, dealt: Deal) -> Places:
-    """The first, a middle and the last rank of each candidate, whose layers are dealt out as `dealt` says."""
+    """Return the first, a middle and the last rank of each candidate, with layers distributed as in `dealt`."""
     counts = np.array([count for _, count in layer_kinds(model)], dtype=np.float64)
     shares = counts / max(counts.sum(), 1.0)
     alone, copies = layouts.pp == 1, _COPIES[layouts.schedule]
@@ -123,7 +123,7 @@ def typical_places(model: Model, layouts: Layouts, dealt: Deal) -> Places:
         layers = np.where(
             alone[:, None, None], layers, np.stack([on_first, mixture.middle + more, mixture.last], axis=1)
         )
-    # Where the model is held twice, half of the microbatches go through each copy.
+    # If the pipeline has two copies of the model, half of the microbatches go through each.
     through = num_held / copies[:, None]
     return Places(
         layers=layers * copies[:, None, None],
@@ -137,7 +137,7 @@ def typical_places(model: Model, layouts: Layouts, dealt: Deal) -> Places:
 
 
 def rank_places(model: Model, stage_layers: Sequence[int], schedule: Schedule, num_microbatches: int) -> Places:
-    """Every rank of one pipeline, whose stages have so many layers. `schedule` may be that of a shorter step."""
+    """Return every rank of one pipeline, whose stages have `stage_layers`. `schedule` may be of a shorter step."""
     counts = _stage_counts(model, stage_layers)
     num_stages = len(stage_layers)
     placement = schedule.placement
@@ -163,7 +163,7 @@ def rank_places(model: Model, stage_layers: Sequence[int], schedule: Schedule, n
 
 
 def _stage_counts(model: Model, stage_layers: Sequence[int]) -> np.ndarray:
-    """Layers of each kind on each stage: stages x kinds."""
+    """Return the layers of each kind on each stage: stages x kinds."""
     kinds, order = layer_kinds(model), model.layer_order
     assert sum(stage_layers) == len(order), f"{stage_layers} add up to other than {len(order)} layers"
     counts = np.zeros((len(stage_layers), len(kinds)))
@@ -176,7 +176,7 @@ def _stage_counts(model: Model, stage_layers: Sequence[int]) -> np.ndarray:
 
 
 def _fullest(schedule: Schedule, rank: int, weights: dict[int, float]) -> dict[int, float]:
-    """Microbatches under way of each stage of a rank, at the moment when they weigh most. Kept until the last half."""
+    """Return the microbatches in flight of each stage of a rank at the peak. They are kept until the backward ends."""
     under_way = dict.fromkeys(weights, 0.0)
     fullest, held, most = dict(under_way), 0.0, 0.0
     for instruction in schedule.orders[rank]:
@@ -194,10 +194,10 @@ def _fullest(schedule: Schedule, rank: int, weights: dict[int, float]) -> dict[i
 
 
 class Counts(NamedTuple):
-    """Parameters before ZeRO: of a rank on each place (candidates x places), of one layer, of both ends.
+    """Parameters before ZeRO: of a rank on each place (candidates x places), of one layer, of embedding and head.
 
-    `layer_expert` is what of a layer is experts, which have fewer replicas. `some` is the same of those that train,
-    where not all do.
+    `layer_expert` are the parameters of a layer's experts, which have fewer replicas. `some` are the same counts of
+    trained parameters only, or None if all train.
     """
 
     dense: Floats
@@ -210,28 +210,28 @@ class Counts(NamedTuple):
 
     @property
     def trained(self) -> "Counts":
-        """What has gradients and optimizer state."""
+        """Parameters with gradients and optimizer state."""
         return self if self.some is None else self.some
 
     @property
     def frozen(self) -> Floats:
-        """What has neither, on each place."""
+        """Parameters with neither, on each place."""
         return self.dense + self.expert - self.trained.dense - self.trained.expert
 
     @property
     def fullest(self) -> "Counts":
-        """The most of any place, as if it were on all."""
+        """The maximum over places, as a single place."""
         dense, expert = (each.max(axis=1, keepdims=True) for each in (self.dense, self.expert))
         return self._replace(dense=dense, expert=expert, some=None if self.some is None else self.some.fullest)
 
     def spread(self, layouts: Layouts, stage: int) -> Floats:
-        """What a rank has of what ZeRO spreads from this stage on. Experts have fewer replicas."""
+        """Return a rank's number of parameters if ZeRO shards them from this stage on. Experts have fewer replicas."""
         shared = self.dense / layouts.num_sharing[:, None] + self.expert / self.expert_replicas[:, None]
         return np.where(layouts.zero[:, None] >= stage, shared, self.dense + self.expert)
 
 
 def count_blocks(model: Model, layouts: Layouts, places: Places, *, cuts_experts: bool = False) -> Counts:
-    """Parameters that a rank holds on each place. `cuts_experts`: tensor parallel ranks have a part of each expert."""
+    """Return a rank's parameters on each place. `cuts_experts`: tensor parallel ranks have a part of each expert."""
     counts = _count(model, layouts, places, cuts_experts=cuts_experts, trained=False)
     if not model.is_partly_frozen:
         return counts
@@ -255,7 +255,7 @@ def _count(model: Model, layouts: Layouts, places: Places, *, cuts_experts: bool
     before, after = ends_of(model)
     begin = sum((zero + block.num_parameters_on(share, trained=trained) for block in before), zero)
     end = sum((zero + block.num_parameters_on(share, trained=trained) for block in after), zero)
-    # A head that is tied to the embedding is one tensor where both are on one rank.
+    # A tied head and embedding are one tensor if both are on one rank.
     tied = np.minimum(begin, end) if model.ties else zero
     outside = places.begins * begin[kinds, None] + places.ends * end[kinds, None]
     outside = outside - places.begins * places.ends * tied[kinds, None]

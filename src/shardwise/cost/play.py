@@ -1,4 +1,4 @@
-"""One layout played on its schedule, stage by stage: uneven layers and hops, where closed forms round."""
+"""One layout simulated on its schedule, stage by stage, with uneven layers and hops, which closed forms approximate."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,27 +12,27 @@ from shardwise.schedule.makespan import makespan
 from shardwise.schedule.prices import StageTimes
 from shardwise.schedule.schedule import Schedule
 
-# A long step repeats itself: a warm-up of so many times the ranks is played, and once more with one round added.
+# A long step is periodic: a step of this many microbatches per rank is simulated, and another with one round more.
 _ROUNDS = 3
-# Where microbatches follow each other one by one, ranks hold the most sooner: after so many times the ranks and a few,
-# which is enough of what is not played.
+# In these schedules ranks reach their peak of memory sooner: after this many microbatches per rank and a few more. This
+# is sufficient for schedules that are not simulated.
 _FULL_AFTER = {"1f1b": 1, "zb-h1": 1, "v-half": 1, "v-min": 1, "zb-h2": 2, "zb-v": 2}
 _A_FEW = 2
-# More forwards than these take longer to play than a person waits.
+# More forwards than this take too long to simulate in an interactive command.
 _MOST_FORWARDS = 8000
 
 
 class Played(NamedTuple):
-    """Seconds of all microbatches, and of those the busiest rank's own work."""
+    """Seconds of all microbatches, and the seconds of the busiest rank's own work among them."""
 
     seconds: float
     work: float
 
 
 def share_layers(num_layers: int, ranks: Sequence[int], begin: float, end: float) -> tuple[int, ...]:
-    """Layers of each stage, at least one, so that ranks are equally busy: embedding and head count as so many layers.
+    """Return the layers of each stage, at least one, that balance the ranks. `begin`, `end`: weight of embedding, head.
 
-    `ranks` says on which rank each stage is. What a rank has is dealt out evenly over its stages.
+    `ranks` is the rank of each stage. A rank's layers are distributed evenly over its stages.
     """
     stages = {rank: [stage for stage, on in enumerate(ranks) if on == rank] for rank in dict.fromkeys(ranks)}
     share = (num_layers + begin + end) / len(stages)
@@ -50,10 +50,10 @@ def share_layers(num_layers: int, ranks: Sequence[int], begin: float, end: float
 
 
 def _whole(ideal: dict[int, float], total: int, least: dict[int, int]) -> dict[int, int]:
-    """Whole numbers that add up to a total, each as near its ideal as may be and no smaller than its least."""
+    """Return integers with a given sum, each as near its ideal as possible and at least its minimum."""
     counts = {rank: max(int(value), least[rank]) for rank, value in ideal.items()}
     while sum(counts.values()) < total:
-        # Of equals the later rank: those at the end of a pipe hold fewer microbatches.
+        # Ties go to the later rank: ranks at the end of a pipeline hold fewer microbatches.
         counts[max(counts, key=lambda rank: (round(ideal[rank] - counts[rank], 9), rank))] += 1
     while sum(counts.values()) > total:
         free = [rank for rank in counts if counts[rank] > least[rank]]
@@ -62,13 +62,13 @@ def _whole(ideal: dict[int, float], total: int, least: dict[int, int]) -> dict[i
 
 
 def end_weights(pieces: Pieces, num_layers: int, counts: Sequence[int]) -> tuple[float, float]:
-    """What embedding and head weigh, in layers."""
+    """Return the weights of embedding and head, in layers."""
     layer = sum(float(work.total[0]) * count for work, count in zip(pieces.kinds, counts, strict=True)) / num_layers
     return float(pieces.begin.total[0]) / layer, float(pieces.end.total[0]) / layer
 
 
 def short_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int | None, *, more: int = 0) -> Schedule:
-    """The schedule of a step, or of one that is shorter and goes as long through its steady state."""
+    """Return the schedule of a step, or of a shorter one that also reaches the steady state."""
     short = (_ROUNDS + more) * num_ranks + num_microbatches % num_ranks
     if name in _FULL_AFTER and not _is_played(num_ranks, num_microbatches, chunks or CATALOGUE[name].chunks):
         short = _FULL_AFTER[name] * num_ranks + _A_FEW
@@ -76,7 +76,7 @@ def short_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int
 
 
 def _is_played(num_ranks: int, num_microbatches: int, chunks: int) -> bool:
-    """Whether a schedule is short enough to be played."""
+    """Return whether a schedule is short enough to be simulated."""
     return num_ranks * chunks * min(num_microbatches, (_ROUNDS + 2) * num_ranks) <= _MOST_FORWARDS
 
 
@@ -88,7 +88,7 @@ def _schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int | No
 def play(
     pricer: Pricer, layouts: Layouts, name: str, chunks: int | None, stage_layers: Sequence[int], pieces: Pieces
 ) -> Played | None:
-    """Play the only layout of `layouts`, whose `pieces` these are. None where that would take too long."""
+    """Simulate the only layout in `layouts`, with its `pieces`. Return None if that would take too long."""
     num_ranks, num_microbatches = int(layouts.pp[0]), int(layouts.num_microbatches[0])
     if not _is_played(num_ranks, num_microbatches, len(stage_layers) // num_ranks):
         return None

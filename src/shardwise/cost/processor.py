@@ -1,8 +1,8 @@
-"""Operations on a processor, whose kernels were measured by kind.
+"""Seconds of operations on a CPU, whose kernels were measured by kind.
 
-What GPUs' constants describe is not there: no tiles that are dealt out in waves, no launches beside the work, no
-collectives beside the compute. The core that calls a kernel computes it, and the calls, the work and what moves bytes
-to other processes add up:
+A CPU has nothing that the constants of GPUs describe: no tiles in waves, no asynchronous launches, no collectives that
+overlap with compute. The core that calls a kernel also computes it. So calls, work and transfers to other processes
+add up:
 
     seconds = call + amount / rate                           by kind
     matmul:     FLOPs / rate  +  bytes of operands / rate    operands are packed before they are multiplied
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardwise.cluster.cluster import Pool
-from shardwise.cluster.kernel import Kernel, find_kernel, get_kernel, meeting_seconds
+from shardwise.cluster.kernel import Kernel, find_kernel, get_kernel, meeting_seconds, split_overhead
 from shardwise.cost.compute import ZERO, Engine, Seconds
 from shardwise.cost.constants import Constants
 from shardwise.cost.numbers import Floats, Number
@@ -37,18 +37,18 @@ from shardwise.model.operations import (
 from shardwise.model.share import Share
 from shardwise.model.traffic import traffic
 
-# Seconds of a step beside its instructions. Measured of tiny models on one core of a Xeon at 2.5 GHz, as time of the
-# processor: 1.1 to 1.8 ms more than the same step by hand, and 0.7 ms for the batch, in a thread beside it.
+# Seconds of a step in addition to its instructions. Measured with tiny models on one core of a Xeon at 2.5 GHz, as CPU
+# time: 1.1 to 1.8 ms more than the same step written by hand, and 0.7 ms for the batch, in another thread.
 _STEP_SECONDS = 0.002
 
 
 def amounts(operation: Operation, share: Share) -> list[tuple[str, Passes]]:
-    """How much an operation has of each kind that was measured."""
+    """Return the amount of each measured kind in an operation."""
     plain = replace(share, fused=False)
     match operation:
         case Matmul() | Convolution():
             work, moved = flops(operation, share), traffic(operation, plain)
-            # Gradients of weights are added to those that are there: read, read and written.
+            # Weight gradients are accumulated: two reads and one write.
             added = Passes(0, 0, 3 * moved.written.weight)
             return [("matmul", work), ("operands", moved.moved), ("elementwise", added)]
         case Product():
@@ -70,7 +70,7 @@ def amounts(operation: Operation, share: Share) -> list[tuple[str, Passes]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorEngine(Engine):
-    """A device whose kernels were measured by kind."""
+    """Prices operations on a device whose kernels were measured by kind."""
 
     def block(self, block: Block, share: Share) -> Seconds:
         return self._sum(block, block.operations, share)
@@ -90,23 +90,23 @@ class ProcessorEngine(Engine):
 
 
 def operation_seconds(kernels: Sequence[Kernel], operation: Operation, share: Share, *, masks: bool = False) -> Seconds:
-    """Seconds of one operation; attention is given a mask if there are `masks`."""
+    """Return the seconds of one operation. With `masks`, attention has a mask."""
     total = ZERO
     for index, (kind, amount) in enumerate(amounts(operation, share)):
-        # A call counts once, however many ways its work is counted in.
+        # A call counts once, even if its work is counted in several kinds.
         calls = _num_calls(operation, share) if index == 0 else 0
         total = _add(total, _seconds(get_kernel(kernels, kind), amount, calls))
         if kind == "scores" and masks:
             total = _add(total, _seconds(get_kernel(kernels, "masks"), amount, 0))
     cut = find_kernel(kernels, "sharded")
     if isinstance(operation, Matmul) and operation.sharding != "none" and cut is not None:
-        # Projections that read one tensor are called together.
+        # Projections that read the same tensor are called together.
         total = _add(total, _seconds(cut, Passes(0, 0, 0), (np.asarray(share.tp) > 1).astype(np.int64)))
     return total
 
 
 def _seconds(kernel: Kernel, amount: Passes, calls: Number) -> Seconds:
-    """Where there are gradients of weights, half of a backward's call is theirs."""
+    """Return the seconds of each pass. If there are weight gradients, half of a backward's call counts for them."""
     forward, inputs, weights = (np.asarray(each, dtype=np.float64) for each in amount)
     halves = np.where(weights > 0, 0.5, 1.0)
     return Seconds(
@@ -117,7 +117,7 @@ def _seconds(kernel: Kernel, amount: Passes, calls: Number) -> Seconds:
 
 
 def _num_calls(operation: Operation, share: Share) -> Number:
-    """Projections that are not fused are called one by one, and so are experts."""
+    """Return the number of calls. Unfused projections are called one by one, and so are experts."""
     if not isinstance(operation, Matmul):
         return 1
     return len(operation.outputs) * np.asarray(gemm(operation, share).num_products)
@@ -132,18 +132,18 @@ def _total(seconds: Iterable[Floats]) -> Floats:
 
 
 def engine_on(engine: Engine) -> Engine:
-    """The engine of a device: where its kernels were measured by kind, they price it."""
+    """Return the engine of a device: one that uses its kernels, if they were measured by kind."""
     if not engine.device.kernels:
         return engine
     return ProcessorEngine(device=engine.device, software=engine.software, constants=engine.constants)
 
 
 def constants_on(pool: Pool, constants: Constants) -> Constants:
-    """The constants on a pool. Where kernels were measured, so were collectives, as they are between processes, and
-    what is lost where ranks wait for each other.
+    """Return the constants for a pool. If kernels were measured, then so were collectives between processes, and the
+    time that is lost when ranks wait for each other.
 
-    Bytes are moved by the cores that compute: what runs beside compute takes its time from it, unless there are more
-    cores than processes.
+    The cores that compute also move bytes, so overlapped communication slows compute down, unless there are more cores
+    than processes.
     """
     if not pool.device.kernels:
         return constants
@@ -153,6 +153,7 @@ def constants_on(pool: Pool, constants: Constants) -> Constants:
         constants,
         sync_seconds=waits,
         meeting_seconds=waits,
+        split_overhead=split_overhead(pool.device.kernels),
         sync_rate=1.0,
         exchange_rate=1.0,
         hop_rate=1.0,

@@ -1,4 +1,4 @@
-"""What data parallelism adds to a step: gradients added up, shards gathered, as far as compute does not hide them."""
+"""The time that data parallelism adds to a step: exposed reductions of gradients and gathers of shards."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from shardwise.cost.stage import Pricer, Stages, Work
 
 
 def exchange(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, pace: Work) -> Floats:
-    """Seconds of a step that replicas spend on each other and that nothing hides."""
+    """Return the exposed seconds of communication between replicas in a step."""
     is_sharded = layouts.zero >= 3
     if is_sharded.all():
         return _sharded(pricer, layouts, counts, stages, pace)
@@ -23,7 +23,7 @@ def exchange(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, p
 
 
 class _Replicas(NamedTuple):
-    """The ranks with the same dense weights; those of them that share states out; and those with the same share."""
+    """The ranks with the same dense weights; those of them that shard one copy of states; those with the same shard."""
 
     all: Group
     shard: Group
@@ -32,7 +32,7 @@ class _Replicas(NamedTuple):
 
 
 def _replicas(wires: Wires, layouts: Layouts) -> _Replicas:
-    """Place the replicas. With pipelines inside of replicas (`dp` outermost), a pipeline lies between two of them."""
+    """Place the replicas. If `dp` is the outermost axis, consecutive replicas are a whole pipeline apart."""
     count, size = layouts.replicas, layouts.num_sharing
     apart = np.where(layouts.order == 1, layouts.pp, 1)
     near, far = np.minimum(size, layouts.cp), np.maximum(size // layouts.cp, 1)
@@ -49,7 +49,7 @@ def _replicas(wires: Wires, layouts: Layouts) -> _Replicas:
 
 
 def _expert_replicas(pricer: Pricer, layouts: Layouts, counts: Counts) -> Group:
-    """The ranks with the same experts."""
+    """Return the group of ranks with the same experts."""
     return pricer.wires.group(
         np.maximum(counts.expert_replicas.astype(np.int64), 1),
         layouts.ep * (layouts.tp if pricer.software.cuts_experts else 1),
@@ -57,9 +57,9 @@ def _expert_replicas(pricer: Pricer, layouts: Layouts, counts: Counts) -> Group:
 
 
 def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) -> Floats:
-    """ZeRO 0 to 2: gradients are reduced (under 2 with every microbatch), and what each rank updates is gathered.
+    """Price ZeRO 0 to 2: gradients are reduced (ZeRO-2: with every microbatch), and updated shards are gathered.
 
-    Where groups of replicas share states out, each rank's share is also added up over the groups.
+    If states are sharded within groups of replicas, each rank's shard is also reduced over the groups.
     """
     wires, software, sent = pricer.wires, pricer.software, pricer.software.gather_bytes
     dense, expert = counts.trained.dense.max(axis=1), counts.trained.expert.max(axis=1)
@@ -76,7 +76,7 @@ def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) ->
     gradients = np.where(shares, scatter, reduce) / rate
     parameters = np.where(layouts.zero >= 1, gather, 0.0) / rate
     last = np.where(shares, between, 0.0) / rate
-    # Beside the backward (forward) of one microbatch there is that much room.
+    # Communication can overlap with the backward (forward) of one microbatch.
     backward, forward = pace.backward + pace.tp_backward, pace.forward + pace.tp_forward
     before = gradients
     if software.overlap_gradients:
@@ -92,7 +92,7 @@ def _replicated(pricer: Pricer, layouts: Layouts, counts: Counts, pace: Work) ->
 
 
 def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, pace: Work) -> Floats:
-    """ZeRO-3: with every microbatch, each layer is gathered for both passes and its gradients are scattered."""
+    """Price ZeRO-3: for every microbatch, each layer is gathered for both passes and its gradients are scattered."""
     wires, software, sent = pricer.wires, pricer.software, pricer.software.gather_bytes
     replicas = _replicas(wires, layouts)
     group = replicas.shard
@@ -103,16 +103,16 @@ def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, p
     scatter = wires.all_gather((made - made_expert) * software.reduce_bytes, group)
     scatter = scatter + wires.all_gather(made_expert * software.reduce_bytes, experts)
     gather, scatter = gather / pricer.constants.gather_rate, scatter / pricer.constants.gather_rate
-    # For a layer's forward, for its backward, and for its gradients; of the ends as of a layer.
+    # One for a layer's forward, one for its backward, and one for its gradients. Embedding and head count as a layer.
     meetings = 3 * pricer.constants.meeting_seconds * (layouts.replicas > 1)
     num_layers = pricer.model.num_layers / layouts.pp
-    # Rows on their way to experts inside a domain leave the links between domains free.
+    # All-to-alls of experts inside a domain leave the links between domains free.
     spread = wires.group(layouts.ep, layouts.tp if software.cuts_experts else 1)
     beside = 0.5 * stages.layer.ep * ((spread.domains <= 1) & (experts.domains > 1))
     forward = stages.layer.forward + stages.layer.tp_forward + beside
     backward = stages.layer.backward + stages.layer.tp_backward + beside
-    # What runs beside compute takes multiprocessors and memory from it, as many as its bytes need, however slow they
-    # are on their way between nodes.
+    # Overlapped communication takes multiprocessors and memory bandwidth from compute, in proportion to its bytes,
+    # however slow the links between nodes are.
     loss = pricer.constants.registered_loss if software.registered_buffers else pricer.constants.overlap_loss
     taken = wires.inside_seconds(counts.layer * sent) / pricer.constants.gather_rate * (group.size > 1)
     more = 1.0 + software.reduce_bytes / sent * made / np.maximum(counts.layer, 1.0)
@@ -122,7 +122,7 @@ def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, p
     ends = wires.all_gather(counts.ends * software.width, group)
     ends = ends + wires.all_gather(counts.trained.ends * software.reduce_bytes, group)
     once = gather + scatter + ends
-    # Between groups that each hold all of the states, a rank's share of the gradients is added up once a step.
+    # Each group of replicas holds all states. A rank's shard of the gradients is reduced over the groups once a step.
     owned = counts.trained.dense.max(axis=1) / replicas.shard_size
     between = wires.all_reduce(owned * software.reduce_bytes, replicas.copies) / pricer.constants.gather_rate
     if software.overlap_gradients:
@@ -130,7 +130,7 @@ def _sharded(pricer: Pricer, layouts: Layouts, counts: Counts, stages: Stages, p
     often = layouts.num_microbatches
     copied: Floats = np.zeros(len(layouts))
     if software.shards_parameters:
-        # What was gathered is copied out for both passes, and gradients are cast as they are copied in.
+        # Gathered weights are copied out for both passes, and gradients are cast when they are copied in.
         num_bytes = counts.dense.max(axis=1) * 2 * 2 * sent
         num_bytes = num_bytes + counts.trained.dense.max(axis=1) * (software.width + software.reduce_bytes)
         copied = num_bytes / (pricer.pool.device.streaming_bytes_per_second * pricer.constants.streaming)

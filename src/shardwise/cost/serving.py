@@ -1,8 +1,8 @@
-"""Seconds and bytes of serving: a prompt's forward, one token of many sequences, and the room for keys and values.
+"""Seconds and bytes of serving: prefill of a prompt, decoding of many sequences, and the memory for the KV cache.
 
-Decoding reads every weight of a rank and the keys and values of every sequence for each token: it is bound by memory,
-unless many sequences share the weights. Kernels are taken as launched from graphs, as servers do: one after the other,
-with a pause between them that decides where models are small.
+Decoding reads every weight of a rank and the keys and values of every sequence for each token. It is memory-bound
+unless many sequences share the weights. Kernels are assumed to be launched by CUDA graphs, as servers do: one after the
+other, with a pause in between that dominates for small models.
 """
 
 from dataclasses import dataclass, replace
@@ -20,21 +20,21 @@ from shardwise.model.model import Block, Model
 from shardwise.model.operations import Permutation
 from shardwise.model.share import Share
 
-#: Positions of one block of keys and values.
+#: Positions of one KV block.
 BLOCK = 16
-# Of a device's memory, how much a server takes: the rest is for what it does not count.
+# Share of a device's memory that a server uses. The rest is for memory that it does not count.
 _TAKEN = 0.9
-# Tokens of prompts that are read at once (ours; vLLM's on large GPUs).
+# Prompt tokens in one prefill (ours; vLLM's on large GPUs).
 _PROMPT_TOKENS = 8192
-# Kernels in a graph that choose experts, and as many that sort rows for them and back: nothing waits for counts there.
+# Kernels in a graph that choose experts, and as many each to sort rows and to restore them. No CPU waits for counts.
 _ROUTING_KERNELS = 4.0
-#: Bytes of a weight that is kept in fewer bits, scales of groups among them (`kernels/narrow.py`).
+#: Bytes of a quantised weight, including the scales of groups (`kernels/narrow.py`).
 WEIGHT_BYTES = {"fp8": 1.0, "int4": 0.5 + 2 * 2 / 64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What each candidate gives: arrays. `tokens_per_second` is of one replica, prompts being read in between."""
+    """The result for each candidate, as arrays. `tokens_per_second` is for one replica, with prefills in between."""
 
     first_token: Floats
     each_token: Floats
@@ -49,28 +49,28 @@ def serve(
     model: Model, pool: Pool, *, tp: Ints, pp: Ints, ep: Ints, sequences: Ints, prompt: int, output: int,
     software: Software, constants: Constants = CONSTANTS, width: int = 2, layer_bytes: float | None = None,
 ) -> Served:  # fmt: skip
-    """Price serving `sequences` at once on replicas of tp x pp ranks, prompts of `prompt` tokens, `output` answered.
+    """Price serving `sequences` at once on replicas of tp x pp ranks, with `prompt` tokens in and `output` tokens out.
 
-    Weights, keys and values are numbers of `width` bytes, weights of layers of `layer_bytes` if that is given. A
-    pipeline has as many groups of sequences as stages, each on a stage of its own; tensor parallel ranks cut experts
-    too.
+    Weights, keys and values have `width` bytes; weights of layers have `layer_bytes` if given. A pipeline has as many
+    groups of sequences as stages, so that each stage works on a different group. Tensor parallel ranks also cut
+    experts.
     """
     of_graphs = replace(software, cuda_graphs=True, routing_kernels=_ROUTING_KERNELS)
     engine = Engine(device=pool.device, software=of_graphs, constants=constants, layer_bytes=layer_bytes)
     wires = Wires(pool=pool)
     together = np.maximum(-(-sequences // pp), 1)
-    # A sequence ends, and a prompt comes in its place, once in `output` steps of its group.
+    # Each sequence ends after `output` steps of its group, and a new prompt takes its place.
     coming = together / output
     at_once = np.clip(coming.astype(np.int64), 1, max(_PROMPT_TOKENS // prompt, 1))
     read = _Passes(model, engine, wires, tp=tp, pp=pp, ep=ep, width=width)
     kept = prompt + output / 2
-    # Bytes of keys and values of one position, in all layers, on one tensor parallel rank.
+    # Bytes of the KV cache of one position, in all layers, on one tensor parallel rank.
     cache = np.zeros(len(tp)) + model.cache_bytes(Share(tp=tp, width=width))
     reading = together * kept * cache / (pool.device.streaming_bytes_per_second * constants.streaming)
     first = read.forward(prompt, np.ones_like(tp))
     prefill = read.forward(prompt, at_once)
     decode = read.forward(1, together, more=reading)
-    # With a group on every stage, one comes back when the slowest stage has had them all.
+    # With a group on every stage, a group returns when the slowest stage has processed all groups.
     token = np.maximum(decode.path, np.minimum(pp, sequences) * decode.slowest)
     groups = np.minimum(pp, sequences)
     prompts = pp * prefill.slowest / at_once * _most_that_come(coming, groups)
@@ -95,9 +95,9 @@ def serve(
 
 
 def _most_that_come(mean: Floats, groups: Ints) -> Floats:
-    """Prompts in the step of the group that has most of them, where each has `mean` of them by chance (Poisson).
+    """Return the expected maximum of new prompts over groups, if their number in each is Poisson with this mean.
 
-    Groups go around a pipeline one behind the other, so the one that has most to read holds up all.
+    Groups follow each other through a pipeline, so the group with the most prompts delays all.
     """
     most = int(mean.max() + 10 * np.sqrt(mean.max()) + 10)
     counts = np.arange(most + 1)
@@ -108,7 +108,7 @@ def _most_that_come(mean: Floats, groups: Ints) -> Floats:
 
 
 def _parameters(model: Model, held: Share, count: int) -> tuple[Floats, Floats]:
-    """On a rank that has all stages: those of layers, and of what stands before and after them."""
+    """Return the parameters on a rank with all stages: those of layers, and those of embedding and head."""
     found = {True: np.zeros(count), False: np.zeros(count)}
     for block, times in model.kinds:
         is_layer = bool(block.stack)
@@ -117,13 +117,13 @@ def _parameters(model: Model, held: Share, count: int) -> tuple[Floats, Floats]:
 
 
 def _fullest(model: Model, pp: Ints) -> Floats:
-    """The part of all layers that the stage with most of them has."""
+    """Return the largest share of all layers on one stage."""
     num_layers = max(model.num_layers, 1)
     return np.asarray(np.ceil(num_layers / pp) / num_layers)
 
 
 class _Pass(NamedTuple):
-    """Seconds of a forward through all stages, and on the slowest of them."""
+    """Seconds of a forward through all stages, and on the slowest stage."""
 
     path: Floats
     slowest: Floats
@@ -131,7 +131,7 @@ class _Pass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """Forwards of a model on replicas that are cut in several ways."""
+    """Prices forwards of a model on replicas of several layouts."""
 
     model: Model
     engine: Engine
@@ -142,7 +142,7 @@ class _Passes:
     width: int
 
     def forward(self, sequence: int, together: Ints, more: Floats | float = 0.0) -> _Pass:
-        """Forward of so many sequences of `sequence` tokens at once; layers take `more` seconds beside, all of them."""
+        """Price a forward of `together` sequences of `sequence` tokens. `more`: additional seconds of all layers."""
         share = Share(
             sequence=sequence, microbatch=together, tp=self.tp, ep=self.ep, expert_tp=self.tp, width=self.width
         )
@@ -153,7 +153,7 @@ class _Passes:
             seconds[is_layer] = seconds[is_layer] + self._block(block, share) * count
         layers, ends = seconds[True], seconds[False]
         path = layers + ends + hop * (self.pp - 1)
-        # Whole layers: as many on each stage, the last with the head; or the last with as many fewer as that takes.
+        # Whole layers: either equally many on each stage, or fewer on the last, as many as the head takes the time of.
         num_layers = max(self.model.num_layers, 1)
         layer = layers / num_layers
         even = np.ceil(num_layers / self.pp) * layer + ends
@@ -162,7 +162,7 @@ class _Passes:
         return _Pass(path, np.where(self.pp > 1, np.minimum(even, fewer), path))
 
     def _block(self, block: Block, share: Share) -> Floats:
-        """A block, the sums between its tensor parallel ranks, and rows to their experts and back."""
+        """Return the seconds of a block, its tensor parallel reductions, and its all-to-alls of experts."""
         constants = self.engine.constants
         num_bytes = np.asarray(share.num_rows(block.rows)) * block.output_elements * share.width
         summed = self.wires.all_reduce(num_bytes, self.wires.group(self.tp, 1)) * block.num_reductions
@@ -178,7 +178,7 @@ class _Passes:
 
 
 def _working_bytes(model: Model, prompt: int, tp: Ints) -> Floats:
-    """The widest that a layer's tensors are while a prompt is read: what it makes at once, and the last logits."""
+    """Return the temporary bytes of a prefill: all tensors of the largest layer."""
     share = Share(sequence=prompt, microbatch=1, tp=tp)
     layers = [np.zeros(len(tp)) + block.saved_bytes(share) for block, _ in model.kinds if block.stack]
     return np.max(layers, axis=0) if layers else np.zeros(len(tp))

@@ -1,4 +1,4 @@
-"""Seconds of one microbatch on the first, a middle and the last stage: compute, computed again, and communication."""
+"""Seconds of one microbatch on the first, a middle and the last stage: compute, recomputation and communication."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,17 +21,17 @@ from shardwise.model.operations import Attention, Permutation
 from shardwise.model.share import Share
 
 _SELECTIVE = frozenset({"core_attention"})
-#: The columns of a layout that decide the work of a microbatch on a block, and what it keeps.
+#: The columns of a layout that determine the work of a microbatch on a block, and the tensors that it saves.
 DECIDE_WORK = ("microbatch", "tp", "cp", "ep", "sequence_parallel", "context", "recompute", "recompute_share")
 
 
-# One more piece of a ring: a send with its receive, two kernels of attention, and ten that join what they make to what
-# is there (`sharding/context/ring.py`). All-to-alls copy queries, keys, values and outputs of each rank one by one.
+# Kernels of each further piece of a ring: a send with its receive, two of attention, and ten that merge the result
+# (`sharding/context/ring.py`). All-to-alls copy queries, keys, values and outputs of each rank one by one.
 _PIECE_KERNELS = 13
 
 
 class Work(NamedTuple):
-    """Seconds of one microbatch on some blocks: the three passes, what is computed again, and exposed communication."""
+    """Seconds of one microbatch on some blocks: the three passes, recomputation, and exposed communication."""
 
     forward: Floats
     input: Floats
@@ -58,17 +58,17 @@ class Work(NamedTuple):
 
 
 def add(*works: Work) -> Work:
-    """All of several works."""
+    """Return the sum of several works."""
     return Work(*(sum(each, np.zeros(())) for each in zip(*works, strict=True)))
 
 
 def _mixed(kinds: Sequence[Work], counts: Floats) -> Work:
-    """So many layers of each kind: candidates x kinds."""
+    """Return the work of `counts` layers of each kind: candidates x kinds."""
     return add(*(work.times(count) for work, count in zip(kinds, counts.T, strict=True)))
 
 
 class Pieces(NamedTuple):
-    """Work of one microbatch on a layer of each kind, and on all that stands before and after the layers."""
+    """Work of one microbatch on a layer of each kind, and on all blocks before and after the layers."""
 
     kinds: list[Work]
     begin: Work
@@ -76,7 +76,7 @@ class Pieces(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Work of one microbatch on a stage, by its place; `extra` is what the fullest has beyond a middle one."""
+    """Work of one microbatch on a stage, by its place. `extra`: work of the fullest stage beyond a middle one."""
 
     first: Work
     middle: Work
@@ -87,7 +87,7 @@ class Stages(NamedTuple):
 
 
 def share_of(layouts: Layouts, sequence: int, software: Software) -> Share:
-    """What one rank computes of one microbatch."""
+    """Return the share of one microbatch that one rank computes."""
     return Share(
         sequence=sequence,
         microbatch=layouts.microbatch,
@@ -105,19 +105,19 @@ def share_of(layouts: Layouts, sequence: int, software: Software) -> Share:
 
 
 def _context_kernels(layouts: Layouts) -> NDArray[np.int64]:
-    """Kernels that context parallelism adds to the forward of an attention."""
+    """Return the kernels that context parallelism adds to the forward of attention."""
     around_ring = _PIECE_KERNELS * (layouts.cp - 1)
     return np.where(layouts.context == 0, around_ring, np.where(layouts.cp > 1, 4 * layouts.cp + 6, 0))
 
 
 def share_of_ends(share: Share) -> Share:
-    """The same of what stands before and after the layers."""
+    """Return the same for the blocks before and after the layers."""
     return replace(share, sequence_parallel=False) if share.gathered_once else share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricer:
-    """A model on a pool with its software: prices blocks of candidates."""
+    """Prices the blocks of a model on a pool, with its software, for many candidates."""
 
     model: Model
     pool: Pool
@@ -137,9 +137,9 @@ class Pricer:
         return Wires(pool=self.pool)
 
     def pieces(self, layouts: Layouts) -> "Pieces":
-        """Work of one microbatch on a layer of each kind, and on what stands before and after them.
+        """Return the work of one microbatch on a layer of each kind, and on the blocks before and after the layers.
 
-        It depends on few of the columns. Candidates that agree in those are priced once.
+        It depends on few columns. Candidates that agree in these are priced once.
         """
         some, inverse = layouts.distinct(DECIDE_WORK)
         share = share_of(some, self.sequence, self.software)
@@ -154,7 +154,7 @@ class Pricer:
         )
 
     def stages(self, layouts: Layouts, pieces: Pieces | None = None) -> Stages:
-        """Work of one microbatch on each place of the pipeline; `pieces` of these layouts, where they are known."""
+        """Return the work of one microbatch on each place of the pipeline. `pieces`: of these layouts, if known."""
         kinds, begin, end = pieces or self.pieces(layouts)
         counts = [count for block, count in self.model.kinds if block.stack]
         num_layers = max(sum(counts), 1)
@@ -175,7 +175,7 @@ class Pricer:
         return add(nothing, *(self.block(block, layouts, share, again=False) for block in blocks))
 
     def block(self, block: Block, layouts: Layouts, share: Share, *, again: bool = True) -> Work:
-        """Work of one block; with `again`, recomputed as the layouts say."""
+        """Return the work of one block; with `again`, including the recomputation that the layouts choose."""
         seconds = self.engine.block(block, share)
         tp_forward, tp_backward = self._tp(block, layouts, share)
         cp = self._cp(block, layouts, share)
@@ -189,7 +189,7 @@ class Pricer:
             selective = engine.rerun_between(block, share) if between else engine.rerun(block, share, _SELECTIVE)
             part = layouts.recompute_share
             rerun = part * np.where(full, seconds.forward, np.where(layouts.recompute == 1, selective, 0.0))
-            # What matmuls made is there, summed over ranks; what they read under sp is gathered again.
+            # Outputs of matmuls are saved after their reduction. Under sp, their inputs are gathered again.
             some = (layouts.recompute == 1) & between
             gathered = np.where(some & layouts.sequence_parallel, 0.5 * tp_forward, 0.0)
             repeated_tp = part * np.where(full, tp_forward, gathered)
@@ -206,22 +206,22 @@ class Pricer:
         )
 
     def _tp(self, block: Block, layouts: Layouts, share: Share) -> tuple[Floats, Floats]:
-        """Sums over tensor parallel ranks: all-reduces, or under sequence parallelism gathers and scatters."""
+        """Price tensor parallel reductions: all-reduces, or under sequence parallelism gathers and scatters."""
         group = self.wires.group(layouts.tp, 1)
         num_bytes = np.asarray(share.num_rows(block.rows)) * block.output_elements * share.width
         waits = self.constants.sync_seconds * (layouts.tp > 1)
         reduce = self.wires.all_reduce(num_bytes, group) / self.constants.sync_rate + waits
         gather = self.wires.all_gather(num_bytes, group) / self.constants.sync_rate + waits
         forward = np.where(layouts.sequence_parallel, 2 * gather, reduce) * block.num_reductions
-        # Backward, sums run beside the gradients of weights if the software lets them; so does what sequence
-        # parallelism gathers once more for those.
+        # In the backward, reductions overlap with weight gradients if the software does so; so do the inputs that
+        # sequence parallelism gathers again for these gradients.
         hidden = self.constants.tp_hidden_backward * self.software.async_tp
         backward = forward * (1.0 - hidden)
         exposed = 1.0 - self.constants.tp_hidden * self.software.overlap_tp
         return forward * exposed, backward * exposed
 
     def _cp(self, block: Block, layouts: Layouts, share: Share) -> Floats:
-        """What reaching the rest of a sequence adds to attention: around a ring beside it, or in all-to-alls."""
+        """Price the communication of context parallel attention: a ring that overlaps with it, or all-to-alls."""
         total = np.zeros(len(layouts))
         for operation in block.operations:
             if isinstance(operation, Attention):
@@ -234,8 +234,8 @@ class Pricer:
         return total
 
     def _repeated(self, operation: Attention, layouts: Layouts, share: Share) -> Floats:
-        """Seconds to write keys and values once for each head of queries, for both passes, and to add up the gradients
-        that the kernel gives of these, in fp32. Around a ring causal queries skip a quarter of what comes to them."""
+        """Return the seconds to repeat keys and values for each query head, in both passes, and to sum their gradients
+        in fp32. In a ring, causal queries skip a quarter of the pieces that they receive."""
         if not self.software.repeats_keys or operation.heads == operation.kv_heads:
             return np.zeros(len(layouts))
         per_row = operation.heads * (operation.qk_dim + operation.v_dim)
@@ -244,31 +244,31 @@ class Pricer:
         return self.engine.stream(seen * rows * per_row * (3 * share.width + 4 + 4))
 
     def _ring(self, operation: Attention, layouts: Layouts, share: Share) -> Floats:
-        """Keys and values around the ring of context parallel ranks, as far as attention does not hide them; and what
-        attention piece by piece takes beyond attention at once."""
+        """Return the exposed seconds of sending keys and values around the ring, plus the additional seconds of
+        attention piece by piece instead of at once."""
         per_row = operation.kv_heads * (operation.qk_dim + operation.v_dim) * share.width
         num_bytes = np.asarray(share.num_rows(operation.rows)) * per_row / layouts.tp
-        # A rank waits for its neighbour at every stop as it does for a sum, unless attention takes longer.
+        # A rank waits for its neighbour at every hop, as in a reduction, unless attention takes longer.
         hop = self.wires.hop(num_bytes, layouts.tp, layouts.cp) + self.constants.sync_seconds
         ring = (layouts.cp - 1) * hop
         attention = self.engine.operation(operation, share)
         exposed = np.maximum(ring - attention.forward, 0.0) + np.maximum(2 * ring - attention.input, 0.0)
-        # A kernel sees one rank's keys at a time, and reaches less of the peak the fewer they are.
+        # A kernel processes one rank's keys at a time; the fewer keys, the smaller the share of the peak.
         own, ramp = self.sequence / layouts.cp, self.constants.attention_ramp
         slower = (1.0 + ramp / own) / (1.0 + ramp / self.sequence) - 1.0
         shorter = (attention.forward + attention.input) * slower * self.software.is_flash
         return exposed + shorter + (layouts.cp - 1) * self._merged(operation, layouts, share)
 
     def _merged(self, operation: Attention, layouts: Layouts, share: Share) -> Floats:
-        """Seconds to add one piece to what earlier pieces made, in fp32: outputs forward, and backward the gradients of
-        queries, keys and values, each read with what is there, and written."""
+        """Return the seconds to add one piece to the result of earlier pieces in fp32: outputs in the forward, and in
+        the backward gradients of queries, keys and values. Each sum reads two tensors and writes one."""
         outputs, queries = operation.heads * operation.v_dim, operation.heads * operation.qk_dim
         keys = operation.kv_heads * (operation.qk_dim + operation.v_dim)
         rows = np.asarray(share.num_rows(operation.rows), dtype=np.float64) / layouts.tp
         return self.engine.stream(rows * (outputs + queries + keys) * (share.width + 4 + 4))
 
     def _heads_exchanged(self, operation: Attention, layouts: Layouts, share: Share) -> Floats:
-        """Tokens of all heads for heads of all tokens and back, forward and backward: nothing runs beside it."""
+        """Return the seconds of all-to-alls from split tokens to split heads and back, in both passes, all exposed."""
         heads = operation.heads * (operation.qk_dim + operation.v_dim)
         per_row = (heads + operation.kv_heads * (operation.qk_dim + operation.v_dim)) * share.width
         num_bytes = np.asarray(share.num_rows(operation.rows)) * per_row / layouts.tp
@@ -277,7 +277,7 @@ class Pricer:
         return 2 * self.wires.all_to_all(num_bytes, group) / self.constants.sync_rate + waits
 
     def _ep(self, block: Block, layouts: Layouts, share: Share) -> tuple[Floats, Floats]:
-        """Rows to their experts and back, forward and backward."""
+        """Return the seconds of sending rows to experts and back, in the forward and in the backward."""
         total = np.zeros(len(layouts))
         fast = self.software.fast_dispatch
         rate = self.constants.fast_dispatch_rate if fast else self.constants.dispatch_rate

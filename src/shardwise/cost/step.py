@@ -13,7 +13,7 @@ from shardwise.cost.host import exposed
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import StepBytes, step_bytes
 from shardwise.cost.numbers import Floats, choose
-from shardwise.cost.pipeline import span
+from shardwise.cost.pipeline import SPLITS_BACKWARD, span
 from shardwise.cost.places import Counts, count_blocks, typical_places
 from shardwise.cost.replicas import exchange
 from shardwise.cost.software import Software
@@ -21,13 +21,13 @@ from shardwise.cost.stage import Pieces, Pricer, Stages, Work, add
 from shardwise.model.model import Model
 from shardwise.model.operations import Router
 
-#: Of a node's memory, how much its ranks may have: the rest is for the system, the data and the programs themselves.
+#: Share of a node's memory for its ranks. The rest is for the system, the data and the programs themselves.
 HOST_TAKEN = 0.85
 
-# How far each part may be off, as a share of itself, at nine in ten. Chosen so that the interval of the whole, parts
-# taken as independent, holds nine in ten of the quality A rows of published/runs.csv; validate prints how many it
-# does. Compute is the better known the more sources there are of a device: six of Ampere, three of Hopper, two of
-# Blackwell, one with anything else; products in 8 and 4 bits come on top.
+# Relative error of each part, at 90 % confidence. Chosen so that the interval of the step, with independent parts,
+# covers 90 % of the quality A rows of published/runs.csv; validate prints its coverage. The error of compute is smaller
+# for devices with more sources: six for Ampere, three for Hopper, two for Blackwell, one for anything else. The error
+# of matmuls in 8 and 4 bits is added.
 _COMPUTE: Mapping[str, float] = {"ampere": 0.15, "volta": 0.16, "hopper": 0.22, "blackwell": 0.28, "cpu": 0.14}
 _UNKNOWN_COMPUTE, _NARROW = 0.4, 0.2
 _SPREAD: Mapping[str, float] = {
@@ -41,15 +41,15 @@ _SPREAD: Mapping[str, float] = {
     "offload": 0.60,
     "other": 1.00,
 }
-# Mixtures of experts differ more: what is fused and graphed changes with every release.
+# Mixtures of experts vary more: fusion and CUDA graphs change with every release.
 _EXPERT_COMPUTE = 0.35
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A step of each candidate: seconds with the interval of nine in ten, where they go, and the bytes of its ranks.
+    """A step of each candidate: its seconds with the 90 % interval, their parts, and the bytes of its ranks.
 
-    The parts add up to the seconds. `fits` compares the fullest rank with what its device has.
+    The parts add up to the seconds. `fits`: whether the fullest rank fits its device, and the node's ranks the host.
     """
 
     seconds: Floats
@@ -70,9 +70,9 @@ def price(
     constants: Constants = CONSTANTS,
     pieces: Pieces | None = None,
 ) -> Estimate:
-    """Price a step of each layout. Where pools differ, a step is as slow as on the slowest, and must fit every one.
+    """Price a step of each layout. With several pools, a step is as slow as on the slowest, and must fit all of them.
 
-    `pieces` of these layouts need not be worked out again where they are known; they are of the only pool.
+    `pieces` are those of these layouts on the only pool, if they are already known.
     """
     known = pieces if len(cluster.pools) == 1 else None
     each = [
@@ -122,7 +122,7 @@ def _price_on(
 
 
 def _parts(pricer: Pricer, layouts: Layouts, stages: Stages, counts: Counts) -> dict[str, Floats]:
-    """Where the seconds of a step go: those of the slowest stage, and what the pipeline and the replicas add."""
+    """Return the seconds of a step by part: those of the slowest stage, and those of pipeline and replicas."""
     num = layouts.num_microbatches.astype(np.float64)
     fullest = add(stages.middle, stages.extra)
     slowest = slowest_stage(stages.first, fullest, stages.last, layouts)
@@ -138,8 +138,10 @@ def _parts(pricer: Pricer, layouts: Layouts, stages: Stages, counts: Counts) -> 
         steps_overlap=pricer.software.steps_overlap,
     )
     fill = pricer.constants.pipe_fill * pricer.software.interpreted_pipe * (layouts.pp > 1)
+    is_split = (layouts.pp > 1) & np.isin(layouts.schedule, SPLITS_BACKWARD)
+    backward = (slowest.input + slowest.weight) * (1.0 + pricer.constants.split_overhead * is_split)
     return {
-        "compute": num * (slowest.forward + slowest.input + slowest.weight),
+        "compute": num * (slowest.forward + backward),
         "recompute": num * slowest.again,
         "tp": num * (slowest.tp_forward + slowest.tp_backward),
         "cp": num * slowest.cp,
@@ -162,7 +164,7 @@ def as_stage(work: Work) -> Seconds:
 
 
 def slowest_stage(first: Work, middle: Work, last: Work, layouts: Layouts) -> Work:
-    """The work of the stage that sets the pace."""
+    """Return the work of the slowest stage, which sets the pace."""
     alone = layouts.pp == 1
     is_last = ~alone & (last.total > np.maximum(first.total, middle.total))
     is_middle = ~alone & ~is_last & (middle.total >= first.total)
@@ -170,7 +172,7 @@ def slowest_stage(first: Work, middle: Work, last: Work, layouts: Layouts) -> Wo
 
 
 def hop_seconds(pricer: Pricer, layouts: Layouts) -> Floats:
-    """Seconds of one activation to the next stage."""
+    """Return the seconds to send one activation to the next stage."""
     rows = layouts.microbatch * (pricer.sequence / layouts.cp)
     split = np.where(layouts.sequence_parallel | pricer.software.split_hops, layouts.tp, 1)
     num_bytes = rows * pricer.model.hidden * pricer.software.width / split
@@ -181,7 +183,7 @@ def hop_seconds(pricer: Pricer, layouts: Layouts) -> Floats:
 
 
 def optimizer_seconds(pricer: Pricer, layouts: Layouts, counts: Counts) -> Floats:
-    """Adam on the states that a rank owns: 30 bytes of each parameter pass through memory (facts 4.4), and the norm."""
+    """Return the seconds of Adam on a rank's states: 30 bytes of traffic per parameter (facts 4.4), and the norm."""
     owned = counts.trained.fullest.spread(layouts, 1)[:, 0]
     moved = owned * (30 + 2 * pricer.software.gradient_bytes)
     num_tensors = sum(count * each.trains for block, count in pricer.model.kinds for each in block.parameters)
@@ -189,9 +191,9 @@ def optimizer_seconds(pricer: Pricer, layouts: Layouts, counts: Counts) -> Float
 
 
 def _searching(pricer: Pricer, layouts: Layouts, held: StepBytes) -> Floats:
-    """The share of a step that an allocator loses to searching, freeing and asking anew, the less room it has.
+    """Return the share of a step that the allocator spends on searching, freeing and reallocating as memory fills up.
 
-    Where a pipeline takes fresh buffers for every microbatch, several of which are under way, free blocks seldom fit.
+    If a pipeline allocates new buffers for every microbatch, with several in flight, free blocks seldom fit.
     """
     begin = pricer.constants.pressed_from
     pressed = np.clip((held.peak / pricer.pool.device.memory_bytes - begin) / (1.0 - begin), 0.0, 1.0)
@@ -199,7 +201,7 @@ def _searching(pricer: Pricer, layouts: Layouts, held: StepBytes) -> Floats:
 
 
 def _fits(pool: Pool, held: StepBytes) -> np.ndarray:
-    """Whether the fullest rank fits its device, and what its node's ranks keep on the host fits there."""
+    """Return whether the fullest rank fits its device, and the host bytes of a node's ranks fit the host."""
     on_host = held.host * pool.node.devices_per_node
     room = HOST_TAKEN * pool.node.host.memory_bytes
     return np.asarray((held.peak <= pool.device.memory_bytes) & (on_host <= room))
@@ -208,7 +210,7 @@ def _fits(pool: Pool, held: StepBytes) -> np.ndarray:
 def spread(
     parts: Mapping[str, Floats], seconds: Floats, *, has_experts: bool, device: Device, software: Software
 ) -> Floats:
-    """The half width of the interval, as a share of the whole: it reaches from t / (1 + w) to t (1 + w)."""
+    """Return the relative half width w of the interval, which reaches from t / (1 + w) to t (1 + w)."""
     known = _COMPUTE.get(device.architecture, _UNKNOWN_COMPUTE)
     compute = max(known, _EXPERT_COMPUTE) if has_experts else known
     if software.matmul_precision in ("fp8", "fp4"):

@@ -15,7 +15,7 @@ from shardwise.planner.plan import Plan
 from shardwise.ranks.mesh import Mesh
 from shardwise.ranks.wires import Wires
 from shardwise.sharding.context.parallel import ContextParallel
-from shardwise.sharding.context.trial import are_parts_alike
+from shardwise.sharding.context.trial import Alike, try_parts
 from shardwise.sharding.dropout import Dropouts
 from shardwise.sharding.expert.shard import shard_experts
 from shardwise.sharding.expert.sharding import ExpertSharding
@@ -38,12 +38,11 @@ class Sharded:
         self._plan, self._mesh, self._by_first = plan, mesh, by_first
         self.tensor = self._shard(module, microbatch, options, loss) if plan.tp > 1 else None
         self.context: ContextParallel | None = None
-        #: Whether parts of sequences are known to give what the whole gives.
-        self.is_tried = (
-            plan.cp > 1
-            and options.verify
-            and are_parts_alike(module, partial(self._make_context, options), microbatch, loss)
-        )
+        alike = Alike(is_tried=False)
+        if plan.cp > 1 and options.verify:
+            alike = try_parts(module, partial(self._make_context, options), microbatch, loss)
+        #: Whether parts of sequences are known to give what the whole gives; and why padded ones do not.
+        self.is_tried, self._refuses_padding = alike
         #: How experts lie on ranks, where they are shared out or have replicas.
         self.experts: ExpertSharding | None = None
         if plan.dp * plan.cp > 1:
@@ -69,6 +68,7 @@ class Sharded:
             return None
         self.context = self._make_context(options)
         self.context.is_strict = not self.is_tried
+        self.context.refuses_padding = self._refuses_padding
         self.context.attach(module)
         return self.context
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
 from shardwise.sharding.context.parallel import ContextParallel
-from shardwise.sharding.context.trial import are_parts_alike
+from shardwise.sharding.context.trial import try_parts
 from shardwise.sharding.stand_in import converted, fitting, stand_in
 from shardwise.sharding.tensor.shard import Apart, find_apart
 from shardwise.stages.batch import home_of
@@ -317,7 +317,7 @@ class TriedAgain:
     def _try_sequences(self, names: str, batch: Batch) -> None:
         assert self.make_context is not None, "sequences are shared out"
         try:
-            are_parts_alike(self._copy.again(), self.make_context, unmarked(batch), self._loss)
+            try_parts(self._copy.again(), self.make_context, unmarked(batch), self._loss)
         except ShardwiseError as error:
             raise ShardwiseError(
                 f"{names} was set since the engine was made, and with it {error.problem}", remedy=error.remedy

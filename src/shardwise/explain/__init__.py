@@ -1,1 +1,1 @@
-"""What a run has to tell, by its name or simulated from a plan: its report, and what its doctor finds."""
+"""The report of a run and the findings of its doctor. The run is given by name, or simulated from a plan."""

@@ -1,4 +1,4 @@
-"""A run from what was typed: a folder, a trace, or a plan, whose schedule is then simulated."""
+"""A run from a command-line argument: a folder, a trace, or a plan, whose schedule is then simulated."""
 
 from itertools import product
 from pathlib import Path

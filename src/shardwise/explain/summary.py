@@ -1,4 +1,4 @@
-"""A run in numbers, as its report shows them and its doctor looks at them, each computed when it is first asked for."""
+"""The numbers of a run that its report shows and its doctor examines, each computed on first access."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from shardwise.trace.stretches import BUBBLE, Part, Stretch, parts_of_ranks, str
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in numbers. What is of each rank is a sequence; times are in seconds."""
+    """The numbers of a run. Those of each rank are sequences. Times are in seconds."""
 
     run: Run
 

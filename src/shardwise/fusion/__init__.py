@@ -1,1 +1,1 @@
-"""Kernels for modules that know nothing of them: recognised by what they compute, replaced, listed, and undone."""
+"""Kernels in unmodified modules: modules are recognised by what they compute, replaced, listed, and restored."""

@@ -1,11 +1,11 @@
-"""Attention of Hugging Face's models: rotary positions by a kernel, and torch's attention by its fastest kernel.
+"""Attention of Hugging Face models: rotary positions by a kernel, and torch's attention by its fastest kernel.
 
 Their attention modules call functions by global names: one that rotates queries and keys, and the table of attention
-functions. A forward with the same code and other globals is put in place of theirs; nobody else's globals change.
+functions. A forward with the same code and other globals replaces theirs; no globals of other code change.
 
-The function that rotates is known by its arguments `(q, k, cos, sin, ...)`, and by what it computes on a small example.
-It is taken over only if the modules that make cosines and sines give the same numbers for both halves of a head, as the
-kernel assumes; on a small example too.
+The rotation function is recognised by its arguments `(q, k, cos, sin, ...)`, and by its result on a small example. It
+is replaced only if the modules that make cosines and sines give the same values for both halves of a head, as the
+kernel assumes. This is also tested on a small example.
 """
 
 import copy

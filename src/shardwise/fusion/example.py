@@ -1,4 +1,4 @@
-"""A small copy of a module with random numbers, and whether two functions compute the same on a small example."""
+"""A small copy of a module with random weights, and a test whether two functions agree on a small example."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,9 @@
-"""A module's forward replaced on that module alone, and put back.
+"""Replacing the forward of one module instance, and restoring it.
 
-It becomes an instance of a class made from its own: hooks, parameters, names, `isinstance` and `repr` stay. Modules of
-one class that are replaced alike share the class, so that a compiler takes them for one kind. A copy is replaced too;
-what is pickled is the module as it was. Whoever has put another class around it meanwhile (tensor parallelism, dropout)
-keeps it: then the replacement is only turned off.
+The module becomes an instance of a subclass of its own class: hooks, parameters, names, `isinstance` and `repr` stay.
+Modules of one class with equal replacements share the subclass, so that a compiler treats them as one kind. A copy is
+replaced too; a pickle has the original module. If other code has changed the class again meanwhile (tensor parallelism,
+dropout), that class stays, and restoring only turns the replacement off.
 """
 
 import copy
@@ -21,7 +21,7 @@ _ON = "_with_kernels"
 
 
 class Forward(Protocol):
-    """What is run in place of a forward. Two that are equal do the same."""
+    """The replacement of a forward. Equal ones compute the same."""
 
     def __call__(self, module: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
     def __hash__(self) -> int: ...

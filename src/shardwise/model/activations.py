@@ -1,4 +1,4 @@
-"""Bytes that a forward keeps for its backward, on one rank and of one microbatch."""
+"""Bytes that a forward saves for its backward, for one microbatch on one rank."""
 
 from collections.abc import Collection, Iterable
 from itertools import pairwise
@@ -9,10 +9,10 @@ from shardwise.model.share import Count, Share, divided, total
 
 
 def saved_bytes(operations: Iterable[Operation], share: Share, recompute: str | Collection[str] = "none") -> Count:
-    """Bytes that these operations keep.
+    """Return the bytes that these operations save.
 
-    `recompute` is `none`, `selective` (Korthikanti et al. 2022: the scores of attention are made again) or the names of
-    parts, as in `Saved.dropped_by`. Full recomputation keeps a block's input only: `Block.input_bytes`.
+    `recompute` is `none`, `selective` (Korthikanti et al. 2022: attention scores are recomputed) or the names of
+    parts, as in `Saved.dropped_by`. Full recomputation saves only a block's input: `Block.input_bytes`.
     """
     parts = chosen_parts(recompute)
     if parts is None:
@@ -23,7 +23,7 @@ def saved_bytes(operations: Iterable[Operation], share: Share, recompute: str | 
 
 
 def made_bytes(operations: Iterable[Operation], share: Share) -> Count:
-    """Bytes of what matmuls and attention make: what recomputation keeps that makes all else again."""
+    """Return the bytes of all outputs of matmuls and attention: recomputation of everything else keeps just these."""
     return total(_made_bytes(each, share) for each in operations)
 
 
@@ -34,17 +34,17 @@ def _made_bytes(operation: Operation, share: Share) -> Count:
         return share.microbatch * operation.batch * operation.m * operation.n * share.width
     if isinstance(operation, Attention):
         pairs = share.num_rows(operation.rows) * divided(operation.heads, share.tp)
-        # The logarithm of a softmax's sum, in fp32; without flash attention the scores are what a matmul makes.
+        # With flash attention, the log-sum-exp of each softmax, in fp32. Without it, the scores: a matmul's output.
         beside = 4 if share.flash else share.sequence * share.width
         return pairs * (operation.v_dim * share.width + beside)
     return 0
 
 
 def narrow_bytes(operations: Iterable[Operation], share: Share) -> Count:
-    """Bytes by which less is kept where matmuls of layers keep what they read in 8 bits; less than 0 if more is.
+    """Return the bytes that are saved less if matmuls of layers save their inputs in 8 bits; negative if more.
 
-    What was kept for a matmul alone, such as what a norm gives, shrinks. What attention gives is kept for its own
-    backward too, and the 8 bits come to that.
+    A tensor saved only for a matmul, such as the output of a norm, shrinks. The output of attention is also saved for
+    attention's own backward, so its 8-bit copy comes on top.
     """
     return total(_narrow_bytes(before, each, share) for before, each in pairwise(operations))
 
@@ -61,12 +61,12 @@ def _narrow_bytes(before: Operation, operation: Operation, share: Share) -> Coun
 
 
 def is_narrow(operation: Matmul) -> bool:
-    """Whether our layers multiply in 8 bits where a plan says so: those of experts, routers and the like do not."""
+    """Return whether this matmul runs in 8 bits if the plan chooses that. Those of experts and routers do not."""
     return operation.sharding != "none" and not operation.num_experts
 
 
 def tensor_bytes(saved: Saved, share: Share) -> Count:
-    """Bytes of one kept tensor on one rank."""
+    """Return the bytes of one saved tensor on one rank."""
     rows = share.num_rows(saved.rows) * saved.copies * (share.sequence if saved.per_key else 1)
     if saved.cut == "tp" and saved.units is not None:
         count = rows * divided(saved.units, share.tp) * (saved.elements // saved.units)
@@ -76,10 +76,10 @@ def tensor_bytes(saved: Saved, share: Share) -> Count:
 
 
 def held_for_weights_bytes(operations: Iterable[Operation], share: Share) -> Count:
-    """Bytes still held between a block's input gradient `I` and its weight gradient `W` (zero bubble schedules).
+    """Return the bytes held between a block's input gradient `I` and its weight gradient `W` (zero bubble schedules).
 
-    The weight gradient of a matmul needs its input and the gradient of its output. Matmuls that read one input (query,
-    key and value; gate and up) hold it once, because they are one operation here.
+    The weight gradient of a matmul needs its input and the gradient of its output. Matmuls that share an input (query,
+    key and value; gate and up) are one operation here, so their input is counted once.
     """
     return total(_held_bytes(each, share) for each in operations if isinstance(each, Matmul) and each.trains)
 
@@ -92,7 +92,7 @@ def _held_bytes(operation: Matmul, share: Share) -> Count:
 
 
 def _is_kept(saved: Saved, share: Share) -> bool:
-    """Whether the software of this share keeps the tensor."""
+    """Return whether the software that this share describes (flash, fused) saves the tensor."""
     kept = {
         "always": True,
         "flash": share.flash,

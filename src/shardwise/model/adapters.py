@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA): a model whose weights stay as they are, with two narrow matmuls beside each that train.
+"""Low-rank adapters (LoRA): a model with frozen weights, and beside each adapted one two narrow, trained matmuls.
 
     x ── W (frozen) ─────────┬── + ──        W: k x n, no gradient, no optimizer state
       └─ A (k x r) ── B (r x n) ┘            A, B: trained; of qkv one A for each of its parts (Hu et al. 2021, PEFT)
 
-What reads columns has A whole on every tensor parallel rank and B cut as W is; what reads rows has A cut and B whole.
+Tensor parallelism: for a column-parallel W, A is replicated and B cut as W is; for a row-parallel W, B is replicated.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from shardwise.model.operations import Embedding, Matmul, Operation, Saved, Widt
 
 
 def with_lora(model: Model, rank: int) -> Model:
-    """The model with adapters of this rank at every dense matmul of its layers; nothing else trains."""
+    """Return the model with adapters of this rank at every dense matmul of its layers; nothing else trains."""
     if rank < 1:
         raise ShardwiseError(f"adapters of rank {rank}: a rank is at least 1", remedy="--lora 16")
     made: dict[str, Block] = {}
@@ -44,12 +44,12 @@ def _adapted(block: Block, rank: int) -> Block:
 
 
 def _takes_adapters(operation: Matmul) -> bool:
-    """Routers have none, and experts seldom: their rows come and go."""
+    """Exclude routers, which have no adapters, and experts, which seldom have: their number of rows varies."""
     return operation.sharding != "none" and not operation.num_experts
 
 
 def _narrow(operation: Matmul, rank: int) -> Iterator[Matmul]:
-    """Both matmuls of an adapter. What the first reads is kept already; what it makes is kept for the second."""
+    """Yield both matmuls of an adapter. The input of the first is saved already; its output is saved for the second."""
     each = Width(len(operation.outputs) * rank)
     kept = Saved(name="narrow", elements=each.elements, rows=operation.rows, cut="columns")
     is_row = operation.sharding == "row"

@@ -17,12 +17,12 @@ _TABLES = (gpt, llama, pretrained, deepseek, nemotron, encoders)
 CATALOGUE: Mapping[str, Mapping[str, Any]] = {name: values for table in _TABLES for name, values in table.TABLE.items()}
 ALIASES: Mapping[str, str] = {alias: name for table in _TABLES for alias, name in table.ALIASES.items()}
 
-# What publishers append to a name without another shape.
+# Suffixes of published names that do not change the shape.
 _SUFFIXES = re.compile(r"(-(hf|base|instruct|chat|it|pt|bf16|fp8|4k|128k|v0\.1|2407|2411|2501))+$")
 
 
 def get_model(name: str) -> Model:
-    """The model of a name: `llama3.1-405b`, or as its publisher writes it: `meta-llama/Llama-3.1-405B-Instruct`."""
+    """Return the model with this name: `llama3.1-405b`, or the publisher's `meta-llama/Llama-3.1-405B-Instruct`."""
     found = find_name(name)
     if found is None:
         known = (*CATALOGUE, *ALIASES)
@@ -40,7 +40,7 @@ def _made(name: str) -> Model:
 
 
 def find_name(name: str) -> str | None:
-    """The catalogue's own name for a name as somebody writes it, or None."""
+    """Return the catalogue's own name for a name in any usual spelling, or None."""
     spelled = _spellings()
     plain = _plain(name)
     return spelled.get(_letters(plain)) or spelled.get(_letters(_SUFFIXES.sub("", plain)))
@@ -57,11 +57,11 @@ def _spellings() -> dict[str, str]:
 
 
 def _plain(name: str) -> str:
-    """Without the publisher, remarks in brackets and capitals, and with one kind of dash."""
+    """Remove the publisher and remarks in brackets, use lower case, and turn underscores and spaces into dashes."""
     without = re.sub(r"\s*\(.*?\)", "", name.rsplit("/", 1)[-1])
     return without.strip().lower().replace("_", "-").replace(" ", "-")
 
 
 def _letters(plain: str) -> str:
-    """Letters, digits and dots only: where people put dashes differs."""
+    """Keep only letters, digits and dots, because the use of dashes varies."""
     return re.sub(r"[^a-z0-9.]", "", plain.removeprefix("meta-"))

@@ -17,7 +17,7 @@ from shardwise.model.families.t5 import t5
 from shardwise.model.families.vit import vit
 from shardwise.model.model import Model
 
-# Most families are read by the function of their name; these by that of another.
+# Most families are read by the function with their name; `_OTHERS` are read by the function of another family.
 _FAMILIES: tuple[Callable[[Fields, str], Model], ...] = (
     bert, bloom, falcon, gemma, gemma2, gemma3, gpt2, gpt_neox, gpt_oss, llama, llama4, mistral, mixtral, mpt, nemotron,
     nemotron_h, opt, phi, phi3, phimoe, qwen2, qwen2_moe, qwen3, qwen3_moe, resnet, t5, vit,
@@ -29,16 +29,16 @@ _OTHERS = {
     "internlm": llama,
     "llama4_text": llama4,
 }
-# `model_type` of a configuration, and who reads it.
+# The `model_type` of a configuration, and the function that reads it.
 READERS = dict(sorted({**{reader.__name__: reader for reader in _FAMILIES}, **_OTHERS}.items()))
 
 _EXAMPLE = "a config.json as Hugging Face writes it, with a model_type like llama"
 
 
 def read_config(source: Mapping[str, Any] | Path, *, name: str | None = None) -> Model:
-    """The model that a configuration describes: its values, or the path of a `config.json` or of the folder with one.
+    """Return the model of a configuration: its values, or the path of a `config.json` or of the folder with one.
 
-    Of a model that sees and reads (Gemma 3, Llama 4), the part that reads.
+    Of a vision-language model (Gemma 3, Llama 4), only the language model is read.
     """
     if isinstance(source, Path):
         values = _load(source)
@@ -70,7 +70,7 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 
 def _unknown_family(kind: object, called: str) -> ShardwiseError:
-    """What is missing, and how to give the module instead."""
+    """Return an error that says what is missing, and how to give the module instead."""
     if not isinstance(kind, str):
         return ShardwiseError(f"{called} has no model_type, so its family is not known", remedy=_EXAMPLE)
     near = nearest(kind, READERS)

@@ -1,4 +1,4 @@
-"""A model from its sizes alone, as a table of published runs or a sketch on paper gives them."""
+"""A model from its sizes alone, as given in a table of published runs or in a sketch."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,13 +12,13 @@ from shardwise.model.tables.pretrained import bloom
 
 STYLES = ("gpt", "bloom", "llama")
 
-# Llama rounds two thirds of four times its width up to a multiple of this.
+# Llama's MLP has 2/3 of 4 times the hidden width, rounded up to a multiple of this.
 _LLAMA_MULTIPLE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture in place of the MLP: `top_k` of `count` experts of `width`, and one of `shared_width` for all."""
+    """A mixture of experts instead of the MLP: `top_k` of `count` experts of `width`, and one shared expert."""
 
     count: int
     top_k: int
@@ -28,9 +28,9 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What a row of a table says. Of what is left out, the style's own: four times as wide an MLP, and so on.
+    """The sizes of a model. A size that is None takes the style's default, such as an MLP of four times the width.
 
-    `ffn` is the width of the MLP; `positions` the longest sequence (learned positions have a vector for each).
+    `ffn` is the width of the MLP. `positions` is the longest sequence (learned positions have a vector for each).
     """
 
     layers: int
@@ -46,11 +46,11 @@ class Sizes:
 
 
 def describe(style: Literal["gpt", "bloom", "llama"], sizes: Sizes, *, name: str | None = None) -> Model:
-    """The model of these sizes.
+    """Return the model with these sizes.
 
-    `gpt`: layer norm, biases, GELU, learned positions, one table for both ends (Megatron's GPT, llm-foundry's MPT).
-    `bloom`: the same with slopes for positions and a norm after the embedding. `llama`: root mean square norm, no
-    biases, a gate, rotary positions, a head of its own; the only one that may have experts or fewer keys than queries.
+    `gpt`: layer norm, biases, GELU, learned positions, tied embeddings (Megatron's GPT, llm-foundry's MPT).
+    `bloom`: the same with ALiBi slopes for positions and a norm after the embedding. `llama`: RMS norm, no biases,
+    a gated MLP, rotary positions, an untied head. Only `llama` may have experts or fewer KV heads than query heads.
     """
     if style not in STYLES:
         raise unknown("style", style, STYLES)

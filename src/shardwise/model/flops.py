@@ -1,7 +1,7 @@
 """Arithmetic of an operation on one rank: forward, gradient of the input, gradient of the weight.
 
-A multiplication and an addition are two FLOPs. Only products of matrices are counted: all else is bound by memory, and
-is in `traffic.py`.
+A multiplication and an addition are two FLOPs. Only matrix products are counted. Everything else is memory-bound; its
+bytes are counted in `traffic.py`.
 """
 
 from collections.abc import Collection, Iterable
@@ -34,9 +34,9 @@ NOTHING = Passes(0, 0, 0)
 
 
 class Gemm(NamedTuple):
-    """`num_products` products of m x k by k x n, as one rank computes them forward.
+    """`num_products` products of m x k by k x n, computed by one rank in the forward.
 
-    The gradient of the input is m x n by n x k, that of the weight k x m by m x n.
+    The gradient of the input is m x n by n x k; the gradient of the weight is k x m by m x n.
     """
 
     m: Count
@@ -46,7 +46,7 @@ class Gemm(NamedTuple):
 
 
 def flops(operation: Operation, share: Share) -> Passes:
-    """FLOPs of one operation on one rank. Attention is counted as its kernel computes it: see `num_pairs`."""
+    """Return the FLOPs of one operation on one rank. Attention counts what its kernel computes: see `num_pairs`."""
     match operation:
         case Matmul():
             weights = _inputs_on(operation, share) * _outputs_on(operation, share)
@@ -67,19 +67,19 @@ def flops(operation: Operation, share: Share) -> Passes:
 
 
 def sum_flops(operations: Iterable[Operation], share: Share) -> Passes:
-    """FLOPs of several operations together."""
+    """Return the sum of the FLOPs of several operations."""
     return add_passes(flops(operation, share) for operation in operations)
 
 
 def rerun_flops(operations: Iterable[Operation], share: Share, recompute: str | Collection[str]) -> Count:
-    """FLOPs of what the backward computes again: all of it (`full`), or what the chosen parts name."""
+    """Return the FLOPs that the backward recomputes: all operations (`full`), or those of the chosen parts."""
     parts = chosen_parts(recompute)
     again = [each for each in operations if parts is None or not parts.isdisjoint(each.rerun_by)]
     return sum_flops(again, share).forward
 
 
 def chosen_parts(recompute: str | Collection[str]) -> frozenset[str] | None:
-    """The parts that a choice of recomputation names; None stands for all (`full`)."""
+    """Return the parts that a choice of recomputation names; None means all (`full`)."""
     if recompute == "full":
         return None
     if recompute == "none":
@@ -88,7 +88,7 @@ def chosen_parts(recompute: str | Collection[str]) -> frozenset[str] | None:
 
 
 def gemm(operation: Matmul, share: Share) -> Gemm:
-    """The shape of a matmul on one rank; of an expert's, with the rows spread evenly over the experts."""
+    """Return the shape of a matmul on one rank. For experts, rows are assumed to be spread evenly over them."""
     experts = divided(operation.num_experts, share.ep) if operation.num_experts else 1
     return Gemm(
         m=divided(expert_rows(operation, share), experts),
@@ -99,10 +99,10 @@ def gemm(operation: Matmul, share: Share) -> Gemm:
 
 
 def expert_rows(operation: Matmul, share: Share) -> Count:
-    """Rows that a rank multiplies, those of all its experts together.
+    """Return the rows that a rank multiplies, summed over its experts.
 
-    A weight that tensor parallelism does not cut sees the rows of its rank only, which under sequence parallelism are
-    `1/tp` of them. An expert that is cut less than the rest of the layer (`expert_tp < tp`) sees `expert_tp/tp`.
+    A weight that tensor parallelism does not cut multiplies only the rows of its rank: `1/tp` of all rows under
+    sequence parallelism. An expert that is cut less than the rest of the layer (`expert_tp < tp`) gets `expert_tp/tp`.
     """
     rows = share.num_rows(operation.rows)
     if operation.num_experts:
@@ -111,10 +111,10 @@ def expert_rows(operation: Matmul, share: Share) -> Count:
 
 
 def num_pairs(operation: Attention, share: Share) -> Count:
-    """Twice the pairs of a query and a key of one sample that are multiplied, before cp divides them.
+    """Return twice the number of multiplied query-key pairs of one sample, before cp divides them.
 
-    Twice, so that it is whole: a causal sequence has s(s+1)/2. Flash attention skips what no query sees; attention with
-    a matrix of scores multiplies all of it and masks.
+    Twice the number is always an integer: a causal sequence has s(s+1)/2 pairs. Flash attention skips masked pairs;
+    attention with a matrix of scores multiplies all pairs and then masks.
     """
     queries: Count = share.sequence if operation.rows is None else operation.rows
     keys: Count = queries if operation.key_rows is None else operation.key_rows
@@ -132,7 +132,7 @@ def num_pairs(operation: Attention, share: Share) -> Count:
 
 
 def add_passes(passes: Iterable[Passes]) -> Passes:
-    """The sum, pass by pass."""
+    """Return the sum, pass by pass."""
     each = list(passes)
     return Passes(
         total(one.forward for one in each), total(one.input for one in each), total(one.weight for one in each)
@@ -140,7 +140,7 @@ def add_passes(passes: Iterable[Passes]) -> Passes:
 
 
 def width_on(width: Width, ranks: Count) -> Count:
-    """Elements of a row that one of several ranks has."""
+    """Return the elements of a row that one of `ranks` ranks has: the largest part, if units do not divide evenly."""
     return divided(width.units, ranks) * width.size
 
 
@@ -163,7 +163,7 @@ def _ranks(operation: Matmul, share: Share) -> Count:
 
 
 def _attention(operation: Attention, share: Share) -> Passes:
-    """The backward has four products where the forward has two, and flash makes the scores once more."""
+    """The backward has four products where the forward has two. Flash attention also recomputes the scores."""
     pairs = divided(share.microbatch * num_pairs(operation, share) * divided(operation.heads, share.tp), share.cp)
     forward = pairs * (operation.qk_dim + operation.v_dim)
     again = pairs * operation.qk_dim * share.flash
@@ -174,7 +174,7 @@ def _scan(operation: Scan, share: Share) -> Count:
     """Mamba 2 as products of matrices (Dao and Gu 2024, section 6): within chunks, and through the states between."""
     heads = divided(operation.heads, share.tp)
     groups = divided(operation.groups, share.tp)
-    # What each is said to be spares the type checker the product of all that each may be: a tenth of its time.
+    # The annotations keep the type checker from multiplying out every union of types: a tenth of its time.
     inside: Count = operation.chunk * (operation.state * groups + operation.head_dim * heads)
     through: Count = 2 * operation.state * operation.head_dim * heads
     convolved: Count = operation.convolution * (heads * operation.head_dim + 2 * groups * operation.state)

@@ -1,4 +1,4 @@
-"""A model from whatever a user has: a name, a configuration, or a module."""
+"""A model from what a user has: a name, a configuration, or a module."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def load_model(source: "Model | str | Path | Mapping[str, Any] | nn.Module", *, batch: Any = None) -> Model:
-    """The model that `source` is, names or describes.
+    """Return the model that `source` is, names or describes.
 
-    A text is a name of the catalogue, or the path of a `config.json` or of its folder. A module is traced with `batch`.
+    A string is a name in the catalogue, or the path of a `config.json` or its folder. A module is traced with `batch`.
     """
     if isinstance(source, Model):
         return source

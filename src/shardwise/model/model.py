@@ -6,9 +6,9 @@
                       ├─ ...              ┘
                       └─ Block "head"
 
-Blocks that are equal are one object, and `Model.kinds` gives each once with its count: whoever prices a model prices
-kinds and multiplies. What a block costs is asked of it with a `Share`, which says how much of it one rank computes; the
-same of single operations is in `flops.py`, `traffic.py` and `activations.py`.
+Equal blocks are one object. `Model.kinds` gives each kind once with its count, so that a model is priced by kind and
+multiplied. The methods of a block that count its costs take a `Share`: how much of the block one rank computes. The
+same counts for single operations are in `flops.py`, `traffic.py` and `activations.py`.
 """
 
 from collections import Counter
@@ -28,11 +28,11 @@ from shardwise.units import format_bytes, format_flops
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One parameter tensor, by the name it has in the module (in a repeated block: below the block's own).
+    """One parameter tensor, with its name in the module (in a repeated block: relative to the block's name).
 
-    Tensor parallelism cuts dimension `tp_dim` (None: each rank has it whole). `pieces` are what lies along it, each cut
-    for itself: the heads of queries, of keys, of values. Expert parallelism cuts dimension `ep_dim`; a tensor that has
-    one belongs to experts, and is cut by `Share.expert_tp` instead of `Share.tp`.
+    Tensor parallelism cuts dimension `tp_dim` (None: each rank has the whole tensor). `pieces` are the parts along
+    this dimension, each of which is cut separately: the heads of queries, keys and values. Expert parallelism cuts
+    dimension `ep_dim`. A tensor with an `ep_dim` belongs to experts; `Share.expert_tp` cuts it instead of `Share.tp`.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Parameter:
 
     @property
     def count(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
@@ -53,7 +53,7 @@ class Parameter:
         return self.ep_dim is not None
 
     def count_on(self, share: Share) -> Count:
-        """Its elements on one rank."""
+        """Return the number of elements on one rank."""
         count: Count = self.count
         if self.ep_dim is not None:
             experts = self.shape[self.ep_dim]
@@ -67,10 +67,10 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
-    """What decoding keeps of past positions in one block.
+    """The state of past positions that one block keeps while decoding.
 
-    `elements` of each position, cut over tp in `units` (None: not cut, as with multi-head latent attention); at most
-    `window` positions are kept. `state_elements` is what is kept once for each sample, however long it is.
+    `elements` are kept for each position, cut over tp in `units` (None: not cut, as with multi-head latent attention),
+    for at most `window` positions. `state_elements` are kept once for each sample, whatever its length.
     """
 
     elements: int
@@ -79,7 +79,7 @@ class Cache:
     state_elements: int = 0
 
     def elements_on(self, share: Share) -> Count:
-        """Elements of one position on one rank."""
+        """Return the elements of one position on one rank."""
         return self.elements if self.units is None else self.elements // self.units * divided(self.units, share.tp)
 
 
@@ -87,11 +87,11 @@ class Cache:
 class Block:
     """A piece of the model that a pipeline does not cut: an embedding, a layer, the head.
 
-    `kind` names it: two blocks of a model with one kind are one object. `stack` is where the module keeps the layers
-    that it is one of (`model.layers`): its parameters' names are then below `model.layers.7`. A block that is there
-    once has none. `input_elements` of each row come in from the block before and `output_elements` go out to the next;
-    `rows` of each sample (None: positions of the sequence). `num_reductions` is how many sums over tp ranks a forward
-    makes: two in a usual layer, one where attention and MLP run side by side. `cache` is what decoding keeps.
+    `kind` names it: two blocks of a model with the same kind are one object. `stack` is the module's list of layers
+    that contains the block (`model.layers`); its parameters' names are then relative to `model.layers.7`. A block that
+    occurs once has no stack. Each row has `input_elements` from the previous block and `output_elements` for the next.
+    A sample has `rows` rows (None: the positions of the sequence). `num_reductions` counts the reductions over tp ranks
+    in a forward: two in a usual layer, one if attention and MLP run in parallel. `cache` is the state of decoding.
     """
 
     kind: str
@@ -106,12 +106,12 @@ class Block:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Its parameters, tied ones among them."""
+        """Number of parameters, including tied ones."""
         return sum(parameter.count for parameter in self.parameters)
 
     @cached_property
     def num_idle_parameters(self) -> int:
-        """Parameters of the experts that one token is not sent to."""
+        """Number of parameters of the experts that do not receive a given token."""
         experts = {each.num_experts: each.top_k for each in self.operations if isinstance(each, Matmul)}
         idle = 0
         for parameter in self.parameters:
@@ -121,57 +121,57 @@ class Block:
         return idle
 
     def num_parameters_on(self, share: Share, *, trained: bool = False) -> Count:
-        """Its parameters on one rank; only those that train, if so asked."""
+        """Return the number of parameters on one rank; with `trained`, only of those that train."""
         return total(each.count_on(share) for each in self.parameters if each.trains or not trained)
 
     def num_expert_parameters_on(self, share: Share, *, trained: bool = False) -> Count:
-        """Those of them that belong to experts: their gradients are summed over fewer ranks."""
+        """Return the same for parameters of experts only: their gradients are summed over fewer ranks."""
         return total(
             each.count_on(share) for each in self.parameters if each.is_expert and (each.trains or not trained)
         )
 
     def flops(self, share: Share) -> Passes:
-        """FLOPs of one microbatch on one rank: forward, input gradient, weight gradient."""
+        """Return the FLOPs of one microbatch on one rank: forward, input gradient, weight gradient."""
         return sum_flops(self.operations, share)
 
     def rerun_flops(self, share: Share, recompute: str | Collection[str]) -> Count:
-        """FLOPs that recomputation adds to the backward."""
+        """Return the FLOPs that recomputation adds to the backward."""
         return rerun_flops(self.operations, share, recompute)
 
     def traffic(self, share: Share) -> Traffic:
-        """Bytes that its kernels read and write, of one microbatch on one rank."""
+        """Return the bytes that the block's kernels read and write for one microbatch on one rank."""
         return sum_traffic(self.operations, share)
 
     def input_bytes(self, share: Share) -> Count:
-        """Bytes of what comes in from the block before: what full recomputation keeps."""
+        """Return the bytes of the block's input, which full recomputation saves."""
         return divided(share.num_rows(self.rows) * self.input_elements, share.outside) * share.width
 
     def output_bytes(self, share: Share) -> Count:
-        """Bytes of what goes out to the next block: what a pipeline sends."""
+        """Return the bytes of the block's output, which a pipeline sends."""
         return divided(share.num_rows(self.rows) * self.output_elements, share.outside) * share.width
 
     def saved_bytes(self, share: Share, recompute: str | Collection[str] = "none") -> Count:
-        """Bytes kept from the forward for the backward: `none`, `selective`, `full`, or the names of parts."""
+        """Return the bytes saved for the backward. `recompute`: `none`, `selective`, `full`, or the names of parts."""
         if recompute == "full":
             return self.input_bytes(share)
         return saved_bytes(self.operations, share, recompute)
 
     def held_for_weights_bytes(self, share: Share) -> Count:
-        """Bytes held between the input gradient and the weight gradient, where a schedule takes these apart."""
+        """Return the bytes held between input gradient and weight gradient if a schedule separates the two."""
         return held_for_weights_bytes(self.operations, share)
 
     def cache_bytes(self, share: Share) -> Count:
-        """Bytes of keys and values that decoding keeps of one position, on one rank."""
+        """Return the bytes of the KV cache for one position on one rank."""
         return 0 if self.cache is None else self.cache.elements_on(share) * share.width
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Model:
-    """What is computed.
+    """The computation, as blocks in order.
 
-    `blocks` run in order. `ties` are sets of parameters, by full name, that are one tensor: the first of each is where
-    it lives. `hidden` is the width between layers. `max_sequence` is the longest sequence that positions allow (None:
-    any); `sequence` is the only one for which the numbers hold (a traced module, an image model's patches), or None.
+    `ties` are groups of parameters, by full name, that are one tensor; the first name of a group owns it. `hidden` is
+    the width between layers. `max_sequence` is the longest sequence that position embeddings allow (None: any).
+    `sequence` is the only length for which the numbers hold (a traced module, an image model's patches), or None.
     """
 
     name: str
@@ -185,14 +185,14 @@ class Model:
 
     @cached_property
     def kinds(self) -> tuple[tuple[Block, int], ...]:
-        """Each different block with how often it occurs, in order of first occurrence."""
+        """Each distinct block with its number of occurrences, in order of first occurrence."""
         counts = Counter(block.kind for block in self.blocks)
         first = {block.kind: block for block in reversed(self.blocks)}
         return tuple((first[kind], count) for kind, count in counts.items())
 
     @cached_property
     def num_layers(self) -> int:
-        """Blocks that belong to a stack."""
+        """Number of blocks that belong to a stack."""
         return sum(bool(block.stack) for block in self.blocks)
 
     @cached_property
@@ -203,7 +203,7 @@ class Model:
 
     @cached_property
     def block_names(self) -> tuple[str, ...]:
-        """Where each block is in the module: `model.layers.7`, or its kind where it is there once."""
+        """The path of each block in the module: `model.layers.7`, or the kind of a block without a stack."""
         seen: Counter[str] = Counter()
         names = []
         for block in self.blocks:
@@ -212,7 +212,7 @@ class Model:
         return tuple(names)
 
     def parameters(self) -> Iterator[tuple[int, str, Parameter]]:
-        """Every parameter: the index of its block, its full name, itself. Tied ones come as often as they are used."""
+        """Yield every parameter with its block's index and its full name. A tied one is yielded for each use."""
         for index, (block, name) in enumerate(zip(self.blocks, self.block_names, strict=True)):
             prefix = f"{name}." if block.stack else ""
             for parameter in block.parameters:
@@ -220,7 +220,7 @@ class Model:
 
     @cached_property
     def num_parameters(self) -> int:
-        """The model's parameters, each tied one counted once."""
+        """Number of parameters, with tied ones counted once."""
         again = {name for tie in self.ties for name in tie[1:]}
         tied = sum(parameter.count for _, name, parameter in self.parameters() if name in again) if again else 0
         return sum(block.num_parameters * count for block, count in self.kinds) - tied
@@ -232,22 +232,22 @@ class Model:
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """The parameters that one token meets: of the experts, only those that it is sent to."""
+        """Number of parameters that one token uses: of the experts, only those that receive it."""
         return self.num_parameters - sum(block.num_idle_parameters * count for block, count in self.kinds)
 
     def flops(self, share: Share) -> Passes:
-        """FLOPs of all blocks: forward, input gradient, weight gradient. No recomputation."""
+        """Return the FLOPs of all blocks, without recomputation: forward, input gradient, weight gradient."""
         return add_passes(sum_flops(block.operations, share).times(count) for block, count in self.kinds)
 
     def cache_bytes(self, share: Share) -> Count:
-        """Bytes of keys and values of one position, in all blocks."""
+        """Return the bytes of the KV cache for one position, in all blocks."""
         return total(block.cache_bytes(share) * count for block, count in self.kinds)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """The model as plain data: its facts, and each kind of block with its count, parameters and operations."""
+        """Return plain data: the model's facts, and each kind of block with its count, parameters and operations."""
         facts = ("name", "family", "hidden", "vocabulary", "max_sequence", "sequence", "num_layers")
         return {
             **{fact: getattr(self, fact) for fact in facts},
@@ -270,7 +270,7 @@ def _block_data(block: Block, count: int) -> dict[str, Any]:
 
 
 def _lines(model: Model) -> Iterator[str]:
-    """The model as a table: each kind of block, and what one sequence costs."""
+    """Yield the lines of a table: each kind of block, and its costs for one sequence."""
     share = Share(sequence=model.sequence or min(model.max_sequence or 2048, 2048))
     active = model.num_active_parameters
     some = f", {active / 1e9:.3f} B active" if active != model.num_parameters else ""

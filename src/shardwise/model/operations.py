@@ -1,10 +1,10 @@
-"""The operations that a block is made of: shapes and how they are cut, and nothing about time.
+"""The operations of a block: their shapes and how they are cut, but no times.
 
-A row is what an operation is repeated over: a position of a sequence, an image, a patch. `rows` counts them for one
-sample; None says "as many as the sequence has positions". Widths are elements of one row.
+An operation is repeated over rows: positions of a sequence, images, patches. `rows` is their number for one sample;
+None means the number of positions of the sequence. Widths are elements of one row.
 
-What an operation costs follows from its shape: `flops.py` (arithmetic), `traffic.py` (bytes read and written),
-`activations.py` (bytes kept for the backward).
+The costs of an operation follow from its shape: `flops.py` (arithmetic), `traffic.py` (bytes read and written),
+`activations.py` (bytes saved for the backward).
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from shardwise.model.share import Cut
 
-# How a weight is cut. `column`: by its outputs. `row`: by its inputs, after which ranks add up what they have.
-# `none`: every rank has all of it.
+# How a weight is cut. `column`: by outputs. `row`: by inputs, so that the ranks' results are partial sums to be
+# reduced. `none`: every rank has the whole weight.
 Sharding: TypeAlias = Literal["column", "row", "none"]
 
 
 class Width(NamedTuple):
-    """Elements of a row, in `units` of `size` that are not cut: 32 heads of 128, 14336 channels of 1."""
+    """Elements of a row, in `units` indivisible parts of `size` elements: 32 heads of 128, 14336 channels of 1."""
 
     units: int
     size: int = 1
@@ -30,16 +30,16 @@ class Width(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A tensor that is kept from the forward for the backward.
+    """A tensor that the forward saves for the backward.
 
-    `elements` of each row; with `per_key`, of each pair of a row and a position of the sequence. Tensor parallelism
-    cuts them in `units` at most (None: anywhere). `width` is bytes of an element (None: those of an activation;
-    dropout masks have 1, statistics 4). `copies` is how often a row is there (an expert's rows: `top_k` times).
+    Each row has `elements`; with `per_key`, each pair of a row and a position of the sequence. Tensor parallelism
+    cuts them in at most `units` parts (None: anywhere). `width` is the bytes of an element (None: as an activation;
+    dropout masks have 1, statistics 4). `copies` is how often each row occurs (an expert's rows: `top_k` times).
 
-    `when` says which software keeps it: `always`, `flash` (only flash attention), `scores` (only attention without
-    flash), `unfused` (only where elementwise chains are not fused), `fused`, or `unfused scores` (neither of both).
+    `when` is the software that saves it: `always`, `flash` (only flash attention), `scores` (only attention without
+    flash), `unfused` (only if elementwise chains are not fused), `fused`, or `unfused scores` (neither of the two).
 
-    `dropped_by` are the choices of selective recomputation that make it again instead: `core_attention` (scores),
+    `dropped_by` are the choices of selective recomputation that recompute it instead: `core_attention` (scores),
     `norm` (outputs of norms), `activation` (output of the nonlinearity), `mlp`, `moe`, `mla_up`.
     """
 
@@ -57,7 +57,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What all have: a name, what is kept for the backward, and the choices of recomputation that run it again."""
+    """Fields of every operation: its name, the tensors it saves, and the choices of recomputation that rerun it."""
 
     name: str
     saves: tuple[Saved, ...] = ()
@@ -69,8 +69,8 @@ class Matmul(Operation):
     """Rows times a weight of k x n.
 
     `outputs` are the parts of n that an implementation without fused projections computes one by one: query, key and
-    value; gate and up. With `num_experts` the weight is that of each expert, and each row goes to `top_k` of them.
-    `input_gradient` is False where nothing before it trains (the first layer on pixels).
+    value; gate and up. With `num_experts`, each expert has such a weight, and each row goes to `top_k` experts.
+    `input_gradient` is False if nothing before this operation trains (the first layer on pixels).
     """
 
     inputs: Width
@@ -96,9 +96,9 @@ class Matmul(Operation):
 class Attention(Operation):
     """Queries times keys, softmax, times values. Heads are cut by tp.
 
-    `qk_dim` and `v_dim` are of one head; multi-head latent attention has them unequal. A query sees the keys up to its
-    own if `causal`, at most `window` of them, and none before its own chunk of `chunk` positions. `key_rows` is the
-    number of keys if it is not that of the rows (cross attention); None: the same.
+    `qk_dim` and `v_dim` are sizes of one head; in multi-head latent attention they differ. If `causal`, a query attends
+    to keys up to its own position: at most `window` of them, and none before its own chunk of `chunk` positions.
+    `key_rows` is the number of keys if it differs from the number of rows (cross attention), else None.
     """
 
     heads: int
@@ -115,7 +115,7 @@ class Attention(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product(Operation):
-    """Matrices of activations multiplied: for each sample, `batch` products of m x k by k x n. From traced modules."""
+    """Products of activations, in traced modules: for each sample, `batch` products of m x k by k x n."""
 
     batch: int
     m: int
@@ -144,10 +144,10 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elementwise(Operation):
-    """Anything bound by memory: nonlinearities, rotations, residual additions, dropout.
+    """Any memory-bound operation: nonlinearities, rotary embeddings, residual additions, dropout.
 
-    `fused` is what one kernel moves, `unfused` the sum over the kernels that plain torch launches. `copies` is how
-    often a row is there (an expert's rows).
+    `fused` is the traffic of one fused kernel, `unfused` the sum over the kernels that plain torch launches. `copies`
+    is how often each row occurs (an expert's rows).
     """
 
     fused: Moves
@@ -159,7 +159,7 @@ class Elementwise(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding(Operation):
-    """A row of a table looked up for each position. The table is cut by its rows if `sharding` is `row`."""
+    """A lookup of one table row for each position. The table is cut by rows if `sharding` is `row`."""
 
     vocabulary: int
     elements: int
@@ -181,7 +181,7 @@ class CrossEntropy(Operation):
 class Convolution(Operation):
     """A filter of `kernel` taps from one set of channels to another, applied at `positions` of each sample.
 
-    These are its outputs; a transposed filter is applied at its inputs, and has its outputs in `out_positions`.
+    `positions` are the outputs. A transposed convolution is applied at its inputs; its outputs are `out_positions`.
     """
 
     in_channels: int
@@ -198,7 +198,7 @@ class Convolution(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router(Operation):
-    """Scores of `num_experts` for each row turned into the `top_k` chosen. Their matmul is a `Matmul` before it."""
+    """Selection of `top_k` of `num_experts` by score, for each row. The scores come from a `Matmul` before it."""
 
     num_experts: int
     top_k: int
@@ -207,7 +207,7 @@ class Router(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Permutation(Operation):
-    """Rows to their experts (`dispatch`) or back and added up (`combine`): over ep an all-to-all of `top_k` copies."""
+    """Rows sent to experts (`dispatch`) or back and summed (`combine`): over ep, an all-to-all of `top_k` copies."""
 
     direction: Literal["dispatch", "combine"]
     elements: int

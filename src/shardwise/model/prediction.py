@@ -1,8 +1,8 @@
-"""Multi-token prediction: further layers after a decoder that foresee the tokens after the next one.
+"""Multi-token prediction: additional layers after a decoder that predict the tokens after the next one.
 
-DeepSeek V3 (2024), section 2.2: each is a norm on what the decoder gave and one on the next token's embedding, a
-projection of both to one width, layers like the decoder's last, and its own final norm. Embedding and head are those
-of the model. Hugging Face's modules leave these layers out, so the catalogue does too; who trains with them adds them.
+DeepSeek V3 (2024), section 2.2: each has a norm of the decoder's output and one of the next token's embedding, a
+projection of both to one width, layers like the decoder's last, and its own final norm. It shares the model's embedding
+and head. Hugging Face's modules omit these layers, and so does the catalogue; `with_prediction` adds them.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ _NORMS = NormShape()
 
 
 def with_prediction(model: Model, *, count: int = 1, layers: Sequence[str] | None = None) -> Model:
-    """The model with `count` such layers behind its head.
+    """Return the model with `count` such layers after its head.
 
-    `layers` are the kinds of block that each is made of: that of the last layer, or for Nemotron 3 `attention`, `moe`.
+    `layers` are the kinds of block in each: by default the kind of the last layer; for Nemotron 3 `attention`, `moe`.
     """
     kinds = {block.kind: block for block, _ in model.kinds if block.stack}
     chosen = list(layers) if layers is not None else [model.blocks[-2].kind]

@@ -1,15 +1,15 @@
-"""The shape of a transformer: sizes, and which of the known variations each layer has.
+"""The shape of a transformer: its sizes, and the variant of each layer.
 
-A catalogue entry, a `config.json` and a row of published figures all become shapes, and `assembly/transformer.py`
-makes the `Model` of them. So there is one place that knows what a layer computes, whoever describes it.
+A catalogue entry, a `config.json` and a row of published figures all become shapes. `assembly/transformer.py` makes
+the `Model` from these. So only one place defines what a layer computes, whatever the source of the description.
 
     EmbeddingShape
     LayerShape ─ sublayers ─ Sublayer: norm, mixer, add
     ...                        mixer: attention | latent attention | mlp | experts | mamba
     HeadShape
 
-`names` give the module's own names: `{"q": "self_attn.q_proj"}` makes a parameter `self_attn.q_proj.weight`. A
-projection that the module keeps fused has one name: `qkv`, `gate_up`.
+`names` maps to the module's own names: `{"q": "self_attn.q_proj"}` makes a parameter `self_attn.q_proj.weight`. A
+projection that is fused in the module has one name: `qkv`, `gate_up`.
 """
 
 from collections.abc import Mapping
@@ -29,9 +29,9 @@ class NormShape:
 class AttentionShape:
     """Attention with `heads` queries over `kv_heads` keys and values.
 
-    `qk_norm` normalises queries and keys: `head` by head, with a weight of one head (`plain`: without a weight).
-    `sinks` is a learned score of each head. `cross` reads keys and values from an encoder. `position_buckets` are the
-    learned relative positions of T5. `transposed` weights are stored as inputs x outputs (GPT-2).
+    `qk_norm` normalises queries and keys: `head` for each head, with a weight of one head's size; `plain` without a
+    weight. `sinks` adds a learned score to each head. `cross` takes keys and values from an encoder.
+    `position_buckets` are T5's learned relative positions. `transposed` weights are inputs x outputs (GPT-2).
     """
 
     names: Mapping[str, str]
@@ -56,8 +56,8 @@ class AttentionShape:
 class LatentShape:
     """Multi-head latent attention (DeepSeek V2): queries, keys and values from low-rank latents.
 
-    `q_rank` of 0 makes queries straight from the input. A head's query and key have `nope_dim` + `rope_dim` elements,
-    of which the rotated part of the key is one for all heads.
+    With a `q_rank` of 0, queries are projected directly from the input. A head's query and key have `nope_dim` +
+    `rope_dim` elements; all heads share the rotated part of the key.
     """
 
     names: Mapping[str, str]
@@ -72,7 +72,7 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpShape:
-    """Up, nonlinearity, down; with a gate beside up if `gated`."""
+    """Up projection, nonlinearity, down projection; with a gate projection if `gated`."""
 
     names: Mapping[str, str]
     width: int
@@ -85,8 +85,8 @@ class MlpShape:
 class ExpertsShape:
     """A mixture of experts: each token goes to `top_k` of `num_experts`, each an MLP of `width`.
 
-    `shared` is an MLP that every token meets too, `shared_gate` weighs it by token. `latent` projects tokens down
-    before they are sent and up again after (0: no). `transposed` weights are stored as inputs x outputs.
+    `shared` is an MLP that every token also passes; `shared_gate` weighs its output by token. `latent` is the width to
+    which tokens are projected while they are sent (0: no projection). `transposed` weights are inputs x outputs.
     """
 
     names: Mapping[str, str]
@@ -122,7 +122,7 @@ Mixer: TypeAlias = AttentionShape | LatentShape | MlpShape | ExpertsShape | Mamb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sublayer:
-    """A mixer, and the norms by name: before it, on what it gives, or after the residual was added."""
+    """A mixer, and the names of its norms: before it, on its output, or after the residual addition."""
 
     mixer: Mixer
     norm: str | None = None
@@ -132,7 +132,7 @@ class Sublayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One layer. `parallel` sublayers read one input and are added up together (GPT-NeoX, Falcon, Phi)."""
+    """One layer. `parallel` sublayers read the same input and their outputs are summed (GPT-NeoX, Falcon, Phi)."""
 
     kind: str
     stack: str
@@ -142,9 +142,9 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingShape:
-    """Tables that are looked up and added: tokens, and by name further ones with their sizes (positions, token types).
+    """Embedding tables whose rows are summed: tokens, and `further` ones by name and size (positions, token types).
 
-    `width` is that of the tables if a projection `projection` follows (OPT 350m), else None.
+    `width` is the width of the tables if `projection` names a projection that follows (OPT 350m), else None.
     """
 
     tokens: str
@@ -158,8 +158,8 @@ class EmbeddingShape:
 class HeadShape:
     """Final norm, projection to the vocabulary, loss.
 
-    `tied` heads use the token table. `bias` names a bias on the logits. `transform` is a dense layer and a norm
-    before (BERT), by names. `projection` goes from the hidden width to that of the table (OPT 350m).
+    `tied` heads use the token table. `bias` names a bias of the logits. `transform` names a dense layer and a norm
+    before the projection (BERT). `projection` maps the hidden width to the table's width (OPT 350m).
     """
 
     weight: str = "lm_head"

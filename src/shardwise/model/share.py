@@ -1,4 +1,4 @@
-"""What one rank computes of a model at once: one microbatch, cut by the axes that cut inside a layer."""
+"""The part of a model that one rank computes at once: one microbatch, cut by the axes that cut inside a layer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# A whole number, or a numpy array with one for each candidate. Every formula of `model/` takes both: it only adds,
-# multiplies and divides, and never asks which is larger.
+# An integer, or a numpy array with one integer for each candidate. Every formula in `model/` takes both: formulas only
+# add, multiply and divide, and never branch on a comparison.
 Count: TypeAlias = Union[int, "NDArray[np.int64]"]
 
 # How a tensor is cut over tensor parallel ranks. `tp`: always. `sequence`: only under sequence parallelism, by rows.
-# `columns`: what columns read: as `sequence`, unless it is gathered once and kept.
-# `experts`: rows on their way to experts, of which a rank has fewer the less the experts themselves are cut.
+# `columns`: inputs of column-parallel weights: as `sequence`, unless they are gathered once and kept.
+# `experts`: rows sent to experts: a rank has `expert_tp / tp` of them.
 # `whole`: never.
 Cut: TypeAlias = Literal["tp", "sequence", "columns", "experts", "whole"]
 
@@ -23,14 +23,14 @@ Cut: TypeAlias = Literal["tp", "sequence", "columns", "experts", "whole"]
 class Share:
     """One microbatch on one rank.
 
-    `sequence` is the whole sequence, before `cp` cuts it. `sequence_parallel` cuts by `tp` what lies between the tensor
-    parallel regions; columns gather it, and with `gathered_once` keep it whole for the backward, where others gather it
-    again. What `cp` adds to attention is `context_kernels` more. Experts are spread over `ep`, and each is cut by
-    `expert_tp`. `flash` attention keeps no scores; `fused` kernels make one pass of a chain of elementwise operations.
-    `width` is the bytes of an activation's element.
+    `sequence` is the whole sequence, before `cp` cuts it. `sequence_parallel` cuts activations between the tensor
+    parallel regions by `tp`. Column-parallel layers gather them; with `gathered_once` they save the gathered tensor for
+    the backward instead of gathering it again. `cp` adds `context_kernels` kernels to attention. Experts are spread
+    over `ep`, and each is cut by `expert_tp`. `flash` attention saves no scores. `fused` kernels run a chain of
+    elementwise operations in one pass. `width` is the bytes of an activation's element.
 
-    Sizes and `sequence_parallel` may be numpy arrays of one shape, or of shapes that broadcast. The other flags say how
-    the software works, and are plain.
+    Sizes and `sequence_parallel` may be numpy arrays whose shapes broadcast. The other flags describe the software and
+    are plain values.
     """
 
     sequence: Count = 1
@@ -47,16 +47,16 @@ class Share:
     width: int = 2
 
     def num_rows(self, rows: int | None) -> Count:
-        """Rows of a matrix on this rank: `rows` of each sample, or the positions of its sequence."""
+        """Return the rows of a matrix on this rank: `rows` for each sample, or the positions of its sequence."""
         return self.microbatch * (divided(self.sequence, self.cp) if rows is None else rows)
 
     @property
     def outside(self) -> Count:
-        """What a tensor between the tensor parallel regions is divided by: `tp` under sequence parallelism, else 1."""
+        """The divisor of tensors between the tensor parallel regions: `tp` under sequence parallelism, else 1."""
         return 1 + self.sequence_parallel * (self.tp - 1)
 
     def part(self, count: Count, cut: Cut) -> Count:
-        """What one rank has of `count` elements that are cut in this way."""
+        """Return how many of `count` elements one rank has if they are cut in this way."""
         match cut:
             case "tp":
                 return divided(count, self.tp)
@@ -71,7 +71,7 @@ class Share:
 
 
 def total(counts: Iterable[Count]) -> Count:
-    """The sum of numbers or arrays."""
+    """Return the sum of numbers or arrays."""
     found: Count = 0
     for count in counts:
         found = found + count
@@ -79,5 +79,5 @@ def total(counts: Iterable[Count]) -> Count:
 
 
 def divided(count: Count, ranks: Count) -> Count:
-    """The largest part when `count` equal things that cannot be cut are spread over ranks."""
+    """Return the largest part if `count` equal, indivisible items are spread over ranks."""
     return -(-count // ranks)

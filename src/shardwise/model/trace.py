@@ -1,8 +1,8 @@
-"""Any `nn.Module` as a `Model`, from one run without numbers.
+"""Any `nn.Module` as a `Model`, from one run on fake tensors.
 
-The module runs forward and backward once, with tensors that have shapes and no memory, while every call of a kernel is
-noted under the block that made it. So parameters, FLOPs, bytes moved and bytes kept are those of this very module, and
-not of a family that it resembles. They hold for the sequence of the example; the number of samples may change.
+The module runs forward and backward once, with tensors that have shapes and no memory. Every kernel call is recorded
+under the block that made it. So parameters, FLOPs, bytes moved and bytes saved are those of this module itself, and
+not of a similar family. They hold for the sequence length of the example; the number of samples may change.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from shardwise.model.tracing.layers import Traced, blocks_of, gather
 from shardwise.model.tracing.recorder import tensors_in
 from shardwise.model.tracing.run import record
 
-# These hold modules and are never called themselves.
+# Containers of modules that are never called themselves.
 _SHELVES = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -29,10 +29,10 @@ def trace_model(
     name: str | None = None,
     fake: bool = True,
 ) -> Model:
-    """The model of a module, called with an example batch: keyword arguments, positional ones, or one tensor.
+    """Return the model of a module, called with an example batch: keyword arguments, positional ones, or one tensor.
 
-    The first dimension of the first tensor is the samples. `fake=False` runs the module in earnest, on copies of its
-    tensors, for modules that decide by numbers what to do next.
+    The first dimension of the first tensor counts samples. `fake=False` runs the module on copies of its real tensors,
+    for modules with data-dependent control flow.
     """
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
@@ -63,7 +63,7 @@ def trace_model(
 
 
 def _taken(module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What a module's forward takes of a batch: labels are the loss's."""
+    """Return the entries of a batch that the module's forward takes. Labels, for example, are only for the loss."""
     parameters = signature(module.forward).parameters
     if any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
         return dict(batch)
@@ -78,7 +78,7 @@ def _taken(module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hidden(blocks: tuple[Block, ...], sequence: int) -> int:
-    """The width of what the first block gives to the second, at one position."""
+    """Return the width of the second block's input at one position."""
     return blocks[min(1, len(blocks) - 1)].input_elements // sequence
 
 
@@ -88,7 +88,7 @@ def _vocabulary(blocks: tuple[Block, ...]) -> int:
 
 
 def _find_blocks(root: nn.Module) -> dict[str, nn.Module]:
-    """Every block by its name. A module without lists of blocks is taken apart into its children with parameters."""
+    """Return every block by name. Without lists of blocks, the children that have parameters are the blocks."""
     found = dict(_items(root, ""))
     if found:
         return found
@@ -96,7 +96,7 @@ def _find_blocks(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def _items(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The items of the outermost lists of blocks in a module."""
+    """Yield the items of the outermost lists of blocks in a module."""
     is_list = _is_block_list(module)
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
@@ -108,7 +108,7 @@ def _items(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_block_list(module: nn.Module) -> bool:
-    """A list of two blocks or more. Linear, activation, linear in a Sequential is one block, not a list of them."""
+    """Return whether this is a list of at least two blocks. A Sequential of linear, activation, linear is one block."""
     if isinstance(module, _SHELVES):
         return len(module) >= 2
     if not isinstance(module, nn.Sequential):

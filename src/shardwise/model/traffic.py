@@ -1,8 +1,8 @@
 """Bytes that an operation reads and writes on one rank, in each of the three passes.
 
-Each kernel reads each operand once and writes each result once: what a cache of the right size cannot avoid. What is
-read again by the next kernel is counted there. Gradients of weights are counted in the activations' width; a sum in
-float32 is the optimizer's and is priced with it.
+Each kernel reads each operand once and writes each result once: the minimum even with a sufficient cache. A tensor that
+the next kernel reads again is counted again there. Weight gradients are counted in the activations' width;
+accumulation in float32 is priced with the optimizer.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,9 +28,9 @@ from shardwise.model.share import Count, Share, divided
 
 FLOAT32 = 4
 
-# Without a fused kernel a norm over root mean squares is six forward (to float32, square, mean, scale, back, times the
-# weight) and twice as many backward. How often they read and write an element, then backward, in the activations'
-# width, and in float32: counted on Hugging Face's definition, call by call.
+# Without a fused kernel, an RMS norm is six kernels forward (to float32, square, mean, scale, back, times the weight)
+# and twice as many backward. Each pair: accesses to an element in the activations' width, and in float32. The pairs:
+# read, written, read backward, written backward. Counted on Hugging Face's definition, call by call.
 _UNFUSED_RMS = ((2, 4), (2, 3), (5, 12), (3, 8))
 
 
@@ -42,17 +42,17 @@ class Traffic(NamedTuple):
 
     @property
     def moved(self) -> Passes:
-        """Both together, pass by pass."""
+        """Bytes read plus bytes written, pass by pass."""
         return add_passes((self.read, self.written))
 
 
 def traffic(operation: Operation, share: Share) -> Traffic:
-    """Bytes of one operation on one rank."""
+    """Return the bytes of one operation on one rank."""
     return _COUNTERS[type(operation)](operation, share)
 
 
 def sum_traffic(operations: Iterable[Operation], share: Share) -> Traffic:
-    """Bytes of several operations together."""
+    """Return the sum of the bytes of several operations."""
     each = [traffic(operation, share) for operation in operations]
     return Traffic(add_passes(one.read for one in each), add_passes(one.written for one in each))
 
@@ -63,7 +63,7 @@ def _streamed(read: Count, written: Count) -> Traffic:
 
 
 def _moved(times: Count, moves: Moves) -> Traffic:
-    """So many rows or elements, each of which moves so much."""
+    """Return the traffic of `times` rows or elements, each with these moves."""
     return Traffic(
         Passes(times * moves.read, times * moves.read_back, 0),
         Passes(times * moves.written, times * moves.written_back, 0),
@@ -102,7 +102,7 @@ def _product(operation: Product, share: Share) -> Traffic:
 
 
 def _attention(operation: Attention, share: Share) -> Traffic:
-    """Queries, keys and values in, outputs out; without flash also the matrix of scores, several times."""
+    """Reads queries, keys and values, and writes outputs. Without flash, the matrix of scores also moves repeatedly."""
     heads, kv_heads = divided(operation.heads, share.tp), divided(operation.kv_heads, share.tp)
     rows = share.num_rows(operation.rows)
     keys = rows if operation.key_rows is None else share.num_rows(operation.key_rows)
@@ -125,7 +125,7 @@ def _attention(operation: Attention, share: Share) -> Traffic:
 
 
 def _scores(operation: Attention, share: Share) -> Moves:
-    """Bytes moved of one score. Forward: product, softmax, dropout, product. Backward: the same from behind."""
+    """Return the bytes moved for one score. Forward: product, softmax, dropout, product. Backward: the reverse."""
     width, dropout = share.width, operation.dropout
     fused = Moves(
         read=(2 + dropout) * width,
@@ -135,7 +135,7 @@ def _scores(operation: Attention, share: Share) -> Moves:
     )
     if share.fused:
         return fused
-    # Scale and mask are kernels of their own, and the softmax gives float32, which is then made narrow.
+    # Scale and mask are separate kernels. The softmax returns float32, which another kernel narrows.
     return Moves(
         read=fused.read + 2 * width + FLOAT32,
         written=fused.written + 2 * width + FLOAT32,
@@ -157,7 +157,7 @@ def _elementwise(operation: Elementwise, share: Share) -> Traffic:
 
 
 def _embedding(operation: Embedding, share: Share) -> Traffic:
-    """The gradient of a table is as large as the table, however few rows were looked up."""
+    """The gradient of a table is as large as the table, even if few rows were looked up."""
     rows = share.num_rows(operation.rows) * operation.elements * share.width
     table = divided(operation.vocabulary, share.tp if operation.sharding == "row" else 1)
     return Traffic(
@@ -167,7 +167,7 @@ def _embedding(operation: Embedding, share: Share) -> Traffic:
 
 
 def _cross_entropy(operation: CrossEntropy, share: Share) -> Traffic:
-    """Fused: the logits once forward, and once more for their gradient. Else a softmax of a copy in float32."""
+    """Fused: reads the logits once forward, and once for their gradient. Else: a softmax of a float32 copy."""
     logits = share.part(share.num_rows(operation.rows), operation.cut) * operation.vocabulary
     plain, copy = logits * share.width, logits * FLOAT32
     if share.fused:

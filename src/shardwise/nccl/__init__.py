@@ -1,10 +1,10 @@
-"""What ranks ask of NCCL, recorded on any machine, and proven to end: `shardwise check --nccl`.
+"""The operations that ranks issue to NCCL, recorded on any machine and proven to terminate: `shardwise check --nccl`.
 
-taps, copies, touches                    what is asked of groups, what is copied, what is read, written and freed
+taps, copies, touches                    calls of process groups, copies, and memory that is read, written and freed
          |
-recorder                                 what one rank did: a `Program`
+recorder                                 the record of one rank: a `Program`
          |
 program                                  the value; a checker needs nothing else, and no torch
          |
-check ---- matching, circles, races      do all ranks ask for the same; can it end; is no memory used too early
+check ---- matching, circles, races      do operations match; do they terminate; is no memory used too early
 """

@@ -1,4 +1,4 @@
-"""The programs of all ranks together: what is wrong with them, and how much there is of what."""
+"""The check of all ranks' programs together: their problems, and counts of what was checked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from shardwise.nccl.races import races
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What was found, first what ranks do not do alike; and the counts of what was looked at.
+    """The problems, mismatches between ranks first; and counts of what was checked.
 
-    `communicators` are those that are used, and `streams` are of all ranks together. `most_under_way` is the most
-    operations that a rank has issued and not waited for, over NCCL.
+    `communicators` counts those in use, and `streams` those of all ranks together. `most_under_way` is the largest
+    number of NCCL operations that a rank has issued and not yet waited for.
     """
 
     problems: tuple[Problem, ...]
@@ -35,7 +35,7 @@ def prove(programs: Sequence[Program]) -> Proof:
     """Check the programs of all ranks, in the order of the ranks."""
     problems = list(mismatches(programs))
     if not problems:
-        # What does not match cannot be waited for in any order.
+        # Deadlocks are defined only for operations that match.
         problems += circles(programs)
     for program in programs:
         problems += races(program)
@@ -62,7 +62,7 @@ def prove(programs: Sequence[Program]) -> Proof:
 
 
 def streams_of(program: Program) -> set[str]:
-    """The streams of a rank's device: what computes and copies, and one for each communicator that it uses."""
+    """Return the streams of a rank's device: those of compute and copies, and one for each communicator in use."""
     found = {each.stream for each in program.events if each.kind is not Kind.MAKE}
     for event in program.issued:
         if event.operation is not None and not event.operation.on_host:

@@ -1,17 +1,17 @@
-"""Whether what ranks have begun can end: nobody waits for somebody who waits for him.
+"""Deadlock detection: no cycle of operations in which ranks wait for each other.
 
-What is taken for granted is the worst that NCCL and torch may do:
+The worst behaviour that NCCL and torch allow is assumed:
 
-    an operation     begins when it is issued and what is before it on its communicator is over,
-                     and is over when all of its ranks have begun it
-    a collective     begins when the one that its rank issued before it is over, on whatever communicator: a device need
-                     not run two at a time, so all ranks must have them in one order
-    a wait           holds up the host, and not a stream alone: asking for a number would; to ask whether something is
-                     over holds up nobody, whatever the answer was
-    the first        operation on a communicator holds up the host until all of its ranks are there: NCCL connects them
-    a group          is made by all of the world together
+    an operation     starts when it is issued and all earlier ones on its communicator are complete, and is complete
+                     when all of its ranks have started it
+    a collective     starts when the rank's previous collective, on any communicator, is complete: a device need not
+                     run two at a time, so all ranks must issue them in one order
+    a wait           blocks the host, not only a stream, as reading a value would. A query whether something is
+                     complete never blocks, whatever its answer
+    the first        operation on a communicator blocks the host until all of its ranks are there: NCCL connects them
+    a group          is created by all ranks of the world together
 
-Links between stages are communicators of their own, with one stream each, and run beside everything else.
+Links between stages are communicators of their own, with one stream each, and run concurrently with everything else.
 """
 
 from collections import defaultdict, deque
@@ -20,14 +20,14 @@ from collections.abc import Iterator, Sequence
 from shardwise.nccl.matching import by_line, transfers_of
 from shardwise.nccl.program import Event, Kind, Problem, Program
 
-#: What has to happen: of a rank and the place of an event in its program, that the host comes to it, that it begins on
-#: the device, or that it is over there.
+#: A node of the dependency graph: the host reaches an event, it starts on the device, or it is complete there; with the
+#: rank, and the index of the event in its program.
 Node = tuple[str, int, int]
 _HOST, _BEGUN, _OVER = "host", "begun", "over"
 
 
 def circles(programs: Sequence[Program]) -> Iterator[Problem]:
-    """One circle in which ranks wait for each other, if there is any. Programs must match."""
+    """Yield one cycle in which ranks wait for each other, if there is any. Programs must match."""
     before = _relation(programs)
     stuck = _never(before)
     if stuck:
@@ -35,7 +35,7 @@ def circles(programs: Sequence[Program]) -> Iterator[Problem]:
 
 
 def _relation(programs: Sequence[Program]) -> dict[Node, list[Node]]:
-    """Of everything that has to happen, what has to happen before it."""
+    """Return the predecessors of every node."""
     before: dict[Node, list[Node]] = {}
     places: dict[tuple[int, int], int] = {}
     for program in programs:
@@ -49,7 +49,7 @@ def _relation(programs: Sequence[Program]) -> dict[Node, list[Node]]:
 
 
 def _order(program: Program, before: dict[Node, list[Node]], places: dict[tuple[int, int], int]) -> None:
-    """What one rank does first to last, on its host, on its communicators and on its device."""
+    """Add the order of one rank's events, on its host, its communicators and its device."""
     rank = program.rank
     last: dict[object, Node] = {}
     before[_HOST, rank, 0] = []
@@ -73,12 +73,12 @@ def _order(program: Program, before: dict[Node, list[Node]], places: dict[tuple[
 
 
 def _places(programs: Sequence[Program]) -> dict[int, int]:
-    """Where each event is in its program."""
+    """Return the index of each event in its program, by the event's `id`."""
     return {id(event): place for program in programs for place, event in enumerate(program.events)}
 
 
 def _counterparts(programs: Sequence[Program]) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Each operation of a rank, and those of others without which it does not end."""
+    """Yield each operation of a rank, with the operations that it needs in order to complete."""
     place_of = _places(programs)
     for ranks in by_line(programs).values():
         for together in zip(*ranks.values(), strict=False):
@@ -100,7 +100,7 @@ def _counterparts(programs: Sequence[Program]) -> Iterator[tuple[int, int, list[
 
 
 def _first_on_each(programs: Sequence[Program]) -> Iterator[list[tuple[int, int]]]:
-    """What ranks are held up by together: the first operation of each communicator over NCCL, and each group made."""
+    """Yield events that block ranks together: the first operation on each NCCL communicator, and each new group."""
     made = defaultdict[int, list[tuple[int, int]]](list)
     first = defaultdict[int, dict[int, int]](dict)
     for program in programs:
@@ -119,7 +119,7 @@ def _first_on_each(programs: Sequence[Program]) -> Iterator[list[tuple[int, int]
 
 
 def _never(before: dict[Node, list[Node]]) -> set[Node]:
-    """What never happens."""
+    """Return the nodes that are never reached."""
     left = {node: len(needed) for node, needed in before.items()}
     behind = defaultdict[Node, list[Node]](list)
     for node, needed in before.items():
@@ -137,7 +137,7 @@ def _never(before: dict[Node, list[Node]]) -> set[Node]:
 
 
 def _circle(before: dict[Node, list[Node]], stuck: set[Node]) -> list[Node]:
-    """Some nodes, each of which waits for the next, and the last for the first."""
+    """Return a cycle: nodes that each wait for the next, and the last for the first."""
     node = min(stuck, key=lambda each: each[2])
     path: dict[Node, None] = {}
     while node not in path:

@@ -1,8 +1,8 @@
-"""Copies between a device and its host, noted as a GPU is told of them: in streams of their own, each after events.
+"""Copies between device and host, recorded as a GPU would run them: in streams of their own, each after some events.
 
-On the CPU such a copy is made by a thread, what is computed waits for it as a whole, and what would run in a stream of
-its own runs at once (`states/tiers/copy_streams.py`). What comes after what is said all the same, and noted here: so it
-is seen if something that a GPU would run too early is sent to other ranks.
+On the CPU a thread makes such a copy, compute waits for it as a whole, and work for a separate stream runs at once
+(`states/tiers/copy_streams.py`). The order is still declared, and recorded here. So the checker detects data that a GPU
+would send to other ranks too early.
 """
 
 import threading
@@ -22,7 +22,7 @@ _IN, _OUT, _BESIDE = "copies in", "copies out", "update"
 
 
 class _Mark(Event):
-    """A point in the order of a stream that on a CPU has been reached as soon as it is made."""
+    """A point in the order of a stream. On a CPU it is reached as soon as it is made."""
 
     def is_done(self) -> bool:
         return True
@@ -32,7 +32,7 @@ class _Mark(Event):
 
 
 class Copies:
-    """Notes what `CopyStreams` are told, and what is waited for of it."""
+    """Records calls of `CopyStreams`, and waits for their events."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -40,7 +40,7 @@ class Copies:
         self._nowhere = ThreadStream("of marks", Failures())
 
     def attach(self, instead: Instead) -> None:
-        """Stand where copies are asked for and waited for."""
+        """Replace the methods that start copies and wait for them."""
         instead(CopyStreams, "computed", lambda _: lambda _: [self._mark(COMPUTE, ())])
         instead(CopyStreams, "to_device", self._to_device)
         instead(CopyStreams, "to_host_after", self._to_host)
@@ -116,7 +116,7 @@ class Copies:
         return noted
 
     def _known(self, event: Event) -> None:
-        # A stream that is a thread waits for events too, and is not the host.
+        # A thread that acts as a stream waits for events too, but is not the host.
         is_host = threading.current_thread() is threading.main_thread()
         number = self._numbers.get(event) if is_host and self._recorder.listens() else None
         if number is not None:

@@ -1,7 +1,7 @@
-"""Whether all ranks issue the same: groups made in one order, collectives alike, every send with its receive.
+"""Matching of operations over ranks: groups created in one order, equal collectives, a receive for every send.
 
-NCCL asks nobody what the others do. A rank that is one operation ahead, or whose message is of another size, takes what
-comes for what it waits for, or waits for good.
+NCCL does not check what other ranks do. A rank that is one operation ahead, or whose message has another size, takes
+wrong data for the expected data, or hangs.
 """
 
 from collections import defaultdict
@@ -10,16 +10,16 @@ from itertools import zip_longest
 
 from shardwise.nccl.program import Communicator, Event, Kind, Operation, Problem, Program, Transfer
 
-#: Of a communicator: its number, and whether it is the part that moves numbers of the host.
+#: A communicator's number, and whether it is its part for host tensors.
 Line = tuple[int, bool]
 
 
 def mismatches(programs: Sequence[Program]) -> Iterator[Problem]:
-    """What ranks do not do alike: of each communicator the first."""
+    """Yield mismatches between ranks: for each communicator the first."""
     different = list(_groups(programs))
     yield from different
     if different:
-        return  # From there on numbers of communicators say nothing.
+        return  # From there on the numbers of communicators do not correspond.
     yield from _collectives(programs)
     yield from _transfers(programs)
 
@@ -31,7 +31,7 @@ def _groups(programs: Sequence[Program]) -> Iterator[Problem]:
             if _group_of(first) == _group_of(other):
                 continue
             if (first is None and programs[0].failure) or (other is None and program.failure):
-                break  # It did not come so far.
+                break  # The rank failed before.
             told = [
                 f"rank {rank} makes {_told_group(event)}"
                 for rank, event in ((programs[0].rank, first), (program.rank, other))
@@ -138,9 +138,9 @@ Part = tuple[Event, Transfer]
 def transfers_of(
     programs: Sequence[Program], line: Line
 ) -> tuple[dict[tuple[int, int, int], list[Part]], dict[tuple[int, int, int], list[Part]]]:
-    """The sends and the receives of a communicator, each in order of issue, by source, target and tag.
+    """Return the sends and the receives of a communicator, each in order of issue, by source, target and tag.
 
-    NCCL has no tags: on a communicator of its, all are of one.
+    NCCL has no tags: over NCCL the tag is always 0.
     """
     sends = defaultdict[tuple[int, int, int], list[Part]](list)
     receives = defaultdict[tuple[int, int, int], list[Part]](list)
@@ -192,7 +192,7 @@ def _unmatched(
 
 
 def by_line(programs: Sequence[Program]) -> dict[Line, dict[int, list[Event]]]:
-    """The collectives of each communicator, by rank, in order of issue."""
+    """Return the collectives of each communicator, by rank, in order of issue."""
     found: dict[Line, dict[int, list[Event]]] = {}
     for program in programs:
         for event in program.issued:

@@ -1,25 +1,25 @@
-"""What one rank asks of its communicators, in order: a value that a checker reads without torch.
+"""The operations of one rank, in order: a value that a checker reads without torch.
 
-    MAKE     a group of ranks is made; all ranks of the world make all of them
-    ISSUE    an operation is put on its communicator's stream, behind what was put on `stream` by then
-    WAIT     what is put on `stream` from now on comes after an operation, or after a copy
-    KNOWN    the host has seen that an operation, or a copy, is over
-    COPY     a copy beside the computation, or a computation there, in a stream of its own: it comes after `after`
-    READ     what is put on `stream` reads memory that an operation or a copy has to do with; WRITE and FREE alike
+    MAKE     a group of ranks is created; all ranks of the world create all groups
+    ISSUE    an operation is enqueued on its communicator's stream, after the work enqueued on `stream` so far
+    WAIT     work enqueued on `stream` from now on comes after an operation, or after a copy
+    KNOWN    the host has seen that an operation, or a copy, is complete
+    COPY     a copy, or a computation, in a stream of its own beside the compute stream: it comes after `after`
+    READ     work on `stream` reads memory that an operation or a copy uses; WRITE and FREE likewise
 
-Only the first touch of each memory after an operation is kept: what comes behind it on its stream comes later still.
+Only the first touch of each memory after an operation is kept: later work on the same stream is ordered after it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-#: The stream of what is computed.
+#: The stream of compute.
 COMPUTE = "compute"
 
 
 class Kind(StrEnum):
-    """What happens: the table above."""
+    """The kinds of events, as in the table above."""
 
     MAKE = "make"
     ISSUE = "issue"
@@ -36,9 +36,9 @@ TOUCHES = frozenset({Kind.READ, Kind.WRITE, Kind.FREE})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communicator:
-    """Ranks of the world that talk: the how-many-th group that this rank has made, and what we call it.
+    """A communicator: its ranks of the world, its number in the order of creation on this rank, and our name for it.
 
-    One over gloo is for numbers of the host: what it moves is waited for by the host alone.
+    One over gloo is for host tensors: only the host waits for its operations.
     """
 
     number: int
@@ -53,7 +53,7 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Bytes of one run of memory, whose number is this rank's own; `writes`: they are written, else read."""
+    """A range of bytes in an allocation, numbered by this rank. `writes`: they are written, else read."""
 
     memory: int
     start: int
@@ -66,7 +66,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A send or a receive of so many numbers. `peer` is a rank of the world."""
+    """A send or a receive of `count` elements. `peer` is a rank of the world."""
 
     is_send: bool
     peer: int
@@ -79,8 +79,8 @@ class Transfer:
 class Operation:
     """A collective, or sends and receives that begin together (`transfers`).
 
-    `count` and `dtype` are of what this rank gives. `sent` and `received` are the rows of an all-to-all by member.
-    `on_host`: over gloo, of numbers of the host.
+    `count` and `dtype` are of this rank's input. `sent` and `received` are the rows of an all-to-all by member.
+    `on_host`: over gloo, on host tensors.
     """
 
     kind: str
@@ -107,10 +107,10 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that happens on a rank. `number` is that of an operation or a copy, in order of issue.
+    """One event of a rank. `number` is that of an operation or a copy, in order of issue.
 
-    `step` is a number, None before the first, or what is done beside steps; `at` is the instruction of the schedule,
-    and `line` the line of ours, if known.
+    `step` is the number of the step, None before the first, or the name of work outside of steps. `at` is the
+    instruction of the schedule, and `line` the line of our source, if known.
     """
 
     kind: Kind
@@ -126,7 +126,7 @@ class Event:
 
     @property
     def where(self) -> str:
-        """Step, instruction and line, as a sentence has them."""
+        """Step, instruction and line, as part of a sentence."""
         when = f"in step {self.step}" if isinstance(self.step, int) else f"in {self.step}"
         if self.step is None:
             when = "before the first step"
@@ -136,7 +136,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """All that one rank did. `failure` is why it did not come to its end."""
+    """All events of one rank. `failure` is the reason why it did not finish."""
 
     rank: int
     communicators: tuple[Communicator, ...]
@@ -144,7 +144,7 @@ class Program:
     failure: str | None = None
 
     def communicator(self, number: int) -> Communicator:
-        """The one with this number."""
+        """Return the communicator with this number."""
         return next(each for each in self.communicators if each.number == number)
 
     @property
@@ -155,7 +155,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What cannot be, or can go wrong, on these ranks: a sentence, and what to look at."""
+    """An error, or a possible one, on these ranks: a sentence, and what to look at."""
 
     kind: str
     ranks: tuple[int, ...]

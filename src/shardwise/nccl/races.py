@@ -1,9 +1,9 @@
-"""Whether memory is used while an operation or a copy still has to do with it.
+"""Race detection: memory that is used while an operation or a copy may still use it.
 
-Of every stream it is kept what it is known to come after: its own order, what it waits for, and what that came after.
-Two uses of the same bytes, one of which writes, must have an order. What the host has waited for comes before all that
-it puts on any stream later. Memory that is freed counts as written by what is computed next: the allocator gives it
-away in that order.
+Every stream has a vector clock of the work that it is ordered after: its own order, its waits, and their predecessors.
+Two uses of the same bytes, of which one writes, must be ordered. Work that the host has waited for is ordered before
+all that it enqueues later, on any stream. Freed memory counts as written by the next work of the compute stream, the
+order in which the allocator reuses it.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ class _Use(NamedTuple):
 
 
 class _Streams:
-    """What each stream comes after, and when each operation and copy is over."""
+    """The vector clock of each stream, and the clock at the completion of each operation and copy."""
 
     def __init__(self) -> None:
         self._clocks: dict[str, Clock] = defaultdict(dict)
@@ -35,7 +35,7 @@ class _Streams:
 
     def tick(self, stream: str) -> int:
         clock = self._clocks[stream]
-        # The host has waited for these before it put anything more on any stream.
+        # The host has waited for these before it enqueued anything more on any stream.
         _join(clock, self._known)
         clock[stream] = clock.get(stream, 0) + 1
         return clock[stream]
@@ -65,7 +65,7 @@ def _join(clock: Clock, other: Clock) -> None:
 
 
 def races(program: Program) -> Iterator[Problem]:
-    """Uses of memory that have no order, operations that nobody waits for, and streams that begin too early."""
+    """Yield uses of memory without an order, operations without a wait, and operations issued too early."""
     streams, used = _Streams(), defaultdict[int, list[_Use]](list)
     issued: dict[int, Event] = {}
     waited: set[int] = set()
@@ -101,7 +101,7 @@ def _is_on_host(event: Event) -> bool:
 
 
 def _early(program: Program, streams: _Streams, event: Event) -> Iterator[Problem]:
-    """An operation that is put behind another stream than the one that computes what it moves."""
+    """Yield a problem if an operation is issued on a stream that has not waited for the compute of its data."""
     streams.begin(event.stream, [])
     if event.stream == COMPUTE or _is_on_host(event):
         return

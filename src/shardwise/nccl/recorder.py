@@ -1,7 +1,7 @@
-"""What this process has asked of its communicators so far, as a `Program`. It is told by `taps.py` and `copies.py`.
+"""The operations that this process has issued so far, as a `Program`. `taps.py` and `copies.py` report them here.
 
-What is noted over gloo is what NCCL would be asked for, if the same files ask (`rehearsal.py`); with GPUs it is what
-NCCL is asked for.
+Over gloo, the operations are those that the same code would issue to NCCL (`rehearsal.py`). With GPUs, they are those
+issued to NCCL.
 """
 
 import sys
@@ -23,20 +23,20 @@ from shardwise.ranks.faults import Watch, default_store
 from shardwise.torch_private import raw_stream
 
 _PACKAGE = Path(__file__).parents[1]
-#: Files that only pass on what others ask for.
+#: Files that only forward operations of others.
 _PASSING_ON = ("nccl/", "ranks/collectives.py", "ranks/backend_exchange.py", "ranks/outbox.py", "ranks/faults.py")
 
 
 class Recorder:
     """The program of this process so far.
 
-    `rehearses`: processes on CPUs stand for GPUs, so that groups that would be NCCL's are, and their tensors a GPU's.
+    `rehearses`: processes on CPUs stand for GPUs. Their groups count as NCCL's, and their tensors as a GPU's.
     """
 
     def __init__(self, *, rehearses: bool, limit_seconds: float) -> None:
         self.rehearses, self.limit = rehearses, timedelta(seconds=limit_seconds)
         self.events: list[Event] = []
-        #: Set by whoever runs steps, and what is done beside them.
+        #: The current step, or the name of work outside of steps. The caller sets it.
         self.step: int | str | None = None
         self.watch: Watch | None = None
         self.stream = COMPUTE
@@ -47,19 +47,19 @@ class Recorder:
         self._backends: dict[int, tuple[Any, int]] = {}
         self._count = 0
         self._made = 0
-        #: Inside of something that is noted as a whole, or that torch does for itself.
+        #: Above 0 within a call that is recorded as a whole, or that torch makes for itself.
         self._depth = 0
         self._objects = 0
         self._lines: dict[Any, str | None] = {}
-        # A client of its own, as the watch has.
+        # A separate client of the store, as the watch has.
         self._store: Any = default_store().clone() if rehearses else None  # type: ignore[attr-defined]
         self._agreed: Counter[str] = Counter()
-        # Each rank's first recording belongs with the first of the others.
+        # The n-th recording of a rank belongs with the n-th of the others.
         self._run = 0 if self._store is None else self._store.add(f"shardwise/nccl/runs/{dist.get_rank()}", 1)
         self._main_stream = None if rehearses else raw_stream(torch.cuda.current_device())
 
     def program(self, failure: str | None = None) -> Program:
-        """What was done."""
+        """Return the record so far."""
         self.memories.sweep()
         return Program(
             rank=dist.get_rank(),
@@ -69,7 +69,7 @@ class Recorder:
         )
 
     def name(self, named: Sequence[tuple[str, dist.ProcessGroup]]) -> None:
-        """Call communicators by what they are for; one of several names has the first."""
+        """Name communicators by their purpose. If there are several names for one, keep the first."""
         for name, handle in named:
             number = self._numbers.get(_name_of(handle))
             if number is not None and not self._communicators[number].name:
@@ -79,16 +79,16 @@ class Recorder:
                 )
 
     def listens(self) -> bool:
-        """Whether what happens now is noted."""
+        """Return whether calls are recorded now."""
         return self._depth == 0
 
     def sees_touches(self) -> bool:
-        """The same of touches. On a GPU what runs in other streams is not noted, as what these wait for is not."""
+        """Return whether touches are recorded now. On a GPU other streams are not, as their waits are unknown."""
         return self._depth == 0 and self._stream() in (self.stream, COMPUTE)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Within it nothing is noted."""
+        """Record nothing within this context."""
         self._depth += 1
         try:
             yield
@@ -97,7 +97,7 @@ class Recorder:
 
     @contextmanager
     def objects(self) -> Iterator[None]:
-        """Within it what moves are pickled objects: by way of the host."""
+        """Record transfers within this context as pickled objects, which go through the host."""
         self._objects += 1
         try:
             yield
@@ -105,7 +105,7 @@ class Recorder:
             self._objects -= 1
 
     def make(self, members: Sequence[int], backend: str) -> int:
-        """A group is made."""
+        """Record the creation of a group. Return its number."""
         self._made += 1
         made = Communicator(number=self._made, members=tuple(sorted(members)), backend=backend)
         self._communicators[self._made] = made
@@ -120,7 +120,7 @@ class Recorder:
             self._backends[id(backend)] = (backend, self._numbers[_name_of(handle)])
 
     def number_of(self, handle: Any) -> int | None:
-        """The number of a group or of a backend; None for one that was made before."""
+        """Return the number of a group or of a backend; None for one made before the recording."""
         known = self._backends.get(id(handle))
         return known[1] if known is not None else self._numbers.get(_name_of(handle))
 
@@ -128,7 +128,7 @@ class Recorder:
         return self._communicators[number].members
 
     def issue(self, operation: Operation, tensors: Sequence[tuple[Tensor, bool]]) -> int:
-        """An operation is put on its communicator; with True, what it writes. Returns its number."""
+        """Record an operation. Tensors with True are written by it. Return its number."""
         self.memories.sweep()
         self._count += 1
         spans = self.memories.track(self._count, tensors)
@@ -137,7 +137,7 @@ class Recorder:
         return self._count
 
     def copy(self, stream: str, tensors: Sequence[tuple[Tensor, bool]], after: Sequence[int]) -> int:
-        """A copy is put on a stream behind others, or, without tensors, a mark. Returns its number."""
+        """Record a copy on a stream after others, or a mark if there are no tensors. Return its number."""
         self.memories.sweep()
         self._count += 1
         spans = self.memories.track(self._count, tensors)
@@ -145,9 +145,9 @@ class Recorder:
         return self._count
 
     def agree(self, operation: Operation) -> None:
-        """Raise if another rank asks for something else in this one's place: gloo would end the process.
+        """Raise if another rank issues a different operation in this position, where gloo would abort the process.
 
-        The first that comes says what it is. An all-to-all is not of one size, and gloo looks at that itself.
+        The first rank to arrive defines the operation. Sizes of an all-to-all may differ; gloo checks them itself.
         """
         if self._store is None:
             return
@@ -169,15 +169,15 @@ class Recorder:
                 raise RuntimeError(f"another rank asks for {theirs.strip()} in place of {mine.strip()}")
 
     def wait(self, number: int) -> None:
-        """What is computed next comes after an operation."""
+        """Record that later work on the stream comes after an operation."""
         self._note(Kind.WAIT, number=number)
 
     def know(self, number: int) -> None:
-        """The host has seen that an operation is over."""
+        """Record that the host has seen the completion of an operation."""
         self._note(Kind.KNOWN, number=number)
 
     def is_on_host(self, number: int, tensor: Tensor | None) -> bool:
-        """Whether an operation moves numbers of the host, over gloo."""
+        """Return whether an operation is on host tensors, over gloo."""
         if self._communicators[number].backend == "gloo" or self._objects:
             return True
         return not self.rehearses and (tensor is None or tensor.device.type == "cpu")
@@ -200,7 +200,7 @@ class Recorder:
         return self.stream
 
     def _line(self) -> str:
-        """The innermost line of ours that asks for something, and does not only pass it on."""
+        """Return the innermost line of our source that issues the operation and does not only forward it."""
         frame: FrameType | None = sys._getframe(2)
         found = ""
         while frame is not None:
@@ -225,8 +225,8 @@ def _name_of(handle: Any) -> str:
 
 
 class RecordedWork:
-    """Work whose waits are noted. That of a collective keeps its tensors (`held`) until then, as NCCL's does in torch;
-    that of a message does not: who sends keeps what is sent."""
+    """A `Work` whose waits are recorded. That of a collective keeps its tensors (`held`) until then, as torch does with
+    NCCL. That of a send or receive does not: the sender keeps the tensor."""
 
     def __init__(self, recorder: Recorder, works: Sequence[Any], number: int, held: Sequence[Tensor] = ()) -> None:
         self._recorder, self._works, self._number = recorder, [each for each in works if each is not None], number
@@ -238,7 +238,7 @@ class RecordedWork:
         with self._recorder.silent():
             for each in self._works:
                 if self._recorder.rehearses:
-                    each.wait(self._recorder.limit)  # What nobody answers ends.
+                    each.wait(self._recorder.limit)  # An operation that no rank matches times out.
                 else:
                     each.wait() if timeout is None else each.wait(timeout)
         self._held = ()

@@ -1,6 +1,6 @@
-"""Where `torch.distributed` asks a group for something: there all of it is noted, while `recording` lasts.
+"""Hooks in `torch.distributed`, at all operations of process groups, that record them while `recording` is active.
 
-There is no other way out of a process, whichever of our files asks. Outside of `recording` nothing of this is there.
+A process has no other way to communicate, whichever of our files calls it. Outside of `recording` no hook is installed.
 """
 
 import threading

@@ -1,7 +1,7 @@
-"""Which memory is read, written and freed by what is computed, of that which operations have to do with.
+"""Reads, writes and frees, by compute, of memory that operations use.
 
-A dispatch mode sees every operator of this thread; memory that is given back is seen when its storage is emptied, or
-when the storage is gone the next time that something is noted.
+A dispatch mode sees every operator of this thread. A free is seen when a storage is emptied, or, if the storage itself
+is gone, at the next recorded event.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,18 +13,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardwise.nccl.program import Kind, Span
 from shardwise.torch_private import EagerDispatchMode, schema_of, storage_id
 
-#: Operators that look at a tensor and not at its numbers, beside those that give a view.
+#: Operators that do not access the data of a tensor, besides those that return a view.
 _LOOKS_ONLY = (
     *("empty_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like"),
     *("full_like", "rand_like", "randn_like", "set_", "resize_", "record_stream", "sym_size", "sym_stride"),
 )
 
-#: Told of a touch: its kind, the number of the operation, and the bytes.
+#: A callback for a touch: its kind, the number of the operation, and the bytes.
 Told = Callable[[Kind, int, Span], None]
 
 
 class _Tracked(NamedTuple):
-    """Memory of an operation that nobody has touched since it was issued, in a way that must come after it."""
+    """Memory of an operation, without a touch since its issue that must be ordered after it."""
 
     number: int
     span: Span
@@ -32,7 +32,7 @@ class _Tracked(NamedTuple):
 
 
 class Memories:
-    """Numbers for runs of memory, each for as long as there is one; and what operations have to do with them."""
+    """Numbers of storages, each valid while the storage exists; and the memory that operations use."""
 
     def __init__(self, told: Told) -> None:
         self._told = told
@@ -41,13 +41,13 @@ class Memories:
         self._tracked: dict[int, list[_Tracked]] = {}
 
     def span_of(self, tensor: Tensor, *, writes: bool) -> Span | None:
-        """The bytes of a tensor; None if it has none."""
+        """Return the bytes of a tensor, or None if it has none."""
         if tensor.is_meta or not tensor.numel():
             return None
         storage = tensor.untyped_storage()
         key = storage_id(storage)
         known = self._numbers.get(key)
-        # As long as somebody refers to a storage that is gone, another does not get its number.
+        # While a weak reference to a freed storage exists, no other storage gets its id.
         if known is None:
             self._count += 1
             known = self._numbers[key] = (self._count, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ class Memories:
         return Span(memory=known[0], start=start, stop=stop, writes=writes)
 
     def track(self, number: int, tensors: Iterable[tuple[Tensor, bool]]) -> tuple[Span, ...]:
-        """The bytes that an operation reads or, those with True, writes. Their next touch is told."""
+        """Return the bytes that an operation reads or, with True, writes. Their next touch will be reported."""
         spans = []
         for tensor, writes in tensors:
             span = self.span_of(tensor, writes=writes)

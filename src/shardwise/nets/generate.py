@@ -1,4 +1,4 @@
-"""The next token, again and again: the likeliest, or one that the caller draws."""
+"""Autoregressive generation: each next token is the most likely, or one that the caller draws."""
 
 from collections.abc import Callable
 

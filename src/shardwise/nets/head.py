@@ -1,7 +1,7 @@
-"""The layer that scores words. On a GPU its logits wait for somebody who looks at them.
+"""The output layer (LM head). On a GPU its logits may be lazy: computed only when they are read.
 
-A cross entropy never does (`kernels/lazy_logits.py`). Whoever else is given them finds logits, of the shape and with
-the gradients that they always have.
+The cross entropy never reads them (`kernels/lazy_logits.py`). Any other reader finds ordinary logits, of the same shape
+and with the same gradients.
 """
 
 from torch import Tensor, nn
@@ -10,10 +10,10 @@ from shardwise.kernels.lazy_logits import may_wait, waiting
 
 
 class Head(nn.Linear):
-    """A linear layer without a bias. Where it `waits`, its logits wait for somebody who looks at them: an engine has it
-    so, which knows what becomes of them."""
+    """A linear layer without a bias. If `waits`, its logits are lazy. An engine sets this, as it knows how the logits
+    are used."""
 
-    #: A compiler sees one product here, and nothing to fuse; what waits is not for it.
+    #: A compiler could fuse nothing here, as there is only one product; and lazy logits are not meant for it.
     keeps_eager = True
 
     def __init__(self, width: int, words: int) -> None:

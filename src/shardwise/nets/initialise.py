@@ -1,7 +1,7 @@
-"""First values, from the seed and each weight's name alone.
+"""Initial weights, from the seed and each weight's name alone.
 
-It does not matter in which order weights are made, which of them a process has, or on which device they are: numbers
-are drawn on the CPU unless another device is asked for, for each weight by a generator of its own.
+The order of initialisation, the subset that a process holds, and the device do not matter: values are drawn on the CPU
+unless another device is requested, with a separate generator for each weight.
 """
 
 import hashlib

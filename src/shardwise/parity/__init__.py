@@ -1,1 +1,1 @@
-"""A plan held against one device: the same steps trained both ways, and every number compared."""
+"""Parity of a plan with one device: the same steps trained both ways, and every value compared."""

@@ -1,6 +1,6 @@
-"""How each fault is made in an engine: see `faults.py`. All ranks call these alike, and those of the first stage break.
+"""The injection of each fault of `faults.py` into an engine. All ranks call these, and those of the first stage break.
 
-They reach into what engines keep to themselves, as nothing else may.
+They use private attributes of engines, which no other code may.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from shardwise.states.buckets.weights import Weights
 
 
 def unscale(engine: Engine) -> None:
-    """Leave gradients as sums: the step is told that it has summed over one."""
+    """Leave gradients as sums: the step gets a count of one."""
     own = engine.states.update.take
 
     def take(tally: Tally) -> None:
@@ -35,7 +35,7 @@ def unscale(engine: Engine) -> None:
 
 
 def forget_a_sum(engine: Engine) -> None:
-    """Leave out a sum over replicas of one gradient; else one over tensor parallel ranks, or over tied stages."""
+    """Omit the reduction of one gradient over replicas; else one over tensor parallel ranks, or over tied stages."""
     if engine.plan.num_ranks == engine.plan.pp:
         for bucket in engine.states.data.buckets:
             if bucket.local is not None:
@@ -50,7 +50,7 @@ def forget_a_sum(engine: Engine) -> None:
     assert sharding is not None, "there are tensor parallel ranks"
     partial = [name for name in engine.parameters if sharding.of(name).is_partial]
     if partial and engine.wires.ranks[0] == 0:
-        # The parts of its gradient are taken for the whole.
+        # Partial sums of its gradient are used as the whole sum.
         unsummed = replace(sharding.of(partial[-1]), is_partial=False)
         sharding.shards = {**sharding.shards, partial[-1]: unsummed}
     elif engine.wires.ranks[0] == 0:
@@ -97,7 +97,7 @@ def _swap_buckets(engine: Engine) -> None:
 
 
 def unmask(engine: Engine) -> None:
-    """Let the words that fill up a vocabulary be words, or else the tokens that fill up sequences be tokens."""
+    """Treat the padding of a vocabulary as words, or else the padding of sequences as tokens."""
     heads = [each for each in engine.module.modules() if isinstance(each, VocabularyHead)]
     padded = [each for each in heads if each.words % each.together.group.size]
     for head in padded:
@@ -109,14 +109,14 @@ def unmask(engine: Engine) -> None:
 
 
 def keep_stale(engine: Engine) -> None:
-    """Let one bucket keep what it gathered first of the other ranks."""
+    """Let one bucket keep the weights of other ranks that it gathered first."""
     bucket, _ = _some_matrix(engine)
     if engine.wires.ranks[0] == 0:
         bucket.weights.wait = _Stale(bucket.weights, bucket.sharing)  # type: ignore[method-assign]
 
 
 def _some_matrix(engine: Engine) -> tuple[Bucket, Slot]:
-    """A matrix in the middle of this rank's stages that replicas share, and no other stage."""
+    """Return a matrix in the middle of this rank's stages that replicas share, but no other stage."""
     shared = [
         (bucket, slot)
         for bucket in engine.states.data.buckets

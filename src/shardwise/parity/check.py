@@ -1,4 +1,4 @@
-"""The check itself: one device here, the plan on ranks of its own, and the two compared."""
+"""The check: train on one device in this process and under the plan on ranks, and compare the two."""
 
 from dataclasses import replace
 
@@ -36,10 +36,10 @@ def check(
 ) -> Verdict:
     """Train the same steps on one device and on the ranks of a plan, each a process on this machine.
 
-    They compute on the CPU, or (`device="cuda"`) on the GPUs that there are, which they share if these are fewer. All
-    is computed in fp32, whatever the plan says: rounding would hide what is sought. If that is the same, a few steps in
-    bf16 follow, or in fp8 where the plan says so, unless `bf16` is False. With `fault` the ranks make it. `ranks` may
-    be up already, and what one device does (`alone`) may be known.
+    They compute on the CPU, or (`device="cuda"`) on the available GPUs, which they share if there are too few. All is
+    computed in fp32, whatever the plan's precision, as rounding would hide errors. If the results agree, a few steps in
+    bf16 follow, or in fp8 if that is the plan's, unless `bf16` is False. `fault` is injected into the ranks. `ranks`
+    may be running already, and the course of one device (`alone`) may be known.
     """
     check_plan(plan)
     exact = replace(plan, precision="fp32")

@@ -1,10 +1,10 @@
-"""Two trainings compared, number by number, in the order in which a step computes them.
+"""Comparison of two trainings, value by value, in the order in which a step computes them.
 
     weights as the forward uses them, first to last · the loss · gradients, last layer first · their norm · new weights
-    · the loss of a batch that is held out, where it is evaluated
+    · the loss of a held-out batch, where it is evaluated
 
-So the first that differs is where something went wrong, and not only where it shows. The gradient of a weight that is
-used twice is complete when the backward comes to its first use.
+So the first difference is at the cause, not only at a symptom. The gradient of a weight that is used twice is complete
+when the backward reaches its first use.
 """
 
 import math
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from shardwise.parity.course import Course, Step
 
-#: Relative, of numbers in fp32.
+#: The limit of relative errors in fp32.
 LIMIT = 1e-5
-#: A gradient that is zero but for rounding is measured against this much of the largest: then the limit is a ten
-#: millionth of that, which is what fp32 can tell. So is a weight that began at zero and has such a gradient, as a bias
-#: of keys does, which no softmax sees: against this much of the largest weights, number for number.
+#: The error of a gradient that is zero except for rounding is relative to this share of the largest gradient: the limit
+#: is then 1e-7 of that, the resolution of fp32. The same holds for a weight that started at zero and has such a
+#: gradient, such as a key bias, to which softmax is invariant: relative to this share of the largest RMS of a weight.
 _LEAST = 1e-2
 
 Kind = Literal["used weight", "loss", "gradient", "norm", "weight", "evaluation"]
@@ -29,10 +29,10 @@ Kind = Literal["used weight", "loss", "gradient", "norm", "weight", "evaluation"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How far a number, or a tensor, of a step is off, on the rank where it is furthest off.
+    """The error of a scalar or a tensor of a step, on the rank where it is largest.
 
-    `error` is |ours - theirs| / |theirs|, infinite for what is absent or not a number. `times` is how many times as
-    large it is as it should be, as far as it points in the same direction.
+    `error` is |ours - theirs| / |theirs|, infinite if it is absent or NaN. `times` is the ratio of our value to the
+    expected one, in the direction of the expected one.
     """
 
     kind: Kind
@@ -56,18 +56,18 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first that is over the limit. For a loss or a norm, with the tensor that shows it first."""
+        """The first difference over the limit. For a loss or a norm, `name` is the first tensor over the limit."""
         over = [each for each in self.differences if each.error > self.limit]
         if not over:
             return None
         return replace(over[0], name=next((each.name for each in over if each.name is not None), None))
 
     def worst(self, *kinds: Kind) -> float:
-        """The largest error of some kinds."""
+        """Return the largest error of these kinds."""
         return max((each.error for each in self.differences if each.kind in kinds), default=0.0)
 
     def worst_tensors(self, count: int) -> list[Difference]:
-        """The tensors that are furthest off, each once; the earlier first where they are off alike."""
+        """Return the tensors with the largest errors, each once; for equal errors, the earlier one first."""
         tensors = sorted((each for each in self.differences if each.name is not None), key=lambda each: -each.error)
         found: dict[str | None, Difference] = {}
         for each in tensors:
@@ -76,7 +76,7 @@ class Comparison:
 
 
 def compare(expected: Course, found: Sequence[Course], limit: float = LIMIT) -> Comparison:
-    """Compare what every rank has with what one device has."""
+    """Compare the courses of all ranks with that of one device."""
     differences: list[Difference] = []
     for number, wanted in enumerate(expected.steps):
         ours = [course.steps[number] for course in found]
@@ -89,21 +89,21 @@ def compare(expected: Course, found: Sequence[Course], limit: float = LIMIT) -> 
 
 
 class _Apart(NamedTuple):
-    """How far something is off on one rank: see `Difference`."""
+    """The error of a value on one rank: see `Difference`."""
 
     error: float
     times: float
 
 
 def _measured(course: Course, wanted: Step, ours: Sequence[Step]) -> Iterator[tuple[Kind, str | None, list[_Apart]]]:
-    """What is compared of a step, in order, with what every rank has of it."""
+    """Yield the compared values of a step, in order, with the errors of all ranks."""
     seen = {name: each for name, each in wanted.used.items() if any(name in step.used for step in ours)}
     largest = _largest(wanted.used) if seen else 0.0
     for name in _ordered(seen, course.first_use):
         least = _least_weight(seen[name], largest)
         yield "used weight", name, _all_apart([step.used.get(name) for step in ours], seen[name], least)
     yield "loss", None, [_numbers_apart(step.loss, wanted.loss) for step in ours]
-    # Where one device has not looked, there is nothing to compare.
+    # Tensors that were not recorded on one device are not compared.
     gradients = [step.gradients for step in ours] if wanted.gradients else []
     weights = [step.weights for step in ours] if wanted.weights else []
     least = _LEAST * max((float(each.norm()) for each in wanted.gradients.values()), default=0.0)

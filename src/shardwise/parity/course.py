@@ -1,6 +1,6 @@
-"""How a training went: what there was at each step, by the names of the original module.
+"""The record of a training: the tensors of each step, by the names of the original module.
 
-And what parameters were when a forward used them, and in which order it did.
+It includes the parameters as a forward used them, and the order of their use.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.torch_private import parameter_slots
 
-#: At which steps tensors are looked at. Losses and norms are always.
+#: The steps at which tensors are recorded. Losses and norms always are.
 Looks = Literal["every step", "last step", "never"]
 
 
@@ -21,7 +21,7 @@ Looks = Literal["every step", "last step", "never"]
 class Step:
     """One step. Gradients are those before clipping, of the mean over the whole batch.
 
-    `used` are the weights as its first forward found them, `weights` those after it. What was not looked at is empty.
+    `used` are the weights that its first forward used, `weights` those after the step. Both are empty if not recorded.
     """
 
     loss: float
@@ -33,14 +33,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """All steps as one process saw them.
+    """All steps, as one process recorded them.
 
-    `evaluations` are the losses of the batch that is held out, by the step after which it was looked at. One device
-    knows `first_use`, the parameters in the order in which a forward first uses them, and `num_dropping`, how many
-    modules drop at random. Of those that a rank holds, `held` says of which stage they are and how much of each is
-    here, and `digest` is of every bit; it knows in how many buckets its gradients were summed, `updated_by` which
-    optimizer its weights were, why layers were `left_whole` by tensor parallelism, and how many modules computed by
-    kernels.
+    `evaluations` are the losses of the held-out batch, by the step after which it was evaluated. One device records
+    `first_use`, the parameters in the order in which a forward first uses them, and `num_dropping`, the number of
+    modules with dropout. A rank records `held`, the stage and the share of each parameter that it holds; `digest`, of
+    every bit of them; the number of buckets of its gradients; `updated_by`, its optimizers; `left_whole`, the reasons
+    why tensor parallelism did not split layers; and the number of modules that used kernels.
     """
 
     steps: Sequence[Step]
@@ -56,31 +55,31 @@ class Course:
 
 
 def are_looked_at(looks: Looks, step: int, num_steps: int) -> bool:
-    """Whether the tensors of a step are looked at."""
+    """Return whether the tensors of a step are recorded."""
     return looks == "every step" or (looks == "last step" and step == num_steps - 1)
 
 
 def own_names(module: nn.Module) -> set[str]:
-    """The names of parameters and buffers, each of its first name alone."""
+    """Return the names of parameters and buffers: for each its first name."""
     return {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
 
 
 class Uses:
-    """Looks at a module's parameters whenever one of its modules that has some is called.
+    """Records a module's parameters whenever one of its submodules that has some is called.
 
-    `found` is what each was at its first use, in the order of these. A parameter that others hold, or that is not
-    gathered, is not used.
+    `found` has each parameter's value at its first use, in the order of use. A parameter that other ranks hold, or that
+    is not gathered, is not recorded.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Uses":
-        return self  # A copy of the module, for its shapes alone, has the same hooks.
+        return self  # A copy of the module that is made for its shapes keeps these hooks.
 
     @contextmanager
     def of(self, module: nn.Module) -> Iterator["Uses"]:
-        """Look while something is run."""
+        """Record within this context."""
         names = {id(each): name for name, each in module.named_parameters()}
         handles = []
         for owner in module.modules():

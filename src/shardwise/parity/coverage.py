@@ -1,4 +1,4 @@
-"""What a check has looked at, and what it has not: said beside its verdict."""
+"""The coverage of a check: what it has compared, and what it has not. It is reported with the verdict."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ class Coverage:
     left_out: Sequence[str]
 
 
-#: How bf16 compares; or why that was not tried.
+#: The result in bf16, or the reason why it was not tried.
 Halves = Rounding | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a check was: the problem, the plan, its legs, the courses of one device and of a rank, and that in bf16."""
+    """The inputs and results of a check: problem, plan, legs, the courses of one device and of a rank, and bf16."""
 
     problem: Problem
     plan: Plan
@@ -44,7 +44,7 @@ class Seen:
 
 
 def coverage_of(seen: Seen) -> Coverage:
-    """What was looked at, in the order in which a step comes to it."""
+    """Return the coverage of a check, in the order of a step."""
     covered, left_out = [_steps(seen)], list(seen.problem.left_out)
     for says, why_not in (
         _whole_batches(seen), _optimizer(seen), _buckets(seen), _dropout(seen),
@@ -56,7 +56,7 @@ def coverage_of(seen: Seen) -> Coverage:
     return Coverage(covered=covered, left_out=[*left_out, _NEVER])
 
 
-#: What was looked at; or why not. None for both where there is nothing to look at.
+#: What was compared, or the reason why not. Both are None if it does not apply.
 _Said = tuple[str | None, str | None]
 
 

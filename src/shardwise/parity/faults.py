@@ -1,7 +1,7 @@
-"""Faults put into a run on purpose, to see that they are noticed: mistakes that others have shipped.
+"""Fault injection, to verify that a check detects faults: bugs that other frameworks have shipped.
 
-Each is made in one place of an engine that is ready to train, on one tensor where that is possible. A plan under which
-a fault cannot be made is refused before anything is launched.
+Each is injected at one place of an engine that is ready to train, into one tensor if possible. A plan for which a fault
+is not possible is refused before any launch.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from shardwise.planner.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What a fault is to be made in. `length` is that of the sequences, `vocabulary` is None for other modules."""
+    """The target of a fault. `length` is that of sequences. `vocabulary` is None for modules without one."""
 
     plan: Plan
     module: nn.Module
@@ -37,7 +37,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`says` is what goes wrong; `refuses` gives the reason where it cannot, and a plan or an option where it can."""
+    """A fault: `says` describes it; `refuses` returns why it is not possible, and a plan or option for which it is."""
 
     says: str
     refuses: Callable[[Subject], tuple[str, str] | None]

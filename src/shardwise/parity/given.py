@@ -4,9 +4,9 @@
         batch = {"x": torch.randn(8, 16), "y": torch.randn(8, 4)}
         return Net(), batch, lambda output, batch: (output - batch["y"]).square().mean()
 
-Instead of one batch, whose rows change places from step to step, it may return a list, used in turn. How it is trained
-is a fourth thing: `{"optimizer": make, "scheduler": lambda optimizer: StepLR(optimizer, 2), "clip": 1.0}`, each as
-`parallelize` and torch take it, beside what else `parallelize` is to be told: `{"tensor": {"layers.*.up": "column"}}`.
+One batch is used for all steps, with its rows rotated from step to step. A list of batches is used in turn. A fourth
+value configures the training: `{"optimizer": make, "scheduler": lambda optimizer: StepLR(optimizer, 2), "clip": 1.0}`,
+as `parallelize` and torch take them, with other options of `parallelize`: `{"tensor": {"layers.*.up": "column"}}`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,12 +26,12 @@ from shardwise.torch_private import DropoutModule
 
 _HALVES = (torch.bfloat16, torch.float16)
 _OPTION = "--module "
-#: How a module is trained; the rest of what may be said goes to `parallelize`.
+#: Options of the training. All others go to `parallelize`.
 _TRAINING = ("optimizer", "scheduler", "clip", "held_out", "by_microbatches")
 
 
 def problem_from(where: str, num_steps: int) -> MakeProblem:
-    """What calls the factory, on every rank alike."""
+    """Return a function that calls the factory, the same way on every rank."""
     split_name(where, _OPTION)
     return partial(_make, where, num_steps, str(Path.cwd()))
 
@@ -55,7 +55,7 @@ def _checked(made: Any, where: str, num_steps: int) -> Problem:
     if not batches or not all(isinstance(each, Mapping) for each in batches):
         raise ShardwiseError(f"the batch of {where} is no dictionary", remedy='{"input_ids": ids, "labels": labels}')
     left_out = _without_other_dropout(module)
-    # All is computed in fp32 at least: rounding would hide what is sought.
+    # All is computed in fp32 at least, as rounding would hide errors.
     wide = [{name: _wide(entry) for name, entry in each.items()} for each in batches]
     return Problem(
         module=_wide_module(module).train(),
@@ -73,7 +73,7 @@ def _checked(made: Any, where: str, num_steps: int) -> Problem:
 
 
 def _without_other_dropout(module: nn.Module) -> list[str]:
-    """Turn off dropout of whose masks no plan is promised the same; say which."""
+    """Turn off kinds of dropout whose masks depend on the plan. Return a description of each."""
     found = []
     for name, each in module.named_modules():
         if isinstance(each, DropoutModule) and not isinstance(each, nn.Dropout) and each.p:

@@ -1,8 +1,8 @@
-"""The second course of a check: weights in bf16, which optimizers have masters of in fp32.
+"""The second course of a check: weights in bf16, with fp32 master weights in the optimizers.
 
-One device does the same by plain torch, with masters of its own. Rounding is not the same on both, so they are judged
-by how far each is from fp32 (`rounding.py`). A plan in fp8 has this course in fp8, and is judged by how far it and one
-device in fp8 are from one device in bf16. On a device without 8-bit products these are emulated.
+One device does the same in plain torch, with its own master weights. Rounding differs, so both are judged by their
+errors against fp32 (`rounding.py`). A plan in fp8 runs this course in fp8; it and one device in fp8 are judged against
+one device in bf16. On a device without 8-bit products these are emulated.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,17 +26,17 @@ from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 from shardwise.stages.stage import Batch
 
-#: One more than those after which it is saved and loaded.
+#: One step after the save and load.
 NUM_STEPS = LEAST_STEPS
 
 
 def precision_of(plan: Plan) -> str:
-    """The precision of this course: a plan's own, where that is narrower than bf16."""
+    """Return the precision of this course: bf16, or the plan's own if that is fp8."""
     return "bf16" if plan.fp8_scales is None else plan.precision
 
 
 def why_not(plan: Plan, problem: Problem) -> str | None:
-    """Why a plan or a module has no such course."""
+    """Return the reason why a plan or a module cannot have this course, or None."""
     if len(problem.batches) < NUM_STEPS:
         return f"fewer than {NUM_STEPS} steps"
     if plan.schedule == "pipedream-2bw":
@@ -48,7 +48,7 @@ def why_not(plan: Plan, problem: Problem) -> str | None:
 
 
 def check_halves(plan: Plan, make: MakeProblem, ranks: Ranks, *, device: str, timeout_seconds: float) -> Rounding | str:
-    """Hold a plan's bf16, or its fp8, against one device's; or say why one device has none."""
+    """Compare a plan in bf16 or fp8 with one device; or return the reason why that cannot be done."""
     halved = replace(plan, precision=precision_of(plan))
     against = "fp32" if halved.fp8_scales is None else "bf16"
     legs = [Leg(plan=halved, first=0, stop=NUM_STEPS - 1), Leg(plan=halved, first=NUM_STEPS - 1, stop=NUM_STEPS)]
@@ -77,7 +77,7 @@ def check_halves(plan: Plan, make: MakeProblem, ranks: Ranks, *, device: str, ti
 
 
 def _once(course: Course, problem: Problem) -> Course:
-    """The same with each weight under its first name alone: masters have no others."""
+    """Return the course with each weight under its first name only, as for master weights."""
     names = own_names(problem.module)
     steps = [
         replace(step, weights={name: each for name, each in step.weights.items() if name in names})
@@ -87,7 +87,7 @@ def _once(course: Course, problem: Problem) -> Course:
 
 
 def _judged(exact: Course, alone: list[Course], found: Sequence[Course], draw: Callable[[int], Course]) -> Rounding:
-    """Draw one device again as long as the plan is further off."""
+    """Sample one device again while the plan's errors are too large."""
     judged = judge(exact, alone, found)
     for seed in range(1, MOST_DRAWS):
         if judged.problem is None:
@@ -107,13 +107,13 @@ def _made_half(make: MakeProblem) -> Problem:
 
 
 def half(problem: Problem) -> Problem:
-    """The same with weights in bf16, and a few steps of it."""
+    """Return the problem with weights in bf16, and a few steps."""
     problem.module.to(torch.bfloat16)
     return _with_batches(problem, lambda each: each.bfloat16() if each.dtype is torch.float32 else each)
 
 
 def wide(problem: Problem) -> Problem:
-    """The numbers of `half` in fp32."""
+    """Return the problem with the values of `half` in fp32."""
     problem = half(problem)
     problem.module.float()
     return _with_batches(problem, lambda each: each.float() if each.dtype is torch.bfloat16 else each)

@@ -1,4 +1,4 @@
-"""A training in legs: it is saved and goes on in a fresh engine, first under the same plan, then under another.
+"""A training in legs: it is saved and resumed in a new engine, first under the same plan, then under another.
 
 steps    0 1 2 3 4  │  5 6  │  7
 engine   the plan's │  same │  another plan's, on as many ranks
@@ -12,7 +12,7 @@ from shardwise.planner.plan import Plan
 from shardwise.stages.batch import length_of
 from shardwise.stages.stage import Batch
 
-#: With fewer steps than these a training is one leg.
+#: With fewer steps a training is one leg.
 LEAST_STEPS = 4
 
 
@@ -25,17 +25,17 @@ class Leg:
     stop: int
 
     def evaluates(self, step: int) -> bool:
-        """Whether a batch is evaluated after a step: at the end, and at the beginning, after which more steps come."""
+        """Return whether to evaluate after a step: the last one, and the first, which is followed by more steps."""
         return step in (self.first, self.stop - 1)
 
 
 def one_leg(plan: Plan, num_steps: int) -> list[Leg]:
-    """A training without a stop."""
+    """Return the legs of a training without interruption."""
     return [Leg(plan=plan, first=0, stop=num_steps)]
 
 
 def legs_of(plan: Plan, batches: Sequence[Batch]) -> list[Leg]:
-    """A training that is stopped twice, or once where no other plan can take such batches."""
+    """Return the legs of a training that is interrupted twice, or once if no other plan fits the batches."""
     num_steps, num_rows = len(batches), length_of(batches[0])
     if num_steps < LEAST_STEPS:
         return one_leg(plan, num_steps)
@@ -47,12 +47,12 @@ def legs_of(plan: Plan, batches: Sequence[Batch]) -> list[Leg]:
 
 
 def is_other(leg: Leg, legs: Sequence[Leg]) -> bool:
-    """Whether a leg goes on under another plan than the first."""
+    """Return whether a leg has another plan than the first."""
     return leg.plan != legs[0].plan
 
 
 def find_other(plan: Plan, num_rows: int) -> Plan | None:
-    """Another plan of as many ranks that cuts weights and states another way; None for one rank, or too few rows."""
+    """Return a plan of as many ranks that shards weights and states differently; None for one rank or too few rows."""
     count = plan.num_ranks
     plain = Plan(dp=count, precision=plan.precision)
     for zero in (1, 3, 0):

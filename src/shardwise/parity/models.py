@@ -1,7 +1,7 @@
-"""Transformers of laptop size: one that has what a plan needs, or a known one made small.
+"""Transformers of laptop size: one with everything that a plan needs, or a small version of a known model.
 
-Of a known model its structure stays: kinds of norm, positions, attention and experts, shared key heads, windows, ties,
-and whether its vocabulary divides by 2, 4 and 8. Its sizes do not.
+A small version keeps the structure: kinds of norm, positions, attention and experts, shared key heads, windows, tied
+weights, and whether 2, 4 and 8 divide the vocabulary. Only the sizes change.
 """
 
 import math
@@ -25,15 +25,15 @@ _WIDTH, _HEAD_DIM, _LENGTH, _MOST_SHARING = 32, 8, 16, 4
 #: Odd, as GPT-2's 50,257 is.
 _VOCABULARY = 257
 _DROPOUT = Dropout(embedding=0.1, attention=0.1, residual=0.1)
-#: What is not trained: a norm and a matrix of the first layer.
+#: Frozen parameters: a norm and a matrix of the first layer.
 _FROZEN = ("layers.0.mlp_norm.weight", "layers.0.attention.o_proj.weight")
 _HELD_OUT = 1000
 
 
 def default_settings(plan: Plan) -> Settings:
-    """A small transformer for any plan: tied, dropping, with an odd vocabulary and shared key heads.
+    """Return a small transformer for any plan: tied, with dropout, an odd vocabulary and shared key heads.
 
-    If ep wants experts it has some, whose load is balanced by a loss and by corrections, and which drop tokens.
+    For ep > 1 it has experts, balanced by a loss and by corrections, with a capacity that drops tokens.
     """
     num_experts = max(4, 2 * plan.ep)
     mixture = Mixture(
@@ -53,7 +53,7 @@ def default_settings(plan: Plan) -> Settings:
 
 
 def named_settings(name: str, plan: Plan) -> Settings:
-    """A model of the catalogue made small."""
+    """Return a small version of a model of the catalogue."""
     found = find_name(name)
     if found is None:
         near = nearest(name, (known for known, config in CATALOGUE.items() if config["model_type"] in FAMILIES))
@@ -72,7 +72,7 @@ def named_settings(name: str, plan: Plan) -> Settings:
 
 
 def shrunk(settings: Settings, plan: Plan) -> Settings:
-    """The same structure in small sizes."""
+    """Return the same structure in small sizes."""
     num_layers = _num_layers(plan)
     windowed = settings.windowed_layers
     mixture = None if settings.mixture is None else _shrunk_mixture(settings.mixture, plan)

@@ -1,4 +1,4 @@
-"""What is trained twice: a module, a batch for each step, and a loss; and how torch is set for small ones."""
+"""The problem that is trained twice: a module, a batch for each step, and a loss; and torch's setup for small ones."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,13 +17,13 @@ from shardwise.stages.batch import cut_batch, length_of
 from shardwise.stages.stage import Batch, Loss
 from shardwise.states.parameter_group import MakeOptimizer, Share
 
-#: Gradients are clipped to this norm where nobody says another, so that clipping is compared too.
+#: The default norm to which gradients are clipped, so that clipping is compared too.
 CLIP = 0.5
-#: Into about so many buckets gradients go, so that there is more than one, and a last one that is not full.
+#: The approximate number of gradient buckets, so that there are several, and a last one that is not full.
 _NUM_BUCKETS = 4
 _LEAST_BUCKET_BYTES = 256
 
-#: What `parallelize` may be told of a module.
+#: The options of `parallelize` about a module.
 OPTIONS = ("tensor", "tensor_chunks", "positions", "entries", "masks", "through_blocks", "buffers")
 
 #: Makes a scheduler of the learning rate, which is stepped after every step.
@@ -31,9 +31,9 @@ MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> AdamW:
-    """AdamW in two groups, as most recipes have it: matrices decay, and all else has another rate.
+    """Return AdamW with two groups, as in most recipes: weight decay for matrices, another rate for the rest.
 
-    Where a gradient is zero but for rounding, a step must not blow the rounding up: so eps is not small.
+    A step must not amplify gradients that are zero except for rounding, so eps is not small.
     """
     every = list(parameters)
     groups = [
@@ -44,7 +44,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> AdamW:
 
 
 def make_scheduler(optimizer: Optimizer) -> LRScheduler:
-    """Another rate in every step: up for three, and then down."""
+    """Return a scheduler with a different rate in every step: up for three, and then down."""
     return LambdaLR(optimizer, lambda step: min((step + 1) / 3, 3 / (step + 1)))
 
 
@@ -52,9 +52,9 @@ def make_scheduler(optimizer: Optimizer) -> LRScheduler:
 class Problem:
     """A module in training mode, its batches, one for each step, and `loss(output, batch)`.
 
-    `held_out` is evaluated, which is the last batch unless one is given. `options` is what `parallelize` is told of
-    the module. `by_microbatches`: one device is to be given the plan's microbatches, and not whole batches.
-    `left_out` says what of the module is not compared.
+    `held_out` is the batch to evaluate, by default the last one. `options` are those of `parallelize` for the module.
+    `by_microbatches`: one device computes the plan's microbatches instead of whole batches. `left_out` describes the
+    parts of the module that are not compared.
     """
 
     module: nn.Module

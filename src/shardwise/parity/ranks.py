@@ -86,7 +86,7 @@ def train_on_rank(
 
 @torch.no_grad()
 def _spoil(module: nn.Module) -> None:
-    """Give a module other weights: those that are not loaded are seen."""
+    """Change the weights of a module, so that any weight that is not loaded is noticed."""
     for each in dict.fromkeys(module.state_dict(keep_vars=True).values()):
         if isinstance(each, Tensor) and each.is_floating_point() and not each.is_meta:
             each.add_(0.5)
@@ -102,13 +102,13 @@ class _Training:
         self._balances = corrects(problem.module)
 
     def step(self, number: int) -> Step:
-        """Train one step, and look at what there is then."""
+        """Train one step and record it."""
         engine, uses = self._engine, Uses()
         with uses.of(engine.module) if self._finds_uses else nullcontext():
             loss = engine.train_step(self._problem.batches[number])
         engine.flush()
         with warnings.catch_warnings():
-            # A host that steps for the optimizer is no `optimizer.step()` that a scheduler has seen.
+            # If the host updates weights itself, the scheduler has not seen a call of `optimizer.step()`.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             for each in self._schedulers:
                 each.step()
@@ -127,7 +127,7 @@ class _Training:
         return f"{kinds} in {counted(sum(len(each.param_groups) for each in every), 'group')}{rates}"
 
     def save(self) -> bytes:
-        """All that a training goes on from, as a file would have it."""
+        """Return everything needed to resume the training, as the bytes of a file."""
         state = {
             "module": self._engine.state_dict(),
             "optimizers": self._engine.optimizer_state_dict(),
@@ -138,7 +138,7 @@ class _Training:
         return file.getvalue()
 
     def load(self, saved: bytes, step: int) -> None:
-        """Go on from there."""
+        """Resume from a saved state."""
         state = torch.load(io.BytesIO(saved), weights_only=False)  # What this process has written.
         self._engine.load_state_dict(state["module"])
         self._engine.load_optimizer_state_dict(state["optimizers"])
@@ -164,7 +164,7 @@ def _step(engine: Engine, loss: float, found: Mapping[str, Tensor], clip: float 
 
 
 def _weights(engine: Engine) -> Mapping[str, Any]:
-    """All state of the module. Of weights of 16 bits it is their masters, each once, where rounding hides nothing."""
+    """Return all state of the module. For 16-bit weights it is their masters, each once, which show small errors."""
     state, data = engine.state_dict(), engine.states.data
     if not (data.sharing.masters and any(each.dtype.itemsize < 4 for each in engine.module.parameters())):
         return state
@@ -174,7 +174,7 @@ def _weights(engine: Engine) -> Mapping[str, Any]:
 
 
 def _used_by_all(engine: Engine, used: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without what some rank holds a part of and has not used, and cannot give: experts that no token came to."""
+    """Return `used` without weights that some rank holds but has not used: experts without tokens."""
     told: list[set[str]] = engine.wires.gather(engine.parameters.keys() - used.keys())
     return {name: each for name, each in used.items() if not any(name in missing for missing in told)}
 
@@ -185,7 +185,7 @@ def _norm(engine: Engine) -> float:
 
 
 def _digest(engine: Engine, steps: Sequence[Step]) -> str:
-    """Of all losses and norms, and of every bit of the weights that this rank updates."""
+    """Return the digest of all losses and norms, and of every bit of the weights that this rank updates."""
     found = hashlib.sha256(repr([(step.loss, step.norm) for step in steps]).encode())
     for *_, each in engine.states.data.wholes.pieces():
         found.update(each.contiguous().view(torch.uint8).cpu().numpy().tobytes())
@@ -198,7 +198,7 @@ def _num_with_kernels(engine: Engine) -> int:
 
 
 def _held(engine: Engine, shapes: Mapping[str, torch.Size]) -> dict[str, str]:
-    """For each parameter that this rank holds: of which stages it is, and how much of it is here."""
+    """Return, for each parameter that this rank holds, its stages and the share of it that is here."""
     stages: dict[str, list[int]] = {}
     for number, stage in enumerate(engine.split.stages):
         for name in stage.parameters if stage is not None else ():

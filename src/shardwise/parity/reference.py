@@ -1,4 +1,4 @@
-"""The steps on one device, by plain torch on whole batches: what a plan is held against."""
+"""The reference for a plan: the same steps on one device, in plain torch, on whole batches."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ from shardwise.stages.split.materialise import materialise
 from shardwise.stages.stage import Batch
 from shardwise.states.parameter_group import shares_of, sort_out
 
-# Two forwards of the same rows that differ by more have drawn different numbers.
+# If two forwards of the same rows differ by more, they have drawn different random numbers.
 _DRAWN = 1e-5
 
 
@@ -37,9 +37,9 @@ def train_reference(
 ) -> Course:
     """Train on one device in the precision of a plan, on whole batches; or on the plan's microbatches.
 
-    Microbatches are for what is defined over the rows of one (`rows.py`), and for who asks for them (`whole=False`, or
-    the problem itself). A plan whose gradients are a step old (pipedream-2bw) has them here too: those of step t are of
-    the weights before step t-1, and step on the weights after it. One that goes on from a save has no older ones.
+    Microbatches are used for modules that compute across the rows of one (`rows.py`), and on request (`whole=False`, or
+    by the problem). If the plan's gradients are one step old (pipedream-2bw), so are they here: those of step t are of
+    the weights before step t-1, and update the weights after it. After a save and load there are no older weights.
     """
     device = _OneDevice(problem, plan, whole=sees_whole(problem) if whole is None else whole)
     steps: list[Step] = []
@@ -54,18 +54,18 @@ def train_reference(
 
 
 def sees_whole(problem: Problem) -> bool:
-    """Whether one device is given whole batches."""
+    """Return whether one device computes whole batches."""
     return not (problem.by_microbatches or across_rows(problem.module))
 
 
 class _OneDevice:
-    """A module, its optimizers and its masks of dropout, on one device."""
+    """A module, its optimizers and its dropout masks, on one device."""
 
     def __init__(self, problem: Problem, plan: Plan, *, whole: bool) -> None:
         module = problem.without_kernels()
         self._problem, self._whole, self._signature = problem, whole, Signature(module)
         self._plan, self._policy = plan, ComputePolicy.of(plan)
-        # One that is built without numbers gets those that ranks get theirs of.
+        # A module on the meta device gets the same initial values as on ranks.
         materialise(module, [name for name, _ in (*module.named_parameters(), *module.named_buffers())])
         self._masters = _masters(module) if plan.precision != "fp32" else {}
         self._optimizers = _make_optimizers(problem, self._masters)
@@ -75,9 +75,9 @@ class _OneDevice:
         first = microbatches_of(problem.batches[0], plan, apart=True)[0]
         with torch.no_grad(), finding.watching():
             is_sum = isinstance(self._loss(first), tuple)
-        # What is normalised over a microbatch is so on each replica; a mean of the loss is that of each replica too.
+        # Normalisation over a microbatch is per replica, and so is the mean of a loss.
         self._apart = not is_sum or has_batch_norm(module)
-        # Masks are drawn as engines draw them; by which rule is for the tests of dropout to say.
+        # Masks are drawn as in engines. The tests of dropout verify the rule itself.
         self._dropouts = Dropouts(seed=0)
         callers = finding.names(module)
         self._dropouts.attach(module, callers)
@@ -91,7 +91,7 @@ class _OneDevice:
         self.first_use: list[str] = []
 
     def begin(self, plan: Plan) -> None:
-        """Train under this plan from now on, from the newest weights: those of 16 bits, where there are masters."""
+        """Train under this plan from now on, from the newest weights: the 16-bit ones if there are master weights."""
         _put(self._problem.module, self._newest)
         with torch.no_grad():
             for name, master in self._masters.items():

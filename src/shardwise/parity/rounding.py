@@ -1,22 +1,22 @@
-"""Whether a plan's bf16 is as close to fp32 as one device's bf16 is; and in fp8, held against bf16, the same.
+"""The rounding errors of a plan in bf16 against fp32, compared with those of one device; for fp8 likewise against bf16.
 
-One device in fp32 is taken for exact; one device in bf16 and the plan in bf16 are held against it. They round at the
-same places and see other roundings, as sums come in another order and partial sums of tp and cp are rounded too. So the
-errors of a single number are not comparable, and those of many are: each is a draw from about the same distribution.
-That has two humps where a rounding decides which expert a token goes to: one device, with its weights nudged by less
-than bf16 can tell apart, is off by .02, or in three of eight draws by .14 (the model `latent`, three steps). So where
-the plan is further off, one device is drawn again, up to sixteen times, and its worst counts; a tensor's worst is that
-of its like in any layer, as such a token may be in another layer each time. What is asked:
+One device in fp32 is taken as exact. One device in bf16 and the plan in bf16 are compared with it. Both round at the
+same places, but with different errors, as sums have another order and partial sums of tp and cp are rounded too. So
+errors of a single number are not comparable, but those of many are: each is a sample of about the same distribution.
+It is bimodal if rounding decides which expert a token goes to: one device, with its weights perturbed by less than the
+resolution of bf16, has an error of .02, or in three of eight samples of .14 (the model `latent`, three steps). So if
+the plan's error is larger, one device is sampled again, up to sixteen times, and its largest error counts. A tensor's
+largest error is taken over all layers, as such a token may be in another layer each time. The criteria:
 
     all tensors of a kind     the root of the mean square of their relative errors is at most FACTOR of one device's,
                               in every step
     every tensor              at most TENSOR_FACTOR of its like's on one device, or of the mean over all tensors there
     a loss, also evaluated    over the steps at most FACTOR of one device's, or half a step of bf16 (2^-9), below which
-                              one device may be right by chance
+                              one device may be exact by chance
     a norm                    the same with a whole step: a rounding near the loss is in every gradient (GPT-2 under
-                              tp=2 on an H200: 2.2e-3, of which no tensor has more than one device has)
+                              tp=2 on an H200: 2.2e-3, while no tensor's error exceeds one device's)
 
-A gradient that is not summed, or scaled by 2, is off by 10 to 100 times as much as these allow.
+The error of a gradient that is not summed, or is scaled by 2, is 10 to 100 times as large as these limits.
 """
 
 import math
@@ -33,7 +33,7 @@ from shardwise.stages.split.materialise import materialise
 
 FACTOR = 2.0
 TENSOR_FACTOR = 4.0
-#: How often one device trains in bf16 at most, and how far its weights are nudged from the second time on.
+#: The most samples of one device in bf16, and the relative perturbation of its weights from the second sample on.
 MOST_DRAWS, NUDGE = 16, 2.0**-12
 STEP = 2.0**-8
 _TENSORS: tuple[Kind, ...] = ("gradient", "weight")
@@ -42,7 +42,7 @@ _NUMBERS: tuple[Kind, ...] = ("loss", "norm", "evaluation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """Errors of a precision by kind, against a wider one, of the plan and of one device, and what is wrong."""
+    """Errors of a precision against a wider one, by kind, of the plan and of one device; and the problem, if any."""
 
     plan: dict[str, float]
     alone: dict[str, float]
@@ -53,7 +53,7 @@ class Rounding:
 
 @torch.no_grad()
 def nudge(problem: Problem, seed: int) -> Problem:
-    """The same, with every weight a little off; as it is for seed 0."""
+    """Perturb every weight slightly, or not at all for seed 0."""
     names = [name for name, _ in (*problem.module.named_parameters(), *problem.module.named_buffers())]
     materialise(problem.module, names)  # As the reference would do.
     for parameter in problem.module.parameters() if seed else ():
@@ -63,7 +63,7 @@ def nudge(problem: Problem, seed: int) -> Problem:
 
 
 def judge(exact: Course, alone: Sequence[Course], found: Sequence[Course]) -> Rounding:
-    """Hold a plan's bf16 against one device's, which has been drawn several times."""
+    """Compare a plan's errors with those of one device, which has been sampled several times."""
     ours = compare(exact, found, limit=math.inf)
     draws = [compare(exact, [each], limit=math.inf) for each in alone]
     kinds = (*_NUMBERS, *_TENSORS)
@@ -80,7 +80,7 @@ def judge(exact: Course, alone: Sequence[Course], found: Sequence[Course]) -> Ro
 
 
 def _tensors_of_step(ours: Comparison, draws: Sequence[Comparison], kind: Kind, step: int) -> str | None:
-    """What is wrong with the tensors of a step. Each step is by itself: the first has the fewest roundings."""
+    """Return the problem with the tensors of a step, if any. Steps are judged separately: the first rounds least."""
     mean, alone = _mean(ours, kind, step), max(_mean(each, kind, step) for each in draws)
     if not mean <= FACTOR * alone:
         return f"the {kind} is off by {mean:.1e} in step {step}, one device's by {alone:.1e}"
@@ -104,5 +104,5 @@ def _worst_tensor(ours: Comparison, draws: Sequence[Comparison], which: tuple[Ki
 
 
 def _like(difference: Difference) -> str:
-    """What tensors at the same place in other layers share: the name without its numbers."""
+    """Return the name without its numbers, which corresponding tensors of all layers share."""
     return re.sub(r"\d+", "*", difference.name or "")

@@ -1,16 +1,16 @@
-"""What of a module or its training is not of each row by itself, and so depends on how batches are cut."""
+"""Computations across the rows of a batch, which depend on how batches are divided into microbatches."""
 
 from torch import nn
 
 from shardwise.nets.moe import MoE
 from shardwise.torch_private import BatchNormModule
 
-#: By how much routers' corrections are moved after each step, where there are some.
+#: The change of router corrections after each step, if there are any.
 BIAS_RATE = 0.01
 
 
 def corrects(module: nn.Module) -> bool:
-    """Whether routers have corrections, which balancing without a loss moves."""
+    """Return whether routers have corrections, which loss-free balancing changes."""
     return any(isinstance(each, MoE) and each.mixture.correction for each in module.modules())
 
 
@@ -19,7 +19,7 @@ def has_batch_norm(module: nn.Module) -> bool:
 
 
 def across_rows(module: nn.Module) -> list[str]:
-    """What is defined over the rows of a microbatch: then whole batches are something else."""
+    """Return what is computed across the rows of a microbatch, and so differs for whole batches."""
     found = ["statistics of batch norm"] if has_batch_norm(module) else []
     mixtures = [each.mixture for each in module.modules() if isinstance(each, MoE)]
     if any(each.auxiliary for each in mixtures):

@@ -1,4 +1,4 @@
-"""How a plan compares with one device."""
+"""The result of a check."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from shardwise.planner.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How a plan compares with one device. `owners` are the ranks that hold the first tensor that differs.
+    """The result of a check. `owners` are the ranks that hold the first tensor that differs.
 
-    `halves` is how its bf16 compares; or why that was not tried. `by_microbatches` says, where ranks train what one
-    device trains on microbatches and not on whole batches, by how much these differ.
+    `halves` is the result in bf16, or the reason why it was not tried. If the ranks agree with one device on
+    microbatches but not on whole batches, `by_microbatches` says by how much these differ.
     """
 
     plan: Plan
@@ -25,5 +25,5 @@ class Verdict:
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing differs, in fp32 nor in bf16."""
+        """Whether nothing differs, neither in fp32 nor in bf16."""
         return self.comparison.is_same and (isinstance(self.halves, str) or self.halves.problem is None)

@@ -1,7 +1,7 @@
-"""One plan accounted for, rank by rank: what takes how much, whether it fits, and how long a step is.
+"""Memory of one plan on every rank, whether it fits, and the seconds of its step.
 
-The search prices thousands of candidates by typical ranks and closed forms. Here is one plan exactly: its own layers on
-every stage, what each rank holds by the order of its own instructions, and the schedule played.
+The search prices thousands of candidates by typical ranks and closed forms. An account of one plan is exact: with its
+layers on every stage, each rank's memory in the order of its own instructions, and a simulation of the schedule.
 """
 
 from collections.abc import Mapping
@@ -25,13 +25,13 @@ from shardwise.planner.question import Question
 from shardwise.schedule.schedule import Schedule
 from shardwise.units import counted
 
-# What a played pipeline replaces of the closed forms' parts.
+# Parts of the closed forms that a simulation of the pipeline replaces.
 _IN_PIPELINE = ("compute", "recompute", "tp", "cp", "ep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
-    """What the ranks of one place of the pipeline hold at their fullest, by part. All their replicas hold as much."""
+    """Peak bytes of the ranks at one place of the pipeline, by part. All their replicas have the same."""
 
     place: int
     num_ranks: int
@@ -45,13 +45,13 @@ class RankBytes:
 
     @property
     def headroom(self) -> float:
-        """Bytes that are left; less than 0 where it does not fit."""
+        """Free bytes; negative if the rank does not fit."""
         return self.capacity - self.total
 
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """A plan priced: seconds of a step, the interval of nine in ten, where they go, and every rank's bytes."""
+    """A priced plan: seconds of a step with their 90 % interval and their parts, and every rank's bytes."""
 
     question: Question
     plan: Plan
@@ -61,13 +61,13 @@ class Account:
     high: float
     parts: Mapping[str, float]
     ranks: tuple[RankBytes, ...]
-    #: Bytes on the host of a node, of all its ranks, and what it has for them.
+    #: Bytes that all ranks of a node keep on its host, and the bytes that the host has for them.
     host_bytes: float
     host_capacity: float
 
     @cached_property
     def fullest(self) -> RankBytes:
-        """The rank with the least room left."""
+        """The rank with the least free memory."""
         return min(self.ranks, key=lambda rank: rank.headroom)
 
     @property
@@ -76,9 +76,9 @@ class Account:
 
     @property
     def odds(self) -> float:
-        """How probable it is that it fits, by how far our own predictions of memory are off."""
+        """Probability that the plan fits, from the error of our predictions of memory."""
         if self.question.device.architecture == "cpu":
-            return float(self.fits)  # Nothing is lost to an allocator there, and a tensor's bytes are exact.
+            return float(self.fits)  # On CPUs there is no fragmentation, and a tensor's bytes are exact.
         return fitting_odds(self.fullest.total, self.fullest.capacity)
 
     @property
@@ -91,7 +91,7 @@ class Account:
 
 
 def account(question: Question, plan: Plan) -> Account:
-    """Account for a plan. It must be for all devices of the cluster and divide the batch."""
+    """Return the account of a plan. It must use all devices of the cluster and divide the batch."""
     check_question(question, plan)
     layouts = layouts_of(question, plan)
     pricer = _slowest(question, plan)
@@ -148,7 +148,7 @@ def check_question(question: Question, plan: Plan) -> None:
             "schedule=pipedream-2bw trains with weights that are one step old, and its step is not priced",
             remedy="schedule=1f1b",
         )
-    if question.num_experts % plan.ep and question.cuts_layers:  # Of a traced module it is not known what are experts.
+    if question.num_experts % plan.ep and question.cuts_layers:  # In a traced module, experts are unknown.
         raise ShardwiseError(
             f"{question.model.name} {question.experts_text}, which ep={plan.ep} cannot share out",
             remedy=f"ep={largest_divisor(question.num_experts, plan.ep)}",
@@ -169,7 +169,7 @@ def check_question(question: Question, plan: Plan) -> None:
 
 
 def layouts_of(question: Question, plan: Plan) -> Layouts:
-    """The plan as the one candidate of layouts."""
+    """Return layouts with the plan as the only candidate."""
     schedule = "1f1b" if plan.schedule == "auto" else plan.schedule
     per_stage = -(-question.model.num_layers // plan.pp)
     share = 1.0 if plan.recompute_layers is None else min(plan.recompute_layers / max(per_stage, 1), 1.0)
@@ -185,7 +185,7 @@ def layouts_of(question: Question, plan: Plan) -> Layouts:
 
 
 def stage_layers(question: Question, plan: Plan, pieces: Pieces) -> tuple[int, ...]:
-    """Layers of each stage: the plan's, or balanced by what they and the ends take."""
+    """Return the layers of each stage: the plan's, or balanced by the time of layers, embedding and head."""
     num_layers, num_stages = question.model.num_layers, _stages_of(plan)
     if plan.layers is not None:
         return plan.layers
@@ -197,7 +197,7 @@ def stage_layers(question: Question, plan: Plan, pieces: Pieces) -> tuple[int, .
 
 
 def _schedule(plan: Plan) -> Schedule:
-    """The plan's schedule, perhaps of a shorter step. What `auto` will find is not known before: at worst 1F1B."""
+    """Return the plan's schedule, or that of a shorter step. What `auto` finds is not known yet: at worst 1F1B."""
     if plan.schedule == "auto":
         return short_schedule(
             "interleaved" if _stages_of(plan) > plan.pp else "1f1b", plan.pp, plan.microbatches, plan.chunks
@@ -210,7 +210,7 @@ def _stages_of(plan: Plan) -> int:
 
 
 def _slowest(question: Question, plan: Plan) -> Pricer:
-    """The pool that sets the pace."""
+    """Return the pricer of the slowest pool, which sets the pace."""
     software, layouts = question.software_in(plan.precision), layouts_of(question, plan)
     pricers = [
         Pricer(model=question.model, pool=pool, software=software, constants=CONSTANTS, sequence=question.sequence)
@@ -220,7 +220,7 @@ def _slowest(question: Question, plan: Plan) -> Pricer:
 
 
 def _work(pricer: Pricer, layouts: Layouts) -> float:
-    """Seconds of one microbatch on a layer of each kind and on both ends: to tell a slower pool."""
+    """Return the seconds of one microbatch on a layer of each kind, embedding and head, to compare pools."""
     kinds, begin, end = pricer.pieces(layouts)
     return sum(float(work.total[0]) for work in (*kinds, begin, end))
 
@@ -228,7 +228,7 @@ def _work(pricer: Pricer, layouts: Layouts) -> float:
 def _played(
     pricer: Pricer, layouts: Layouts, plan: Plan, pieces: Pieces, stages: tuple[int, ...], found: Estimate
 ) -> dict[str, float]:
-    """The parts of a step, the pipeline's own as the schedule plays. Where it is too long to, by closed forms."""
+    """Return the parts of a step, those of the pipeline by simulation, or by closed forms if that takes too long."""
     parts = {name: float(part[0]) for name, part in found.parts.items()}
     if plan.pp == 1 or plan.schedule == "auto":
         return parts
@@ -244,7 +244,7 @@ def _played(
 
 
 def hold(question: Question, plan: Plan) -> tuple[RankBytes, ...]:
-    """What every rank of a plan holds, without its seconds."""
+    """Return the bytes of every rank of a plan, without the seconds of its step."""
     layouts, pricer = layouts_of(question, plan), _slowest(question, plan)
     stages = stage_layers(question, plan, pricer.pieces(layouts))
     return _ranks(question, plan, _rank_bytes(question, plan, layouts, stages, pricer))

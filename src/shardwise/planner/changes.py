@@ -19,7 +19,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Something to change in a plan: what to write, the plan then, and its account."""
+    """A change of a plan: its text, the account of the changed plan, and how much slower it is, as a share."""
 
     words: str
     account: Account
@@ -27,7 +27,7 @@ class Change:
 
 
 def cheapest_changes(before: Account) -> tuple[Change, ...]:
-    """The changes of one thing, or else of two, after which a plan fits, and that cost least time."""
+    """Return the changes that make a plan fit and cost least time: of one key, and of two if too few are found."""
     singles = list(_single(before.plan, before.question))
     found = _that_fit(before, singles)
     if len(found) < _SHOWN:
@@ -37,19 +37,19 @@ def cheapest_changes(before: Account) -> tuple[Change, ...]:
             for words, plan in _single(one, before.question)
             if words == second
         ]
-        # Two changes of one key are the second alone.
+        # Two changes of the same key are the same as the second alone.
         known = {str(plan) for _, plan in singles}
         found += _that_fit(before, [(words, plan) for words, plan in pairs if str(plan) not in known])
     return tuple(sorted(found, key=lambda change: (_leaves(before, change), change.slower))[:_SHOWN])
 
 
 def _leaves(before: Account, change: Change) -> bool:
-    """Whether a change sends something to the host that was not there: said after those that do not."""
+    """Return whether a change alters what is offloaded. Such changes are listed after the others."""
     return change.account.plan.offload != before.plan.offload
 
 
 def _that_fit(before: Account, changed: list[tuple[str, Plan]]) -> list[Change]:
-    """Those that fit by closed forms, the fastest first, and of these the first few that do exactly."""
+    """Return the first few changes that fit exactly, of those that fit by closed forms, fastest first."""
     question = before.question
     usable = [(words, plan) for words, plan in changed if _is_usable(question, plan)]
     if not usable:
@@ -79,7 +79,7 @@ def _is_usable(question: Question, plan: Plan) -> bool:
 
 
 def _single(plan: Plan, question: Question) -> Iterator[tuple[str, Plan]]:
-    """Plans that differ from one in one thing that takes less memory."""
+    """Yield plans with one change that saves memory."""
     for words, changed in _leaner(plan, question):
         try:
             yield words, replace(plan, reasons={}, **changed)
@@ -123,7 +123,7 @@ def _leaner(plan: Plan, question: Question) -> Iterator[tuple[str, dict[str, Any
             if schedule != plan.schedule:
                 yield f"schedule={schedule}", {"schedule": schedule, "chunks": None, "layers": None}
     if question.device.architecture == "cpu":
-        return  # A processor's memory is the host's.
+        return  # A CPU's memory is the host's memory.
     if plan.offload.optimizer < 1:
         yield "offload.optimizer=1", {"offload": replace(plan.offload, optimizer=1.0)}
     offloaded = replace(plan.offload, parameters=1.0)

@@ -1,6 +1,6 @@
-"""What can be combined, in one table: engines refuse by it before anything is launched, and the planner plans by it.
+"""One table of choices that cannot be combined. Engines check it before they launch; the planner obeys it.
 
-Whatever is not named here composes. Each rule says when it applies, what is wrong, and the nearest plan that can run.
+Everything else can be combined. Each rule says when it applies, what is wrong, and the nearest plan that can run.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _MOST_CHUNKS_OF_AUTO = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Plans that cannot be run, why, and what can be instead."""
+    """A kind of plan that cannot run: its name, a test, the problem, and a similar plan that can run."""
 
     name: str
     applies: Callable[[Plan], bool]
@@ -97,19 +97,19 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_composition(plan: Plan) -> None:
-    """Refuse a plan that is right in itself but cannot be run, with the nearest one that can."""
+    """Raise an error for a valid plan that cannot run, with the nearest one that can as its remedy."""
     for rule in RULES:
         if rule.applies(plan):
             raise ShardwiseError(rule.problem(plan), remedy=str(nearest_plan(plan)))
 
 
 def composes(plan: Plan) -> bool:
-    """Whether the engines run a plan."""
+    """Return whether the engines can run a plan."""
     return not any(rule.applies(plan) for rule in RULES)
 
 
 def nearest_plan(plan: Plan) -> Plan:
-    """The plan, or the nearest one that can be run."""
+    """Return the plan, or the nearest one that can run."""
     for rule in RULES:
         if rule.applies(plan):
             plan = rule.instead(plan)

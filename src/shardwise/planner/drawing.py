@@ -1,6 +1,6 @@
-"""How plans look to a person: seconds with their interval, where they go, memory as bars, sentences.
+"""Plans as text: seconds with their interval and parts, memory as bars, reasons as sentences.
 
-And what a search found, as a person reads it and as data.
+And the findings of a search, as text and as data.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +14,11 @@ from shardwise.planner.account import Account, RankBytes
 from shardwise.planner.search.reasons import PART_WORDS
 from shardwise.units import format_bytes, format_percent, format_seconds
 
-if TYPE_CHECKING:  # `fit` draws accounts, and need not load the search for it.
+if TYPE_CHECKING:  # `fit` draws accounts without loading the search.
     from shardwise.planner.search.findings import Findings
     from shardwise.planner.search.tally import Tally
 
-#: Parts of a rank's memory, put together as a person thinks of them: name, its parts, a mark, a colour.
+#: Parts of a rank's memory, grouped for display: name, its parts, a mark, a colour.
 GROUPS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("weights", ("weights", "gathered"), "█", "blue"),
     ("gradients", ("gradients",), "▓", "cyan"),
@@ -27,10 +27,10 @@ GROUPS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("other", ("buffers", "workspace", "context", "fragments"), "·", "white"),
 )
 _BAR = 48
-# Of what does not fit, so much is drawn.
+# Characters drawn of memory that does not fit.
 _BEYOND = 12
 _TIME_BAR = 24
-# Of the reasons why candidates do not fit, so many are named.
+# Number of reasons shown for candidates that do not fit.
 _SHOWN = 3
 _REFUSED = {
     "divisibility": "do not divide heads, layers, sequence or batch",
@@ -41,17 +41,17 @@ _REFUSED = {
 
 
 def in_groups(parts: Mapping[str, float]) -> dict[str, float]:
-    """A rank's bytes, put together."""
+    """Return a rank's bytes by group."""
     return {name: sum(parts.get(part, 0.0) for part in members) for name, members, _, _ in GROUPS}
 
 
 def interval_text(account: Account) -> str:
-    """`4.31 s (3.8 s to 4.9 s)`."""
+    """Return a text such as `4.31 s (3.8 s to 4.9 s)`."""
     return f"{format_seconds(account.seconds)} ({format_seconds(account.low)} to {format_seconds(account.high)})"
 
 
 def utilisation(account: Account) -> float:
-    """Model FLOPs over what the devices could do: attention counted as far as it is seen, recomputation not at all."""
+    """Return the model FLOPs utilisation: unmasked attention counts, recomputation does not."""
     question = account.question
     forward = question.model.flops(Share(sequence=question.sequence, microbatch=1)).forward
     peak = sum(pool.num_devices * pool.device.peak(account.plan.precision) for pool in question.cluster.pools)

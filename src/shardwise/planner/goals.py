@@ -1,4 +1,4 @@
-"""Other goals than the fastest step on all devices: the fewest devices for a target, the cheapest for given prices."""
+"""Goals other than the fastest step on all devices: fewest devices for a target time, lowest cost for given prices."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,14 +18,14 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """What was found, and what a step of it costs."""
+    """The findings of a search, and the cost of a step."""
 
     findings: Findings
     price_of_step: float
 
 
 def fewest_devices(question: Question, seconds: float) -> Findings:
-    """The plan on the fewest of the cluster's devices whose step takes no longer than `seconds`."""
+    """Return the plan on the fewest devices of the cluster whose step takes at most `seconds`."""
     nearest: Findings | None = None
     for part in parts_of(question.cluster):
         smaller = replace(question, cluster=part)
@@ -49,9 +49,9 @@ def fewest_devices(question: Question, seconds: float) -> Findings:
 
 
 def cheapest(question: Question, prices: Mapping[str, float], seconds: float | None = None) -> Priced:
-    """The plan whose step costs least, on any part of the cluster. `prices` are those of a device's hour, by name.
+    """Return the plan with the lowest cost of a step on any part of the cluster. `prices`: of a device-hour, by name.
 
-    With `seconds`, only steps that take no longer count.
+    With `seconds`, only steps that take at most this long count.
     """
     best: Priced | None = None
     for part in parts_of(question.cluster):
@@ -75,22 +75,22 @@ def cheapest(question: Question, prices: Mapping[str, float], seconds: float | N
 
 
 def faster_pool(question: Question, seconds: float) -> Findings | None:
-    """The best plan on one of several pools alone, if its step takes less than `seconds`: those of all take as long as
-    on the slowest."""
+    """Return the best plan on a single one of several pools, if its step takes less than `seconds`. A step on all pools
+    takes as long as on the slowest."""
     best: Findings | None = None
     for pool in question.cluster.pools if len(question.cluster.pools) > 1 else ():
         alone = replace(question, cluster=Cluster(pools=(pool,)))
         try:
             found = find_plan_if_any(alone, Tally()) if _least_seconds(alone) < seconds else None
         except ShardwiseError:
-            continue  # What is decided beforehand was for all devices.
+            continue  # The fixed keys are for all devices.
         if found is not None and found.best.seconds < seconds:
             best, seconds = found, found.best.seconds
     return best
 
 
 def parts_of(cluster: Cluster) -> Iterator[Cluster]:
-    """Parts of a cluster that a job would be given, the smallest first: parts of a node, then whole nodes."""
+    """Yield parts of a cluster that a job could be allocated, smallest first: parts of a node, then whole nodes."""
     parts = {
         (count * devices, str(pool.device.name), count): Cluster(
             pools=(replace(pool, num_nodes=count, node=pool.node.resized(devices)),)
@@ -105,7 +105,7 @@ def parts_of(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _sizes(pool: Pool) -> Iterator[tuple[int, int]]:
-    """Nodes, and devices of each: 1, 2, 4 of a node; then 1, 2, 3, 4, 6, 8, 12 nodes and so on up to all."""
+    """Yield the number of nodes, and devices in each: 1, 2, 4 in a node; then 1, 2, 3, 4, 6, 8, 12 nodes, up to all."""
     per_node = pool.node.devices_per_node
     size = 1
     while size < per_node:
@@ -118,7 +118,7 @@ def _sizes(pool: Pool) -> Iterator[tuple[int, int]]:
 
 
 def _least_seconds(question: Question) -> float:
-    """A bound on the step of any plan, whether it fits or not."""
+    """Return a lower bound of the step of any plan, whether it fits or not."""
     axes = spread_axes(question, Tally(), 1)
     if len(axes) == 0:
         return float("inf")

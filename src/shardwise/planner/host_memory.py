@@ -1,4 +1,4 @@
-"""What a plan keeps on the host, against what the host has: one sentence for the planner, `train` and the engines."""
+"""Host memory that a plan needs, against what is available: one error for the planner, `train` and the engines."""
 
 import math
 
@@ -8,7 +8,7 @@ from shardwise.units import counted, format_bytes
 
 
 def check_host_memory(plan: Plan, needed: float, *, num_ranks: int, available: float) -> None:
-    """Refuse a plan whose `num_ranks` on one machine keep more on its host than is available there."""
+    """Raise an error if the `num_ranks` of a plan on one machine need more host memory than is available."""
     if needed <= available:
         return
     parts = [f"offload.{name}={share:g}" for name, share in _shares(plan)]
@@ -26,7 +26,7 @@ def _shares(plan: Plan) -> list[tuple[str, float]]:
 
 
 def _remedies(plan: Plan, fitting: float) -> list[str]:
-    """Smaller shares, in hundredths, so that all of them fit; and what shares state out over more ranks."""
+    """Return smaller shares, in hundredths, that fit; and a ZeRO stage that shards the state over replicas."""
     shares = [(name, math.floor(100 * share * fitting) / 100) for name, share in _shares(plan)]
     found = [",".join(f"offload.{name}={share:g}" for name, share in shares)]
     replicas = plan.dp * plan.cp

@@ -1,9 +1,9 @@
-"""The honest error: each source predicted with constants that were fitted on all others.
+"""Leave-one-out error: each source is predicted with constants that were fitted on all other sources.
 
-Constants are fitted in logarithms by robust least squares from priors, which are data sheets' and papers' values or
-plain guesses, never fitted ones: what no other source says anything about stays at its prior. Constants that are not
-among `PRIORS` decide little, and stay as they were fitted on all rows. One linearisation serves all sources; the source
-that is left out is then predicted in full with the constants of the others.
+Logarithms of constants are fitted by robust least squares from priors. Priors are values of data sheets and papers or
+plain guesses, never fitted values, so a constant that no other source determines stays at its prior. Constants outside
+`PRIORS` matter little, and keep their fit on all rows. One linearisation serves all sources. The source that is left
+out is then predicted without linearisation, with the constants of the others.
 """
 
 from collections import defaultdict
@@ -17,9 +17,8 @@ from shardwise.planner.runs import Run
 from shardwise.planner.validate import Prediction, is_apart, predict_all
 from shardwise.working import working_at
 
-#: Constants that decide most of a step, and what one would take for each without any of these rows: shares of a best
-#: matmul and of links that others report (facts 2.3, 3.2), FlashAttention 2's share on Hopper, a launch of 5
-#: microseconds.
+#: The constants that matter most, with the values that one would choose without any of these rows: published shares of
+#: the best matmul and of links (facts 2.3, 3.2), FlashAttention 2's share on Hopper, a launch of 5 microseconds.
 PRIORS = {
     "sustained_ampere": 0.9,
     "sustained_hopper": 0.85,
@@ -43,21 +42,21 @@ PRIORS = {
     "gather_rate": 0.8,
     "overlap_loss": 0.38,
 }
-# A constant may be so far from its prior (a factor of e to this, at one in three), and a step from its prediction. What
-# is measured by itself, one matmul or one copy at a time, is known better than what was only guessed.
+# Standard deviations in logarithms: of a constant from its prior, and of a step from its prediction. Constants that are
+# measured in isolation, with one matmul or one copy at a time, are known better than guesses.
 _PRIOR_WIDTH, _ERROR = 0.25, 0.06
 _MEASURED_WIDTH = 0.05
 _MEASURED = ("sustained_ampere", "sustained_hopper", "sustained_blackwell", "streaming")
-# So may be all rows of a source together (the spread of sources that were left out).
+# The same for a common offset of all rows of a source (the spread of sources that were left out).
 _OFFSET_WIDTH = 0.15
-# Rows of a source that a fit looks at: more of one kind say nothing new.
+# Rows of a source that a fit uses: more rows of one kind add no information.
 _MOST_ROWS = 8
 _DIFFERENCE = 0.05
 _ROUNDS = 12
 
 
 def leave_out(runs: Sequence[Run]) -> dict[str, list[Prediction]]:
-    """Predictions of each source by constants that were fitted without it."""
+    """Return predictions of each source with constants that were fitted without it."""
     sources: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         if not is_apart(run):
@@ -84,7 +83,7 @@ def _moved(names: Sequence[str], steps: np.ndarray) -> Constants:
 
 
 def _linearised(sources: dict[str, list[Run]]) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
-    """Errors in logarithms at the priors, their slopes by each constant, and whose each is."""
+    """Return log errors at the priors, their derivatives by each constant, and the source of each row."""
     sample, start = [], _start()
     for _, own in sorted(sources.items()):
         timed = [run for run in own if run.text("step_seconds")]
@@ -102,10 +101,10 @@ def _linearised(sources: dict[str, list[Run]]) -> tuple[list[str], np.ndarray, n
 
 
 def _fit(names: Sequence[str], base: np.ndarray, slopes: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """Steps of the constants' logarithms that make errors small, in absolute value; each source weighs the same.
+    """Return steps of the constants' logarithms that minimise absolute errors. Each source has the same weight.
 
-    Rows of one source are off together: one machine, one clock, one way to measure. An offset of each source takes what
-    its rows have in common, so that a source that is apart moves constants little; no prediction uses these offsets.
+    Errors of one source are correlated: one machine, one clock, one way to measure. An offset of each source absorbs
+    their common part, so that an outlying source moves constants little. No prediction uses these offsets.
     """
     sources = sorted(set(owners))
     member = np.array([[float(owner == source) for source in sources] for owner in owners])

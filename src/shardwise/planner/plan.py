@@ -1,11 +1,11 @@
-"""The plan: how a model is spread over ranks, as a value.
+"""The plan: how a model is distributed over ranks, as a value.
 
-    dp=2,tp=4,pp=2,schedule=zb-v,microbatches=8,zero=1          the short form: what differs from one plain device
+    dp=2,tp=4,pp=2,schedule=zb-v,microbatches=8,zero=1          the short form: keys that differ from one plain device
     pp=3,layers=5+6+5,recompute=full,offload.optimizer=0.5      units of each stage; half of the optimizer on the host
     pp=16,layers=7+14x8+7                                       fourteen stages of eight
 
-The same keys make `plan.toml`, with the reason for each in the table `reasons`. A plan is checked by itself when it is
-made; whether it suits a model or a cluster is checked where these are known.
+`plan.toml` has the same keys, with the reason for each in the table `reasons`. A plan is checked for consistency when
+it is made. Whether it suits a model or a cluster is checked where these are known.
 """
 
 import re
@@ -22,23 +22,23 @@ from shardwise.schedule.catalogue import CATALOGUE, check
 from shardwise.units import counted
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
-#: What a rank counts for: experts are shared out among ranks that are there for data and context.
+#: Axes whose product is the number of ranks. Experts are spread over the ranks of data and context.
 _MULTIPLY = ("dp", "tp", "pp", "cp")
 RECOMPUTE = ("none", "selective", "full")
 CONTEXT = ("ring", "all-to-all")
-#: Axes on the devices, outermost first. Neighbours talk most.
+#: Order of the axes on the devices, outermost first. Ranks of the innermost axis communicate most.
 ORDERS = ("pp-dp-cp-tp", "dp-pp-cp-tp")
-#: What has a scale of its own where linear layers compute in 8 bits.
+#: The granularity of scales of linear layers in 8 bits.
 FP8_SCALES: Mapping[str, Literal["tensor", "row"]] = {"fp8": "tensor", "fp8-rows": "row"}
 PRECISIONS = ("fp32", "bf16", "fp16", *FP8_SCALES)
-# As many equal stages in a row are written as one.
+# At least this many equal stages in a row are written in the form `4x8`.
 _LONG_RUN = 4
 _MOST_STAGES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """How much of each kind of data lives on the host: 0 is none, 1 is all."""
+    """The share of each kind of data on the host: 0 is none, 1 is all."""
 
     optimizer: float = 0.0
     parameters: float = 0.0
@@ -47,15 +47,15 @@ class Offload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a model is spread over ranks, and how a step goes.
+    """How a model is distributed over ranks, and how a step runs.
 
-    The axes multiply: data, tensor, pipeline and context parallel. Experts are shared out over `ep` of the ranks that
-    hold the same dense weights, so `ep` divides dp x cp and makes no ranks of its own. With `sp` activations between
-    tensor parallel layers are cut along the sequence; `context` is how attention reaches the rest of a sequence.
-    `chunks` are the stages of one rank (None: the schedule's own number). `layers` are the units of each stage, first
-    to last (None: balanced). `zero` is the ZeRO stage, over groups of `zero_group` replicas (None: all). `recompute` is
-    for `recompute_layers` of each stage (None: all). `order` is how the axes lie on the devices. `reasons` says
-    of a key why it has its value; two plans that do the same are equal whatever theirs.
+    The number of ranks is the product of data, tensor, pipeline and context parallelism. Experts are spread over `ep`
+    of the ranks with the same dense weights, so `ep` divides dp x cp and adds no ranks. With `sp`, activations between
+    tensor parallel layers are cut along the sequence. `context` is how context parallel attention communicates.
+    `chunks` is the number of stages on a rank (None: the schedule's own). `layers` are the units of each stage, first
+    to last (None: balanced). `zero` is the ZeRO stage, in groups of `zero_group` replicas (None: all). `recompute`
+    applies to `recompute_layers` of each stage (None: all). `order` is the order of the axes on the devices.
+    `reasons` give the reason for a key's value; they do not count when plans are compared.
     """
 
     dp: int = 1
@@ -92,8 +92,8 @@ class Plan:
 
     @staticmethod
     def from_toml(text: str, *, source: str = "the plan") -> "Plan":
-        """Read the file form. `source` is what errors call it."""
-        import tomllib  # Takes longer than all that a plan in its short form needs.
+        """Read the file form. `source` is its name in error messages."""
+        import tomllib  # Importing it takes longer than parsing a short form.
 
         try:
             tree = tomllib.loads(text)
@@ -104,7 +104,7 @@ class Plan:
         return _make({**tree, **{f"offload.{key}": value for key, value in offload.items()}}, reasons=reasons)
 
     def to_toml(self) -> str:
-        """Return the file form, which `from_toml` reads back: every key that has a reason or is not as by default."""
+        """Return the file form, which `from_toml` reads back: every key with a reason or a non-default value."""
         lines = [f"# {self}: {counted(self.num_ranks, 'rank')}"]
         for key, value in _entries(self).items():
             if value is not None and (value != _DEFAULTS[key] or key in self.reasons):
@@ -130,7 +130,7 @@ class Plan:
         save_output(Path(path), self.to_toml(), remedy="plan.toml")
 
     def explain(self) -> str:
-        """The plan and, in a line each, the reason of every choice that has one."""
+        """Return the plan, and a line with the reason for each choice that has one."""
         width = max((len(key) for key in self.reasons), default=0)
         return "\n".join([str(self), *(f"  {key.ljust(width)}  {why}" for key, why in self.reasons.items())])
 
@@ -141,24 +141,24 @@ class Plan:
 
     @property
     def fp8_scales(self) -> Literal["tensor", "row"] | None:
-        """What has a scale of its own in linear layers of 8 bits; None if there are none."""
+        """The granularity of scales of linear layers in 8 bits; None if there are no such layers."""
         return FP8_SCALES.get(self.precision)
 
     @property
     def num_chunks(self) -> int | None:
-        """The stages of one rank, or None while the schedule is still to be found."""
+        """Number of stages on one rank, or None if the schedule is `auto`, without `chunks`."""
         return self.chunks or (CATALOGUE[self.schedule].chunks if self.schedule in CATALOGUE else None)
 
     @property
     def num_stages(self) -> int | None:
-        """The stages of the model; where a schedule holds it twice, of one copy. None as `num_chunks`."""
+        """Number of stages of the model; of one copy, if a schedule has two. None if `num_chunks` is None."""
         if self.num_chunks is None:
             return None
         copies = CATALOGUE[self.schedule].num_weight_copies if self.schedule in CATALOGUE else 1
         return self.pp * self.num_chunks // copies
 
     def check_world(self, num_processes: int) -> None:
-        """Refuse another number of processes than the plan's ranks."""
+        """Raise an error if the number of processes is not that of the plan's ranks."""
         if num_processes != self.num_ranks:
             ranks = counted(self.num_ranks, "rank")
             raise ShardwiseError(
@@ -173,12 +173,12 @@ class Plan:
 
 
 def read_keys(text: str) -> dict[str, Any]:
-    """The keys of a short form with their values, and no plan: what is not said stays open."""
+    """Return the keys of a short form with their values, without making a plan: other keys stay open."""
     return {key: _read(key, value) for key, value in _split(text).items()}
 
 
 def _split(text: str) -> dict[str, str]:
-    """Keys and values as they were typed."""
+    """Return keys and values as they were typed."""
     entries: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (word.strip() for word in part.partition("="))
@@ -210,7 +210,7 @@ def _read(key: str, value: Any) -> Any:
 
 
 def _entries(plan: Plan) -> dict[str, Any]:
-    """The plan as keys and values of the short form, in the order of the fields."""
+    """Return the plan as keys and values of the short form, in the order of the fields."""
     entries: dict[str, Any] = {}
     for each in fields(plan):
         if each.name == "offload":
@@ -229,7 +229,7 @@ def _word(value: Any) -> str:
 
 
 def _runs(layers: tuple[int, ...]) -> Iterator[str]:
-    """`3+4+4+3`, and `14x4` for fourteen stages of four in a row."""
+    """Yield the parts of `3+4+4+3`, with `14x4` for fourteen consecutive stages of four."""
     for units, run in groupby(layers):
         count = len(list(run))
         yield from [f"{count}x{units}"] if count >= _LONG_RUN else [str(units)] * count
@@ -242,7 +242,7 @@ def _toml_value(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A TOML basic string. JSON's escapes are TOML's too, but for those beyond 16 bits and for DEL."""
+    """Return a TOML basic string. JSON's escapes are valid in TOML, except for those beyond 16 bits and DEL."""
     import json
 
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -294,7 +294,7 @@ def _read_layers(key: str, value: Any) -> tuple[int, ...]:
 
 
 def _read_run(key: str, part: Any) -> tuple[int, ...]:
-    """Units of one stage, or of a row of them: `14x4`."""
+    """Return the units of one stage, or of several consecutive ones: `14x4`."""
     count, times, units = str(part).partition("x")
     if not times:
         return (_read_count(key, part),)
@@ -312,7 +312,7 @@ def _read_word(key: str, value: Any) -> str:
     return value
 
 
-#: What is told to `parallelize` and not in a plan.
+#: Arguments of `parallelize` that are not keys of a plan.
 OF_PARALLELIZE = (
     "loss", "optimizer", "example", "clip", "compile", "seed", "pad", "through_blocks", "measure", "tensor",
     "tensor_chunks", "verify", "positions", "entries", "masks", "bucket_bytes", "buffers", "batch", "kernels",
@@ -336,7 +336,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _check_kinds(plan: Plan) -> None:
-    """Refuse values of another kind than a key has: in Python anything can be given."""
+    """Raise an error for values of the wrong type, which callers from Python can pass."""
     if not isinstance(plan.offload, Offload):
         raise ShardwiseError(f"offload={plan.offload!r} is no Offload", remedy='Plan.parse("offload.optimizer=0.5")')
     for key, value in _entries(plan).items():
@@ -348,7 +348,7 @@ def _check_kinds(plan: Plan) -> None:
 
 
 def _check(plan: Plan) -> None:
-    """Refuse what no model and no cluster could make right."""
+    """Raise an error for values that are wrong for every model and cluster."""
     _check_kinds(plan)
     for axis in AXES:
         if getattr(plan, axis) < 1:
@@ -388,7 +388,7 @@ def _check(plan: Plan) -> None:
 
 
 def _check_sharing(plan: Plan) -> None:
-    """Whoever shares something out does so evenly among the ranks that have it."""
+    """Check that experts and ZeRO groups divide the replicas evenly, and that `sp` has ranks to cut over."""
     replicas = plan.dp * plan.cp
     if replicas % plan.ep:
         raise ShardwiseError(
@@ -409,7 +409,7 @@ def _check_sharing(plan: Plan) -> None:
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor that is no more than a limit."""
+    """Return the largest divisor up to a limit."""
     return max(size for size in range(1, limit + 1) if number % size == 0)
 
 
@@ -425,7 +425,7 @@ def _check_schedule(plan: Plan) -> None:
     try:
         check(CATALOGUE[plan.schedule], plan.pp, plan.microbatches, plan.chunks)
     except ShardwiseError as error:
-        # The catalogue speaks in options of the command line; here the same things are keys.
+        # The catalogue's remedies are command-line options; here they are keys of a plan.
         remedy = error.remedy or ""
         for option, key in (("--stages ", "pp="), ("--microbatches ", "microbatches="), ("--chunks ", "chunks=")):
             remedy = remedy.replace(option, key)

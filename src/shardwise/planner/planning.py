@@ -1,4 +1,4 @@
-"""`plan`: the best plan for a model on a cluster, with the reason of every choice.
+"""`plan`: the best plan for a model on a cluster, with the reason for every choice.
 
 plan = sw.plan("llama3-70b", cluster="8x8xh100", batch=512, sequence=8192)
 print(plan.explain())
@@ -30,16 +30,16 @@ def plan(
     software: Software | None = None,
     lora: int | None = None,
 ) -> Plan:
-    """The fastest plan for a training step of `batch` samples on all devices of a cluster.
+    """Return the fastest plan for a training step of `batch` samples on all devices of a cluster.
 
-    `model` is a name of the catalogue, the path of a `config.json`, `package.module:factory`, a `Model`, or a module. A
-    module of a family that Hugging Face's configuration names is planned by its configuration, any other by tracing it
-    with `example`, a batch as it is called with; `sequence` is then the example's. `cluster` is a `Cluster`, its name,
-    or the path of a `cluster.toml`; `local_cluster(n)` is n processes of this computer.
+    `model` is a name in the catalogue, the path of a `config.json`, `package.module:factory`, a `Model`, or a module. A
+    module with a Hugging Face configuration of a known family is planned by its configuration. Any other is traced with
+    `example`, a batch for its forward; `sequence` is then the example's. `cluster` is a `Cluster`, its name, or the
+    path of a `cluster.toml`; `local_cluster(n)` is n processes on this computer.
 
-    `fixed` are keys of the plan that are decided already: `{"tp": 8}`. Without `runnable`, plans count too that the
-    engines do not run yet. `software` says what is fused, overlapped and kept in which precision. With `lora`, adapters
-    of that rank train and all else stays as it is; of a module that is traced, what needs no gradient does.
+    `fixed` are keys of the plan that are given: `{"tp": 8}`. With `runnable=False`, plans that the engines cannot run
+    yet also count. `software` says what is fused, overlapped and stored in which precision. With `lora`, only adapters
+    of that rank train. In a traced module, parameters that require no gradient are frozen.
     """
     question = make_question(
         model,

@@ -1,4 +1,4 @@
-"""What is asked of the planner: a model, a cluster, a batch; and what of the plan is decided already."""
+"""The planner's input: a model, a cluster, a batch, and the keys of the plan that are given."""
 
 import re
 import sys
@@ -26,19 +26,19 @@ from shardwise.planner.plan import AXES, FP8_SCALES, Offload, Plan
 _FLOAT32_BYTES = 4
 _COUNTED = (*AXES, "chunks", "microbatches", "zero_group", "recompute_layers")
 _KERNELS = {"hopper": "flash3", "blackwell": "flash3", "volta": "torch"}
-# A third of the operations by which a layer chooses experts, sends rows and brings them back, without the experts' own
-# products. Counted on two ranks: 75 of our own layer with its balancing loss, 50 of a Hugging Face mixture. On a GPU
-# kernels do several of them at once.
+# A third of the operations of router, dispatch and combine in a layer, without the experts' own matmuls. Counted on two
+# ranks: 75 in our own layer with its balancing loss, 50 in a Hugging Face mixture. On a GPU, kernels fuse several of
+# them.
 _ROUTING_KERNELS = 25.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A step of `batch` samples of `sequence` positions, to be spread over all devices of the cluster.
+    """A step of `batch` samples of `sequence` positions, to be distributed over all devices of the cluster.
 
-    `fixed` are keys of the plan that are decided already. With `runnable`, only what the engines run today is planned;
-    else whatever can be priced. `software` is what runs it; its precision is one of the choices. A plan counts as one
-    that fits if it leaves this part (`reserve`) of what it holds free.
+    `fixed` are keys of the plan that are given. With `runnable`, only plans that the engines can run count; else all
+    that can be priced. `software` is the software that runs the plan; its precision is one of the choices. A plan fits
+    if free memory is at least `reserve` times the memory in use.
     """
 
     model: Model
@@ -52,12 +52,12 @@ class Question:
 
     @property
     def device(self) -> Device:
-        """The device with the least memory: what does not fit there fits nowhere."""
+        """The device with the least memory: a plan must fit there."""
         return min((pool.device for pool in self.cluster.pools), key=lambda device: device.memory_bytes)
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Precisions to plan for: the narrow one that all devices have, and the full one."""
+        """Precisions to plan for: a 16-bit one that all devices have, and fp32."""
         if "precision" in self.fixed:
             return (str(self.fixed["precision"]),)
         rates = [pool.device.flops_per_second for pool in self.cluster.pools]
@@ -65,7 +65,7 @@ class Question:
         return (*narrow[:1], "fp32")
 
     def software_in(self, precision: str) -> Software:
-        """The software in a precision. What has a scale of its own in 8 bits makes no difference here."""
+        """Return the software in a precision. The granularity of 8-bit scales makes no difference here."""
         if precision in FP8_SCALES:
             self._check_fp8(precision)
             precision = "fp8"
@@ -73,7 +73,7 @@ class Question:
 
     def _check_fp8(self, precision: str) -> None:
         lacking = [pool.device for pool in self.cluster.pools if "fp8" not in pool.device.flops_per_second]
-        gpus = [device for device in lacking if device.architecture != "cpu"]  # On processors it is emulated.
+        gpus = [device for device in lacking if device.architecture != "cpu"]  # On CPUs it is emulated.
         if gpus and not environment.wants_emulated_fp8():
             known = ", ".join(gpus[0].flops_per_second)
             raise ShardwiseError(
@@ -82,18 +82,18 @@ class Question:
             )
 
     def price(self, layouts: Layouts, software: Software, pieces: Pieces | None = None) -> Estimate:
-        """A step of each layout, by closed forms; `pieces` of it as `cost/step.py` takes them."""
+        """Price a step of each layout by closed forms. `pieces` is as in `cost/step.py`."""
         found = price(self.model, self.cluster, layouts, sequence=self.sequence, software=software, pieces=pieces)
         return replace(found, fits=found.fits & (found.bytes.peak <= self.room)) if self.reserve else found
 
     @property
     def room(self) -> float:
-        """Bytes that a rank may hold."""
+        """Bytes that a rank may use."""
         return self.device.memory_bytes / (1.0 + self.reserve)
 
     @property
     def heads(self) -> int:
-        """The attention heads that tensor parallelism may cut: the fewest of any layer, or 1 where it cuts none."""
+        """Attention heads that tensor parallelism can cut: the fewest of any layer, or 1 if it cannot cut any."""
         counts = [
             operation.heads
             for block, _ in self.model.kinds
@@ -104,12 +104,12 @@ class Question:
 
     @property
     def cuts_layers(self) -> bool:
-        """Whether tensor and context parallelism can be priced: of a traced module it is not known where they cut."""
+        """Whether tensor and context parallelism can be priced. For a traced module, it is unknown where they cut."""
         return self.model.family != "traced"
 
     @property
     def cuts_sequences(self) -> bool:
-        """Whether context parallelism can cut: one stack of layers over positions, and no recurrence along them."""
+        """Whether context parallelism can cut: there is one stack of layers over positions, and no recurrence."""
         layers = [block for block, _ in self.model.kinds if block.stack]
         scans = any(isinstance(each, Scan) for block in layers for each in block.operations)
         return (
@@ -121,7 +121,7 @@ class Question:
 
     @property
     def num_experts(self) -> int:
-        """Experts of the layers that have fewest; 1 without."""
+        """Number of experts in the layer with fewest; 1 without experts."""
         counts = [
             parameter.shape[parameter.ep_dim]
             for block, _ in self.model.kinds
@@ -136,10 +136,10 @@ class Question:
 
 
 def usual_software(device: Device, *, is_wide: bool = False) -> Software:
-    """Kernels that torch has for a device today; sequence parallelism, autocast, recomputation as the engine has them.
+    """Return software with torch's current kernels for a device, and the engine's own parallelism and recomputation.
 
-    On processors nothing but attention is fused, so norms and activation functions keep what they make on the way. A
-    module that `is_wide` has its weights in fp32, also where it computes in 16 bits.
+    On CPUs only attention is fused, so norms and activation functions save their intermediate results. With `is_wide`,
+    the module's weights are in fp32, even if it computes in 16 bits.
     """
     is_fused = device.architecture != "cpu"
     kernel = _KERNELS.get(device.architecture, "flash2")
@@ -174,11 +174,11 @@ def make_question(
     software: Software | None = None,
     lora: int | None = None,
 ) -> Question:
-    """A question from whatever a user has. `model` is a name, a `config.json`, a `Model`, or a module with an example.
+    """Return a question. `model` is a name, a `config.json`, a `Model`, or a module with an example.
 
-    A module that carries the configuration of a known family is described by that, and so by all axes; any other is
-    traced with `example`, and planned without those that cut layers. `usual_sequence` is taken where none is said.
-    With `lora`, adapters of that rank train and nothing else does.
+    A module with the configuration of a known family is described by it, so all axes can be planned. Any other is
+    traced with `example`, and planned without the axes that cut layers. `usual_sequence` is the default sequence.
+    With `lora`, only adapters of that rank train.
     """
     source, shown = _made_by(model, example) if _is_factory(model) else (model, example)
     described = _model_of(source, shown)
@@ -186,7 +186,7 @@ def make_question(
         described = with_lora(described, lora)
     if batch < 1:
         raise ShardwiseError(f"a batch of {batch}: a step has at least 1 sample", remedy="--batch 256")
-    if usual_sequence is not None:  # No more than the model knows.
+    if usual_sequence is not None:  # Not more positions than the model has.
         usual_sequence = min(usual_sequence, described.max_sequence or usual_sequence)
     said = (number for number in (sequence, _length_of(example), usual_sequence) if number is not None)
     question = Question(
@@ -204,7 +204,7 @@ def make_question(
 
 
 def _checked(fixed: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Keys that are decided, each of which has a value that some plan could have. Else what is wrong with it."""
+    """Return the fixed keys, or raise an error for a value that no plan can have."""
     for key, value in fixed.items():
         if key in _COUNTED and value < 1:
             raise ShardwiseError(f"{key}={value}: there is at least 1", remedy=f"--fix {key}=1")
@@ -230,7 +230,7 @@ def _model_of(source: Any, example: Any) -> Model:
             try:
                 return load_model(config.to_dict())
             except ShardwiseError:
-                pass  # A family that is not known is seen by running it.
+                pass  # A module of an unknown family is traced.
         if example is None:
             raise ShardwiseError(
                 f"what a {type(source).__name__} computes is seen by running it once, and no example batch was given",
@@ -245,13 +245,13 @@ def _is_factory(source: Any) -> bool:
 
 
 def _is_wide(source: Any) -> bool:
-    """Whether a module is given whose weights are in fp32."""
+    """Return whether the source is a module with weights in fp32."""
     parameters = source.parameters() if hasattr(source, "named_parameters") else ()
     return any(each.dtype.itemsize >= _FLOAT32_BYTES for each in parameters)
 
 
 def _made_by(text: str, example: Any) -> tuple[Any, Any]:
-    """What a factory gives, `pkg.mod:factory`: a module, or a module and an example batch."""
+    """Call a factory, `pkg.mod:factory`, and return its module and an example batch: its own, or the given one."""
     name, _, attribute = text.partition(":")
     here = str(Path.cwd())
     sys.path.insert(0, here)  # As `python -m` does.
@@ -268,7 +268,7 @@ def _made_by(text: str, example: Any) -> tuple[Any, Any]:
 
 
 def _length_of(example: Any) -> int | None:
-    """The positions of an example's sequences: the second dimension of the first tensor that has one."""
+    """Return the sequence length of an example: the second dimension of the first tensor that has one."""
     entries = (
         example.values()
         if isinstance(example, Mapping)
@@ -281,7 +281,7 @@ def _length_of(example: Any) -> int | None:
 
 
 def _cluster_of(text: str) -> Cluster:
-    """A cluster by its name, or from a file; what reads files is imported for these alone."""
+    """Return a cluster by its name or from a file. The reader of files is imported only for files."""
     if not text.endswith(".toml"):
         return Cluster.parse(text)
     from shardwise.cluster.file import find_cluster
@@ -309,7 +309,7 @@ def _sequence_of(model: Model, sequence: int | None) -> int:
 
 
 def _learns_positions(model: Model, longest: int) -> bool:
-    """Whether positions are rows of a table, which end; angles do not."""
+    """Return whether positions are rows of a table, which limits them, unlike rotary angles."""
     outside = (block for block, _ in model.kinds if not block.stack)
     shapes = (parameter.shape for block in outside for parameter in block.parameters)
     return any(

@@ -1,4 +1,4 @@
-"""Published runs: a table of measured steps with their layouts, read into what the cost model is asked."""
+"""Published runs: a table of measured steps with their layouts, turned into inputs of the cost model."""
 
 import csv
 import re
@@ -11,7 +11,7 @@ from shardwise.cost.layouts import BALANCE, RECOMPUTE, Layouts
 from shardwise.cost.pipeline import SCHEDULES
 from shardwise.errors import ShardwiseError, nearest
 
-#: Columns without which a row says nothing; the others may be absent or empty.
+#: Required columns. Others may be absent or empty.
 NEEDED = (
     "id", "model", "layers", "hidden", "heads", "sequence", "gpu", "num_gpus", "gpus_per_node", "dp", "tp", "pp",
     "microbatch", "global_batch", "precision", "outcome", "step_seconds",
@@ -21,17 +21,17 @@ _SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p"
 _SCHEDULES |= {"Interleaved1F1B": "interleaved"}
 
 
-# A network that nobody describes is seldom the reference of its maker: half of its NICs (one for two devices), as in
-# the runs that do describe theirs.
+# An undescribed network is seldom the vendor's reference: half of its NICs are assumed (one for two devices), as in
+# runs that describe theirs.
 _UNDESCRIBED = 0.5
 
 
-# No published count or measurement is near this; sizes multiply, and must not overflow.
+# No published number is near this limit. Sizes are multiplied, and must not overflow.
 _ABSURD = 1e9
 
 
 class SkippedError(Exception):
-    """A row that does not say enough to be predicted."""
+    """A row without enough information for a prediction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Run:
         return self.cells.get(column, "") or ""
 
     def number(self, column: str) -> float | None:
-        """A number above 0, if there is one. A row whose cell is something else is skipped."""
+        """Return a positive number, or None if the cell is empty. Any other cell raises `SkippedError`."""
         text = self.text(column).strip()
         if not text:
             return None
@@ -57,7 +57,7 @@ class Run:
         return found
 
     def count(self, column: str, usual: int | None = None) -> int:
-        """A whole number; without one the usual, and without that the row is skipped."""
+        """Return an integer, or `usual` if the cell is empty. Without either, raise `SkippedError`."""
         found = self.number(column)
         if found is None and usual is None:
             raise SkippedError(f"{column} is not published")
@@ -68,7 +68,7 @@ class Run:
         return int(found)
 
     def choice(self, column: str, known: Collection[str], usual: str) -> str:
-        """One of the known words; the usual where there is none."""
+        """Return one of the known words, or `usual` if the cell is empty."""
         word = self.text(column).strip() or usual
         if word not in known:
             raise SkippedError(f"{column} is {word!r}, which is none of {', '.join(known)}")
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def source(self) -> str:
-        """Who published it: the name before the number."""
+        """The publisher: the part of the name before the number."""
         return self.name.rpartition("-")[0] or self.name
 
     @property
@@ -128,7 +128,7 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def pool_of(run: Run) -> Pool:
-    """The devices of a run, on the network that it names; on the usual one if it names none."""
+    """Return the devices of a run, with the network that it names, or the usual one."""
     num, per_node = run.count("num_gpus"), run.count("gpus_per_node")
     pool = make_pool(run.text("gpu"), num_nodes=-(-num // per_node), devices_per_node=min(num, per_node))
     text, fabric = run.text("internode"), pool.node.fabric
@@ -144,7 +144,7 @@ def pool_of(run: Run) -> Pool:
 
 
 def _node_gigabits(text: str) -> float | None:
-    """Gb/s of a node from `8x200Gb HDR IB`, `4x OmniPath 100Gb per node` or `1600Gbps RoCE`."""
+    """Return the Gb/s of a node, from `8x200Gb HDR IB`, `4x OmniPath 100Gb per node` or `1600Gbps RoCE`."""
     several = re.search(r"(\d+)\s*x\s*(?:[A-Za-z]+\s+)?(\d+)\s*Gb", text)
     if several is not None:
         return float(several[1]) * float(several[2])
@@ -153,9 +153,9 @@ def _node_gigabits(text: str) -> float | None:
 
 
 def layouts_of(run: Run, *, balance: str, recompute: str | None = None, ep: int | None = None) -> Layouts:
-    """The layout of a run, as one candidate; `balance` as in `BALANCE`, `recompute` (the row's) as in `RECOMPUTE`.
+    """Return the layout of a run as one candidate. `balance` is one of `BALANCE`, `recompute` one of `RECOMPUTE`.
 
-    `ep` stands for the row's where that cannot be meant.
+    `recompute` and `ep` replace the row's own, if given.
     """
     dp, tp, pp, cp = (*(run.count(axis) for axis in ("dp", "tp", "pp")), run.count("cp", 1))
     if dp * tp * pp * cp != run.count("num_gpus"):
@@ -168,7 +168,7 @@ def layouts_of(run: Run, *, balance: str, recompute: str | None = None, ep: int 
     per_rank = (layers + 2 * (balance == "ends")) // pp
     chunks = per_rank if "layer" in run.text("chunks") else run.count("chunks", 1)
     if schedule == "interleaved" and not run.text("chunks"):
-        chunks = 2  # What torch's pipelining takes where nobody says.
+        chunks = 2  # The default of torch's pipelining.
     if chunks > 1 and schedule == "1f1b":
         schedule = "interleaved"
     within = re.search(r"within (\d+)", run.text("data_parallel"))
@@ -182,14 +182,14 @@ def layouts_of(run: Run, *, balance: str, recompute: str | None = None, ep: int 
 
 
 def _microbatch_of(run: Run) -> int:
-    """Samples of a microbatch; torchtitan, unless told, makes as many microbatches as stages (NOTES.md)."""
+    """Return the samples of a microbatch. By default, torchtitan has as many microbatches as stages (NOTES.md)."""
     if run.text("microbatch") or "torchtitan" not in run.text("source"):
         return run.count("microbatch")
     return max(run.count("global_batch") // (run.count("dp") * run.count("pp")), 1)
 
 
 def _schedule_of(run: Run) -> str:
-    """The schedule that a row names, as its paper or as we call it; 1F1B where it names none."""
+    """Return the row's schedule, from its paper's name or from ours; 1F1B if it names none."""
     word = run.text("schedule").strip()
     schedule = _SCHEDULES.get(word, word.lower() or "1f1b")
     if schedule not in SCHEDULES:
@@ -198,7 +198,7 @@ def _schedule_of(run: Run) -> str:
 
 
 def _zero_of(run: Run) -> int:
-    """The ZeRO stage. Where a row does not say: not at all for `ddp`, else by the optimizer (1)."""
+    """Return the ZeRO stage. If a row does not state it: 0 for `ddp`, else 1."""
     text = run.text("data_parallel").strip()
     said = re.match(r"zero(\d+)", text)
     if said is None:

@@ -18,16 +18,16 @@ from shardwise.planner.search.simplicity import AXIS, ODDITY
 from shardwise.units import counted, format_bytes, format_percent, format_seconds
 
 _MOST_SEQUENCES = 4096
-# Ways that are predicted so close to each other are as fast as each other.
+# Ways to serve whose predictions differ by less than this share count as equally fast.
 _SAME = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is wanted of serving: `goal` is tokens or latency; the limits are seconds, and `sequences` at once. With
-    `experts_over_all`, experts are shared out over all replicas or not at all (vLLM), and each replica has sequences of
-    its own; else they are cut by tp alone: ranks that share experts out all have the same sequences in our engine, and
-    gain nothing over tp."""
+    """The goal of serving: `goal` is tokens or latency; limits are in seconds; `sequences` run at once. With
+    `experts_over_all`, experts are spread over all replicas or not at all (vLLM), and each replica has its own
+    sequences. Else experts are cut by tp alone: in our engine, ranks that spread experts all have the same sequences,
+    and gain nothing over tp."""
 
     output: int = 256
     goal: str = "tokens"
@@ -35,7 +35,7 @@ class Target:
     each_token: float | None = None
     sequences: int | None = None
     experts_over_all: bool = False
-    #: Weights of layers in fewer bits: a kind of `WEIGHT_BYTES`.
+    #: Quantisation of layers' weights: a key of `WEIGHT_BYTES`.
     weights: str | None = None
 
     @property
@@ -45,7 +45,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """A way to serve: `plan.dp` replicas, each with so many sequences at once. Rates are of all replicas together."""
+    """A way to serve: `plan.dp` replicas, each with `sequences` at once. Rates are sums over all replicas."""
 
     plan: Plan
     sequences: int
@@ -59,13 +59,13 @@ class Serving:
 
     @property
     def mean_token(self) -> float:
-        """Seconds between two tokens of a sequence on average, the prompts of others being read in between."""
+        """Mean seconds between two tokens of a sequence, with prefills of other sequences in between."""
         return self.plan.dp * self.sequences / self.tokens_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingFindings:
-    """The best way, and the best with other splits; `fastest` if another is predicted to be faster, and why not."""
+    """The best way to serve, and the best with other splits; `fastest` if another is predicted faster; reasons."""
 
     question: Question
     target: Target
@@ -78,7 +78,7 @@ class ServingFindings:
 
 
 def find_serving(question: Question, target: Target) -> ServingFindings:
-    """The best way to serve prompts of `question.sequence` tokens."""
+    """Return the best way to serve prompts of `question.sequence` tokens."""
     if target.output < 1:
         raise ShardwiseError(f"answers of {target.output} tokens: they have at least 1", remedy="--output 256")
     columns = _candidates(question, target)
@@ -109,7 +109,7 @@ def find_serving(question: Question, target: Target) -> ServingFindings:
 
 
 def _served(question: Question, target: Target, columns: dict[str, np.ndarray]) -> Served:
-    """What each candidate gives: where pools differ, as slow as on the slowest, and it has to fit every one."""
+    """Price each candidate. With several pools, it is as slow as on the slowest, and must fit all of them."""
     each = [
         serve(
             question.model, pool, tp=columns["tp"], pp=columns["pp"], ep=columns["ep"], sequences=columns["sequences"],
@@ -130,8 +130,8 @@ def _served(question: Question, target: Target, columns: dict[str, np.ndarray]) 
 
 
 def _handicap(columns: dict[str, np.ndarray], cluster: Cluster) -> np.ndarray:
-    """How far a way is from a plain one, as in training: an axis has to gain 3 %, and so has every doubling of tp
-    beyond the fast links; experts over some of the replicas 1 %."""
+    """Return the handicap of each candidate, as in training: an axis must gain 3 %, and so must every doubling of tp
+    beyond the fast links; experts over only some of the replicas must gain 1 %."""
     domain = min(pool.domain for pool in cluster.pools)
     axes = (columns["tp"] > 1).astype(float) + (columns["pp"] > 1) + np.log2(np.maximum(columns["tp"] / domain, 1.0))
     odd = (columns["ep"] > 1) & (columns["ep"] < columns["dp"])
@@ -139,7 +139,7 @@ def _handicap(columns: dict[str, np.ndarray], cluster: Cluster) -> np.ndarray:
 
 
 def _reasons(question: Question, target: Target, ways: Sequence[Serving]) -> tuple[str, ...]:
-    """Why the first of some ways, in sentences: what had to be cut, and what cutting otherwise would lose."""
+    """Return the reasons for the first way, as sentences: what had to be cut, and what other splits would lose."""
     best, found = ways[0], []
     plan, room = best.plan, question.device.memory_bytes
     weights = _all_weights(question, target)
@@ -166,7 +166,7 @@ def _reasons(question: Question, target: Target, ways: Sequence[Serving]) -> tup
 
 
 def _all_weights(question: Question, target: Target) -> float:
-    """Bytes of a model in one place."""
+    """Return the bytes of the whole model."""
     in_layers = sum(block.num_parameters * count for block, count in question.model.kinds if block.stack)
     saved = 0.0 if target.layer_bytes is None else (2.0 - target.layer_bytes) * in_layers
     return 2.0 * question.model.num_parameters - saved
@@ -178,12 +178,12 @@ def _compared(way: Serving, best: Serving) -> str:
 
 
 def _named(plan: Plan) -> str:
-    """Its axes alone: every way has one precision."""
+    """Return the plan's text without its precision, which is the same for all."""
     return str(plan).replace(f",precision={plan.precision}", "")
 
 
 def _candidates(question: Question, target: Target) -> dict[str, np.ndarray]:
-    """Every split into equal replicas, with 1, 2, 4 and so on sequences at once in each."""
+    """Return every split into equal replicas, with 1, 2, 4 and so on sequences at once in each."""
     devices = question.cluster.num_devices
     rows = []
     for tp in divisors(devices):
@@ -215,7 +215,7 @@ def _sequences(target: Target, replicas: int) -> Sequence[int]:
 
 
 def as_serving(question: Question, target: Target, columns: dict[str, np.ndarray], served: Served, row: int) -> Serving:
-    """One candidate of many as a way to serve."""
+    """Return one candidate as a way to serve."""
     replicas, sequences = int(columns["dp"][row]), int(columns["sequences"][row])
     each = float(served.each_token[row])
     total = replicas * float(served.tokens_per_second[row])

@@ -1,8 +1,8 @@
-"""What a published run states beside its layout: the model, and the software that ran it.
+"""The model of a published run, and the software that ran it, from its row in the table.
 
-Two programs with one layout differ in what they fuse, overlap and keep in which precision. A row says so in its notes,
-its detail, or by naming the program (and release) it was run with. Here that is looked up; nothing here is a number
-that was fitted, and no source has a factor of its own.
+Programs with the same layout differ in what they fuse, overlap and store in which precision. A row states this in its
+notes, its detail, or by the name (and release) of its program. This module looks it up. It has no fitted numbers, and
+no source has its own correction factor.
 """
 
 import re
@@ -21,12 +21,12 @@ from shardwise.model.operations import Matmul
 from shardwise.model.prediction import with_prediction
 from shardwise.planner.runs import Run, SkippedError, pool_of
 
-# Megatron-LM pads GPT-2's vocabulary of 50257 to 51200 for 8 tensor parallel ranks; rows that name none mean this.
+# Megatron-LM pads GPT-2's vocabulary of 50257 to 51200 for 8 tensor parallel ranks: the default of rows without one.
 _USUAL_VOCABULARY = 51200
-# The rank of adapters that PEFT and most recipes take, or twice that.
+# The rank of adapters that PEFT and most recipes use, or twice that.
 _USUAL_RANK = 16
 
-# Megatron-LM of 2021: fused softmax, no flash attention, fp16, gradients in one exchange at the end of the step.
+# Megatron-LM of 2021: fused softmax, no flash attention, fp16, one reduction of gradients at the end of the step.
 _MEGATRON_2021 = Software(
     precision="fp16",
     attention="megatron",
@@ -36,11 +36,11 @@ _MEGATRON_2021 = Software(
     gradient_bytes=4,
     fused_loss=True,
 )
-# Of 2022 (Korthikanti et al.): sums of tensor parallel ranks beside the gradients of weights.
+# Megatron-LM of 2022 (Korthikanti et al.): tensor parallel reductions overlap with weight gradients.
 _MEGATRON_2022 = replace(_MEGATRON_2021, async_tp=True, reduce_bytes=4)
-# Megatron-DeepSpeed as BLOOM was prepared with: DeepSpeed's pipeline, which cuts what it sends over tensor parallel
-# ranks (`is_pipe_partitioned`), gradients in fp16 (bf16 runs: in fp32 too), CUDA_LAUNCH_BLOCKING=1 on 40 nodes and more
-# (NOTES.md).
+# Megatron-DeepSpeed as in the preparation of BLOOM: DeepSpeed's pipeline, which splits sent activations over tensor
+# parallel ranks (`is_pipe_partitioned`), gradients in fp16 (bf16 runs: in fp32 too), CUDA_LAUNCH_BLOCKING=1 on 40 nodes
+# and more (NOTES.md).
 _MEGATRON_DEEPSPEED = replace(
     _MEGATRON_2021,
     gradient_bytes=2,
@@ -51,8 +51,8 @@ _MEGATRON_DEEPSPEED = replace(
     state_bytes=16,
 )
 # Aleph Alpha's training of Llama (arXiv 2311.05610): kernels as the row names them, elementwise operations of torch. By
-# its source (Aleph-Alpha/scaling): gradients are all-reduced in fp32 after the last backward, though states are shared
-# out, and whole activations are sent.
+# its source (Aleph-Alpha/scaling), gradients are all-reduced in fp32 after the last backward although states are
+# sharded, and whole activations are sent.
 _ALEPH_ALPHA = Software(
     attention="flash2",
     fused=False,
@@ -70,23 +70,23 @@ _ALEPH_ALPHA = Software(
 # llm-foundry: FSDP1, FlashAttention, norms in low precision, elementwise operations of torch. `mp=PURE` reduces in
 # bf16.
 _LLM_FOUNDRY = Software(attention="flash1", fused=False, gradient_bytes=4, reduce_bytes=4, fused_loss=True)
-# Megatron-Core with Transformer Engine: cuDNN attention, fused kernels, everything overlapped that can be.
+# Megatron-Core with Transformer Engine: cuDNN attention, fused kernels, all possible overlap.
 _MEGATRON_CORE = Software(
     attention="flash3", async_tp=True, overlap_tp=True, overlap_hops=True, cuda_graphs=True, fused_loss=True,
     registered_buffers=True,
 )  # fmt: skip
-# NanoTron: FlashAttention 2, gradients in fp32, overlapped. InternEvo: gradients in bf16, as
-# they are computed (its source: buckets are reduced in their own type).
+# NanoTron: FlashAttention 2, gradients in fp32, overlapped. InternEvo: gradients in bf16, the type
+# of compute (its source: buckets are reduced in their own type).
 _NANOTRON = Software(attention="flash2", fused_loss=False)
 _INTERNEVO = replace(_NANOTRON, gradient_bytes=2, reduce_bytes=2)
 
-# The same without what its recipes overlap and graph: SimuMax's runs, by their notes.
+# Megatron-Core without the overlap and CUDA graphs of its recipes: SimuMax's runs, by their notes.
 _MEGATRON_PLAIN = replace(
     _MEGATRON_CORE, async_tp=False, overlap_tp=False, overlap_hops=False, overlap_gradients=False,
     overlap_parameters=False, cuda_graphs=False,
 )  # fmt: skip
-# FSDP2 with torch's own kernels, as torchtitan and torchao run it: gradients reduced in fp32, selective recomputation
-# by operation, nothing fused unless it is compiled. Automodel's adds Transformer Engine.
+# FSDP2 with torch's own kernels, as in torchtitan and torchao: gradients reduced in fp32, selective recomputation by
+# operation, nothing fused unless compiled. Automodel adds Transformer Engine.
 _FSDP2 = Software(
     attention="flash2",
     fused_loss=False,
@@ -99,12 +99,12 @@ _FSDP2 = Software(
 )
 _AUTOMODEL = replace(_FSDP2, attention="flash3", fused_loss=True, every_second=False, complex_rotation=False)
 
-# Recipes for mixtures of Megatron-Bridge and of the model zoo keep gradients and moments in bf16 beside masters in fp32
-# (precision-aware optimizer, M).
+# Recipes of Megatron-Bridge and of the model zoo for mixtures of experts store gradients and moments in bf16, and
+# master weights in fp32 (precision-aware optimizer, M).
 _PRECISION_AWARE: dict[str, Any] = {"gradient_bytes": 2, "reduce_bytes": 2, "state_bytes": 8}
 
-# Automodel's mixtures reshard and reduce once a step (`MoEFSDPSyncMixin`, its source), and in its benchmarks Adam works
-# on weights in bf16, without masters (M).
+# Automodel's mixtures reshard and reduce once a step (`MoEFSDPSyncMixin`, its source). In its benchmarks, Adam updates
+# bf16 weights, without master weights (M).
 _AUTOMODEL_MIXTURE: dict[str, Any] = {"stays_gathered": True, "gradient_bytes": 2, "state_bytes": 4}
 
 _PROGRAMS = (
@@ -126,14 +126,14 @@ _PROGRAMS = (
 )
 # Programs whose GPT trains with dropout, as Megatron-LM's does.
 _WITH_DROPOUT = ("Megatron SC21", "Megatron-LM git", "MT-NLG", "Zero Bubble", "Korthikanti")
-# What a row may call a precision, and what that is here.
+# Names of precisions in rows, and our names for them.
 _PRECISIONS = {each: each for each in ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")}
 _PRECISIONS |= {"fp8-cs": "fp8", "fp8-mx": "mxfp8"}
 _KERNELS = {"torch": "torch", "fused": "megatron", "flash_attention": "flash1", "flash_attentionv1.0.8": "flash1"}
 
 
 def software_of(run: Run) -> Software:
-    """The software that a run names; without a name, that of today."""
+    """Return the software that a run names; without a name, the defaults of `Software`."""
     source = run.text("source")
     found = next((software for word, software in _PROGRAMS if word.lower() in source.lower()), Software())
     precision = _PRECISIONS[run.choice("precision", _PRECISIONS, found.precision)]
@@ -147,14 +147,14 @@ def software_of(run: Run) -> Software:
         asynchronous = "async_tp=True" in run.text("detail")
         cast = 10 if "rowwise" in run.text("notes") else 6
         found = replace(found, fused=compiled, fused_norms=compiled, overlap_tp=asynchronous, cast_bytes=cast)
-        # Since spring 2025 the loss is compiled too. No row says its release: what ran on younger devices is taken to
-        # be younger.
+        # Since spring 2025 the loss is compiled too. No row states its release: runs on newer devices are assumed to
+        # be newer.
         later = pool_of(run).device.architecture not in ("ampere", "hopper")
         found = replace(found, fused_loss=compiled and later)
     if "mp=PURE" in run.text("data_parallel"):
         found = replace(found, reduce_bytes=2)
     if "Megatron-Bridge" in source and "performance-summary" in source:
-        # Recipes of its tables (scripts/performance) reduce gradients in bf16, and gather fp8 weights as such.
+        # Recipes of its tables (scripts/performance) reduce gradients in bf16, and gather fp8 weights in fp8.
         found = replace(found, gradient_bytes=2, reduce_bytes=2, narrow_gathers=True)
     if "DeepSpeed" in source or "bigscience" in source.lower():
         found = replace(
@@ -166,10 +166,10 @@ def software_of(run: Run) -> Software:
 
 
 def balance_of(run: Run) -> str:
-    """How layers are dealt out: as the program does; of others, as many on each stage, with light ends, or by weight.
+    """Return how layers are distributed: as the program does; else `even` or `ends` if that divides, or by weight.
 
-    By their sources, Aleph Alpha's counts embedding, norm and head as layers, and DeepSpeed's fills stages from the
-    first on.
+    By their sources, Aleph Alpha's program counts embedding, norm and head as layers, and DeepSpeed fills stages from
+    the first on.
     """
     layers, pp, source = run.count("layers", 0), run.count("pp"), run.text("source").lower()
     if "aleph-alpha" in source:
@@ -182,7 +182,7 @@ def balance_of(run: Run) -> str:
 
 
 def _with_experts(software: Software, run: Run) -> Software:
-    """Mixtures: dispatch as the row names it; under Megatron-Bridge what the row or its release overlaps and graphs."""
+    """Add the software of experts: the row's dispatch; for Megatron-Bridge, the release's overlap and CUDA graphs."""
     if run.text("arch") != "moe":
         return software
     if software is _MEGATRON_PLAIN or "bridge" not in run.text("source").lower():
@@ -192,9 +192,9 @@ def _with_experts(software: Software, run: Run) -> Software:
         return replace(software, fast_dispatch=fast, **known)
     notes = run.text("notes")
     release = re.search(r"\[(\d\d\.\d\d)", run.text("source"))
-    # HybridEP and graphs of whole layers came for NVL72 systems with 26.06; cards are of that time.
+    # HybridEP and graphs of whole layers came for NVL72 systems with 26.06; model cards are of that time.
     rack = run.text("gpu").startswith("gb")
-    is_hybrid = "Nemotron" in run.text("model")  # Its Mamba layers are in no graph.
+    is_hybrid = "Nemotron" in run.text("model")  # Mamba layers are not in CUDA graphs.
     is_new = rack and not is_hybrid and (release is None or release[1] >= "26.06")
     if "GPT-OSS" in run.text("model") and not is_new:
         # Experts with biases and a clamped gate had no fused kernel yet.
@@ -205,16 +205,16 @@ def _with_experts(software: Software, run: Run) -> Software:
         overlap_experts=is_new or "EP overlap on" in notes or "HybridEP + EP overlap" in notes,
         cuda_graphs=is_new or (not is_hybrid and "HybridEP" in notes),
         fast_dispatch=is_new or "HybridEP" in notes,
-        # Recipes of its tables have routers and what comes before sending in graphs (`cuda_graph_scope`, M).
+        # Recipes of its tables have the router and the preparation of dispatch in graphs (`cuda_graph_scope`, M).
         graphed_routing="performance-summary" in run.text("source"),
     )
 
 
 def expert_ranks_of(run: Run, model: Model) -> int:
-    """Ranks that experts are spread over.
+    """Return the number of ranks over which experts are spread.
 
-    DeepEP sends rows to other ranks' experts. A row that names it and has ep=1 cannot mean that: we take experts to be
-    over as many replicas as share them out evenly, as all other rows of that table are. It is an assumption: the
+    DeepEP sends rows to experts on other ranks, so a row with DeepEP and ep=1 must be wrong. We assume that experts are
+    spread over as many replicas as divide them, as in all other rows of that table. This is an assumption: the
     program's own table was not read for that row (GPT-OSS 120B of Automodel).
     """
     ep, named = run.count("ep", 1), run.text("notes") + run.text("detail")
@@ -226,13 +226,13 @@ def expert_ranks_of(run: Run, model: Model) -> int:
 
 
 def model_of(run: Run) -> Model:
-    """The model of a run, with adapters where they train; their rank is seldom published, and matters little."""
+    """Return the model of a run, with adapters for LoRA; their rank is seldom published, and matters little."""
     model = _whole_model_of(run)
     return with_lora(model, _USUAL_RANK) if "LoRA" in run.text("source") + run.text("model") else model
 
 
 def _whole_model_of(run: Run) -> Model:
-    """By its name if the catalogue has it and the row says no other sizes, else by its sizes."""
+    """Return the catalogue's model, if it has the name and the row states no other sizes, else a model by sizes."""
     called = run.text("model").split(" (")[0].removesuffix(" SFT").removesuffix(" LoRA")
     cut = re.fullmatch(r"(.*) cut to (\d+) layers", called)
     if cut is not None and (whole := find_name(cut[1])) is not None:
@@ -243,7 +243,7 @@ def _whole_model_of(run: Run) -> Model:
         predicts = known == "deepseek-v3" and "w/o MTP" not in run.text("model")
         return _predicting(known) if predicts else model
     if run.text("arch") == "moe":
-        # Its sizes in a row are those of dense layers; how many experts there are, no column says.
+        # A row's sizes are those of dense layers; no column states the number of experts.
         raise SkippedError(f"{run.text('model')} is a mixture of experts, and the catalogue has no such model")
     if not run.text("hidden") or not run.text("layers"):
         raise SkippedError(f"the sizes of {run.text('model')} are not published and the catalogue has no such model")
@@ -263,7 +263,7 @@ def _whole_model_of(run: Run) -> Model:
 
 @lru_cache(maxsize=16)
 def _cut(name: str, layers: int) -> Model:
-    """A model of the catalogue with fewer layers."""
+    """Return a model of the catalogue with fewer layers."""
     return read_config({**CATALOGUE[name], "num_hidden_layers": layers}, name=f"{name} cut to {layers} layers")
 
 

@@ -1,4 +1,4 @@
-"""Predictions against published measurements: of time, of memory, of running out of it, and of who is first."""
+"""Predictions against published measurements: step time, memory, out-of-memory failures, and rankings of layouts."""
 
 import re
 from collections import defaultdict
@@ -16,14 +16,14 @@ from shardwise.errors import ShardwiseError
 from shardwise.planner.runs import Run, SkippedError, layouts_of, pool_of
 from shardwise.planner.stated import balance_of, expert_ranks_of, model_of, software_of
 
-# A sweep's first choice counts as good within this of the best that was measured.
+# Our choice in a sweep counts as good if its measured time is within this share of the best.
 _CLOSE = 0.03
 _LEAST_OF_A_SWEEP = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A run beside what is predicted of it. `peak_bytes` counts what the row's own peak counts."""
+    """A run and its prediction. `peak_bytes` is counted on the same basis as the row's own peak."""
 
     run: Run
     seconds: float
@@ -35,7 +35,7 @@ class Prediction:
 
     @property
     def time_error(self) -> float | None:
-        """Predicted over measured, less one."""
+        """Predicted over measured time, minus one."""
         return None if self.run.step_seconds is None else self.seconds / self.run.step_seconds - 1.0
 
     @property
@@ -44,9 +44,9 @@ class Prediction:
 
 
 def predict(run: Run, constants: Constants = CONSTANTS) -> Prediction:
-    """Predict one run from what its row says. Raises `SkippedError` where that is not enough."""
+    """Predict one run from its row. Raise `SkippedError` if the row lacks information."""
     for measured in ("step_seconds", "peak_gib"):
-        run.number(measured)  # A row is not half skipped: what it measured is read before it is predicted.
+        run.number(measured)  # Read measurements first, so that a bad one skips the whole row.
     try:
         cluster, model = Cluster(pools=(pool_of(run),)), model_of(run)
         balance, software, sequence = balance_of(run), software_of(run), run.count("sequence")
@@ -59,7 +59,7 @@ def predict(run: Run, constants: Constants = CONSTANTS) -> Prediction:
         found = priced()
         fits = bool(found.fits[0])
         if not fits and not run.text("recompute"):
-            # Nobody says what was recomputed: it fits if it does with any of the choices.
+            # The row does not state recomputation: the run fits if it does with any choice.
             fits = any(priced(choice).fits[0] for choice in RECOMPUTE)
     except ShardwiseError as error:
         raise SkippedError(error.problem) from None
@@ -75,7 +75,7 @@ def predict(run: Run, constants: Constants = CONSTANTS) -> Prediction:
 
 
 def _counted(run: Run, found: Estimate) -> float:
-    """Bytes of the fullest rank as the row counts them: all (nvidia-smi), what the allocator reserved, or allocated."""
+    """Return the bytes of the fullest rank on the row's basis: all (nvidia-smi), reserved, or allocated."""
     basis, held = run.text("peak_basis"), found.bytes
     counted = held.peak if "nvidia-smi" in basis else held.reserved if "max_reserved" in basis else held.allocated
     return float(counted[0])
@@ -84,7 +84,7 @@ def _counted(run: Run, found: Estimate) -> float:
 def predict_all(
     runs: Iterable[Run], constants: Constants = CONSTANTS
 ) -> tuple[list[Prediction], list[tuple[Run, str]]]:
-    """Predict each run; those that cannot be are given back with the reason."""
+    """Predict each run. Return also the runs that cannot be predicted, each with the reason."""
     predictions: list[Prediction] = []
     skipped: list[tuple[Run, str]] = []
     for run in runs:
@@ -96,7 +96,7 @@ def predict_all(
 
 
 def summarise(runs: Sequence[Run], constants: Constants = CONSTANTS) -> dict[str, object]:
-    """Everything that `shardwise validate --json` prints."""
+    """Return everything that `shardwise validate --json` prints."""
     predictions, skipped = predict_all(runs, constants)
     scored = [each for each in predictions if not is_apart(each.run)]
     sources: dict[str, list[Prediction]] = defaultdict(list)
@@ -117,7 +117,7 @@ def summarise(runs: Sequence[Run], constants: Constants = CONSTANTS) -> dict[str
 
 
 def summarise_left_out(found: Mapping[str, Sequence[Prediction]]) -> dict[str, object]:
-    """The same figures of predictions by source, and their mean over sources, which counts all of these alike."""
+    """Return the same figures for predictions by source, and their mean over sources with equal weights."""
     scored = [each for own in found.values() for each in own]
     of_sources = {name: _of_source(own) for name, own in sorted(found.items())}
     means = [float(np.mean(errors)) for own in found.values() if (errors := _sizes(own))]
@@ -137,7 +137,7 @@ def _sizes(predictions: Sequence[Prediction]) -> list[float]:
 
 
 def is_apart(run: Run) -> bool:
-    """Rows that are scored apart (NOTES.md): ZeRO-3 of 2021, and memory that is a formula's, not a measurement."""
+    """Return whether a row is scored apart (NOTES.md): ZeRO-3 of 2021, or memory from a formula, not measured."""
     return (run.source == "sc21" and run.text("data_parallel") == "zero3") or run.source == "korthmem"
 
 
@@ -179,7 +179,7 @@ def _out_of_memory(predictions: Sequence[Prediction]) -> dict[str, int]:
 
 
 def _inside(predictions: Sequence[Prediction]) -> float | None:
-    """The share of measured steps inside their 90 % interval."""
+    """Return the share of measured steps inside their 90 % interval."""
     timed = [each for each in predictions if each.run.step_seconds is not None]
     if not timed:
         return None
@@ -187,7 +187,7 @@ def _inside(predictions: Sequence[Prediction]) -> float | None:
 
 
 def _ranking(predictions: Sequence[Prediction]) -> dict[str, object]:
-    """Sweeps: one model, batch and number of devices, three layouts or more, everything else alike."""
+    """Score sweeps: at least three layouts of one model with equal batch, devices and everything else."""
     sweeps = [sweep for sweep in _sweeps(predictions).values() if len(sweep) >= _LEAST_OF_A_SWEEP]
     regrets = [_regret(sweep) for sweep in sweeps]
     ranks = [_spearman(sweep) for sweep in sweeps]
@@ -200,7 +200,7 @@ def _ranking(predictions: Sequence[Prediction]) -> dict[str, object]:
 
 
 class Ranked(NamedTuple):
-    """A layout of a sweep: seconds predicted, and measured (the mean where it was run more than once)."""
+    """A layout of a sweep: predicted and measured seconds (means over repeated runs)."""
 
     predicted: float
     measured: float
@@ -236,7 +236,7 @@ def _layout(run: Run) -> tuple[str, ...]:
 
 
 def _regret(sweep: Sequence[Ranked]) -> float:
-    """How much slower our first choice was measured than the best one."""
+    """Return how much slower our choice was measured than the best layout."""
     chosen = min(sweep, key=lambda each: each.predicted)
     return chosen.measured / min(each.measured for each in sweep) - 1.0
 
@@ -250,6 +250,6 @@ def _spearman(sweep: Sequence[Ranked]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
-    """Ranks, equal values sharing their mean rank."""
+    """Return ranks; equal values have their mean rank."""
     array = np.array(values)
     return np.array([(array < value).sum() + ((array == value).sum() - 1) / 2 for value in array])

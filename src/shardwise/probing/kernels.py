@@ -25,6 +25,7 @@ from shardwise.model.load import load_model
 from shardwise.model.operations import Attention, Matmul, Operation, Width
 from shardwise.model.share import Share
 from shardwise.probing.meetings import measure_meetings
+from shardwise.probing.split_backwards import measure_split
 from shardwise.probing.steady import settled
 from shardwise.probing.whole_steps import Crowd, measure_longer
 from shardwise.ranks.collectives import Group
@@ -32,8 +33,8 @@ from shardwise.sharding.tensor.linear import ColumnParallelLinear, ColumnSet, Ro
 
 #: Seconds for one size of one kind, on every rank.
 LIMIT_SECONDS = 0.15
-#: Kinds and sizes that are timed; meetings take as long as sixteen of them, and whole models as twenty.
-NUM_FIGURES = 65
+#: Kinds and sizes that are timed; meetings take as long as sixteen of them, and whole models as thirty.
+NUM_FIGURES = 75
 _KEPT = 8
 _TURNS = 3
 _ROWS, _TOKENS, _WIDTH, _MLP, _HEADS, _VOCABULARY = 8, 128, 256, 688, 4, 512
@@ -79,7 +80,12 @@ def measure_kernels(crowd: Crowd) -> tuple[Kernel, ...]:
     longer = measure_longer(found, crowd)
     in_a_model = [each.taking_turns(1.0 / longer) for each in found]
     lost = measure_meetings(crowd.meet)
-    return (*in_a_model, Kernel(kind="meeting", forward=_FREE, backward=_FREE, forward_call=lost))
+    speed = 1.0 / (1.0 + measure_split(crowd.meet))
+    return (
+        *in_a_model,
+        Kernel(kind="meeting", forward=_FREE, backward=_FREE, forward_call=lost),
+        Kernel(kind="halves", forward=_FREE, backward=speed),
+    )
 
 
 def _simple() -> dict[str, Trial]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from shardwise.cluster.kernel import Kernel
 from shardwise.cost.processor import operation_seconds
@@ -51,6 +52,11 @@ def measure_longer(kernels: Sequence[Kernel], crowd: Crowd) -> float:
     return min(max(taken / priced, _LEAST_LONGER), _MOST_LONGER)
 
 
+def small_model(width: int, rows: int) -> tuple[Transformer, Tensor]:
+    """Return a model of a width, and tokens for it."""
+    return Transformer(_settings(width)), torch.randint(_VOCABULARY, (rows, _TOKENS))
+
+
 def _settings(width: int) -> Settings:
     return Settings(
         vocabulary=_VOCABULARY,
@@ -64,8 +70,7 @@ def _settings(width: int) -> Settings:
 
 def _time(settings: Settings, count: int, meet: Callable[[], object]) -> list[float]:
     """Return the seconds of forward and backward passes over rows of tokens, which all ranks begin together."""
-    model = Transformer(settings)
-    tokens = torch.randint(_VOCABULARY, (_ROWS, _TOKENS))
+    model, tokens = small_model(settings.width, _ROWS)
     seconds = list[float]()
     for _ in range(count + 1):
         model.zero_grad(set_to_none=False)  # As in an engine: gradients accumulate in place.

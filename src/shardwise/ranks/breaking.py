@@ -16,10 +16,10 @@ _TAG_OF_NOTHING = 987_654
 
 
 def break_all(groups: Iterable[dist.ProcessGroup | Pair], *, again: bool = False) -> None:
-    """End every wait under way in these groups, and with it their connections. It returns at once.
+    """End every pending wait in these groups, and close their connections. Return at once.
 
-    A communicator of NCCL that is given up frees memory, and that may wait for the kernels of another: so each has a
-    thread, and all of them are told before any is waited for. Once is enough for those: `again` leaves them out.
+    Aborting an NCCL communicator frees memory, which may wait for the kernels of another communicator. So each is
+    aborted in its own thread, all before any is waited for. Once is enough for NCCL: `again` leaves these groups out.
     """
     every = list(groups)
     for group in every:
@@ -30,7 +30,7 @@ def break_all(groups: Iterable[dist.ProcessGroup | Pair], *, again: bool = False
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    """Make the kernels of a group's communicator end, and whoever waits for them go on."""
+    """Abort a group's communicator: its kernels end, and threads that wait for them continue."""
     backend = find_gpu_backend(group)
     with contextlib.suppress(RuntimeError):
         if backend is not None:
@@ -38,8 +38,8 @@ def _abort(group: dist.ProcessGroup) -> None:
 
 
 def _break(group: dist.ProcessGroup | Pair) -> None:
-    """The same without NCCL. Of gloo one knows that when a wait times out, it closes all connections of the group; so
-    one is made to, for what nobody ever sends."""
+    """Do the same without NCCL. When a wait times out, gloo closes all connections of the group. So a wait for a
+    message that no rank ever sends is made to time out."""
     with contextlib.suppress(RuntimeError):
         if not isinstance(group, dist.ProcessGroup):
             group.sever()

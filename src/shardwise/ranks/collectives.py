@@ -128,7 +128,7 @@ def goes_over_host(device: torch.device, group: Group) -> bool:
 
 
 def read(numbers: Tensor, group: Group) -> list[Any]:
-    """Read the numbers that a collective made. The watch of this rank is told that it waits for them."""
+    """Read the result of a collective. `before_read` first reports to this rank's watch that it waits for it."""
     if group.before_read is not None:
         group.before_read()
     found: list[Any] = numbers.tolist()
@@ -136,7 +136,7 @@ def read(numbers: Tensor, group: Group) -> list[Any]:
 
 
 def start_all_reduce(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Pending:
-    """Sum over the ranks, in place where the tensor lies in one piece."""
+    """Sum over the ranks, in place if the tensor is contiguous."""
     whole = tensor.contiguous()
     if group.size == 1 or whole.is_meta:
         return Pending(None, lambda: whole, group)
@@ -145,7 +145,7 @@ def start_all_reduce(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) 
 
 
 def start_all_gather(tensor: Tensor, group: Group, dim: int = 0, *, length: int | None = None) -> Pending:
-    """Every rank's piece, one after the other along a dim. All are of one size, or pieces of this `length`."""
+    """Concatenate every rank's piece along a dim. Pieces have equal sizes, or are those of a whole of `length`."""
     if group.size == 1:
         return Pending(None, lambda: tensor, group)
     piece = (tensor if length is None else filled(tensor, dim, longest_piece(length, group.size))).contiguous()
@@ -158,7 +158,7 @@ def start_all_gather(tensor: Tensor, group: Group, dim: int = 0, *, length: int 
 
 
 def start_reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Pending:
-    """Sum over the ranks, of which each keeps its piece along a dim."""
+    """Sum over the ranks; each keeps its piece along a dim."""
     if group.size == 1:
         return Pending(None, lambda: tensor, group)
     start, stop = span_of(tensor.shape[dim], group)
@@ -172,7 +172,7 @@ def start_reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Pending:
 
 
 def start_all_to_all(tensor: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Pending:
-    """Rows for every rank, one rank's after the other's, against rows from every rank."""
+    """Exchange rows with every rank. Rows are in the order of ranks."""
     if group.size == 1:
         return Pending(None, lambda: tensor, group)
     rows = tensor.contiguous()
@@ -192,7 +192,7 @@ def copy(tensor: Tensor, group: Group) -> Tensor:
 
 
 def sum_over(tensor: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
-    """The sum over the ranks. Its gradient is the same on all of them. `in_place`: nobody else uses the tensor."""
+    """Return the sum over the ranks. Its gradient is the same on all. `in_place`: the tensor has no other users."""
     return _apply(
         tensor,
         group,

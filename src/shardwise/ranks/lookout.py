@@ -37,25 +37,25 @@ _LEAVE_AT_LAST = 60.0
 
 
 class Lookout:
-    """One rank's thread, and all that it knows."""
+    """One rank's watching thread, and its state."""
 
     def __init__(self, store: Store, name: str, rank: int, num_ranks: int, *, limit: float, beat: float) -> None:
         self._store, self._name, self.rank = store, name, rank
         self._limit, self._beat = limit, beat
         self.place: object = "the start"
         self._moves = 0
-        #: For whom the rank waits now.
+        #: The ranks for which this rank waits now.
         self.waits_for: tuple[int, ...] = ()
         self._others = tuple(other for other in range(num_ranks) if other != rank)
-        #: Where its GPU stands, if others are waited for there.
+        #: The position of its GPU, if the GPU waits for other ranks.
         self.gpu: DeviceProgress | None = None
-        #: What it ends the waits of when a rank fails.
+        #: The groups whose waits it ends when a rank fails.
         self.guarded: list[dist.ProcessGroup | Pair] = []
-        #: Who has failed, once it is known.
+        #: The error of the failed rank, once it is known.
         self.verdict: RankError | None = None
-        #: Whether the rank knows that something went wrong: it raises, or has been told.
+        #: Whether the rank knows of a failure: it raised itself, or received the error of another.
         self.told = threading.Event()
-        #: Whether all that is guarded is broken.
+        #: Whether all guarded groups are broken.
         self.stopped = threading.Event()
         self._closed, self._hurry = threading.Event(), threading.Event()
         self._board = Board(store, name, rank, num_ranks)
@@ -63,7 +63,7 @@ class Lookout:
         self._thread.start()
 
     def move(self, place: object) -> None:
-        """The rank stands there from now on."""
+        """Record the rank's new position."""
         self.place = place
         self._moves += 1
 
@@ -72,16 +72,16 @@ class Lookout:
             self.gpu = DeviceProgress(device)
 
     def settle(self, seconds: float) -> bool:
-        """Look more often, for so long: whether a verdict has come."""
+        """Look more often for this time, and return whether a verdict has come."""
         self._hurry.set()
         return self.stopped.wait(seconds)
 
     def places(self) -> list[RankLocation]:
-        """Where all ranks stand, as they have told last."""
+        """Return the positions of all ranks, as they reported last."""
         return self._board.read(self._mine())
 
     def publish(self, error: RankError) -> None:
-        """The first one wins; later ones are what came of it."""
+        """Publish an error. The first one wins; later ones are its consequences."""
         try:
             if self._store.add(f"{self._name}/failures", 1) == 1:
                 self._store.set(f"{self._name}/failed", encode(error))
@@ -90,7 +90,7 @@ class Lookout:
         self._hurry.set()
 
     def close(self) -> None:
-        """Stop looking. Where the store no longer answers, that is all."""
+        """Stop looking. If the store no longer answers, do nothing else."""
         self._closed.set()
         self._hurry.set()
         self._thread.join(SETTLE_SECONDS)

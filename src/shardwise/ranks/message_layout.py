@@ -1,4 +1,4 @@
-"""Messages between stages: which value one carries, how its tensors lie in one run of bytes, and how that is told."""
+"""Messages between stages: their values, the layout of tensors in one buffer, and the header that describes it."""
 
 import pickle
 from itertools import accumulate
@@ -7,17 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Of each tensor: type, shape, whether it wants a gradient.
+#: Type, shape and `requires_grad` of each tensor.
 Description = tuple[tuple[torch.dtype, torch.Size, bool], ...]
 
 #: Bytes in the first part of a header: enough for a dozen tensors.
 HEADER_LENGTH = 1024
-# Every tensor starts at a multiple of this many bytes, so that vector instructions find it aligned.
+# Every tensor starts at a multiple of this many bytes, aligned for vector instructions.
 _ALIGNMENT = 64
 
 
 class Key(NamedTuple):
-    """Which value: from rank to rank, an activation (`F`) or a gradient (`B`), made by a stage, read by another."""
+    """The value of a message: an activation (`F`) or a gradient (`B`), from rank to rank and from stage to stage."""
 
     source: int
     target: int
@@ -36,30 +36,30 @@ class Key(NamedTuple):
 
 
 def describe(tensors: list[Tensor]) -> Description:
-    """What the other side has to know of tensors before it can take them in."""
+    """Return what the receiver must know of tensors before it can receive them."""
     return tuple((tensor.dtype, tensor.shape, tensor.requires_grad) for tensor in tensors)
 
 
 def encode(description: Description) -> Tensor:
-    """A description as bytes, at least the first part of a header: how many there are, and what it is pickled to."""
+    """Return a header: its length in bytes and the pickled description, padded to at least `HEADER_LENGTH`."""
     pickled = pickle.dumps(description)
     told = (len(pickled) + 8).to_bytes(8, "little") + pickled
     return torch.frombuffer(bytearray(told.ljust(HEADER_LENGTH, b"\0")), dtype=torch.uint8)
 
 
 def length_of(header: Tensor) -> int:
-    """How many bytes a header has, by its first part."""
+    """Return the length of a header in bytes, from its first part."""
     return int(header[:8].view(torch.int64))
 
 
 def decode(header: Tensor) -> Description:
-    """The description that `encode` made bytes of."""
+    """Return the description in a header made by `encode`."""
     description: Description = pickle.loads(header[8:].numpy().tobytes())
     return description
 
 
 class Layout:
-    """Where each tensor of a description lies in the message. A message of one tensor is that tensor."""
+    """The offset of each tensor in the message. A message of one tensor is that tensor."""
 
     def __init__(self, description: Description) -> None:
         self.description = description
@@ -70,16 +70,16 @@ class Layout:
         self.num_bytes = self._spans[-1][1] if any(sizes) else 0
 
     def allocate(self, device: torch.device, *, pinned: bool = False) -> Tensor:
-        """Room for a message. Pinned memory of the host is what a GPU copies from and to beside its computation."""
+        """Allocate a message. From and to pinned host memory, a GPU copies while it computes."""
         if len(self.description) == 1:
             dtype, shape, _ = self.description[0]
             return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
     def pack(self, tensors: list[Tensor]) -> Tensor | None:
-        """The message; None if these tensors are not as described.
+        """Return the message, or None if these tensors do not match the description.
 
-        A single tensor that lies in one piece is not copied, and is in its graph still.
+        A single contiguous tensor is not copied, and stays in its autograd graph.
         """
         if len(tensors) == 1 == len(self.description):
             (tensor,), ((dtype, shape, wants_gradient),) = tensors, self.description
@@ -95,7 +95,7 @@ class Layout:
         return buffer
 
     def unpack(self, message: Tensor) -> list[Tensor]:
-        """The tensors in a message, without a copy."""
+        """Return the tensors in a message, without a copy."""
         if len(self.description) == 1:
             return [message.requires_grad_(self.description[0][2])]
         storage = message.untyped_storage()
@@ -103,7 +103,7 @@ class Layout:
         for (dtype, shape, wants_gradient), (start, _), strides in zip(
             self.description, self._spans, self._strides, strict=True
         ):
-            # Not a view: views share one count of writes, and autograd would take a write to one for one to all.
+            # Not a view: views share a version counter, and autograd would treat a write to one as a write to all.
             tensor = torch.empty(0, dtype=dtype, device=message.device)
             tensor.set_(storage, start // dtype.itemsize, shape, strides)
             tensors.append(tensor.requires_grad_(wants_gradient))
@@ -111,5 +111,5 @@ class Layout:
 
 
 def _written_out(tensor: Tensor) -> Tensor:
-    """A tensor whose memory has its numbers: a conjugate is the same memory and a mark, which no message has."""
+    """Return a tensor with conjugation and negation applied: they are lazy bits of a tensor, which no message has."""
     return tensor.resolve_conj().resolve_neg()

@@ -81,17 +81,17 @@ class Pulse:
                     self._end()
             self._store.set(key_of(self._rank), json.dumps([_ENDED, ""]))
         except RuntimeError:
-            return  # The store is gone, and with it whoever started the ranks.
+            return  # The store is gone, and with it the launcher of the ranks.
 
     def _say(self) -> None:
-        """Tell all who is silent. The first one wins."""
+        """Report the silent rank to all. The first report wins."""
         if self._store.add(f"{SILENT}/found", 1) == 1:
             told = encode(self._next.error())
             self._store.set(LOST, told)
             self._store.set(SILENT, told)
 
     def _end(self) -> None:
-        """A rank is silent. Who does not end by himself in time is ended."""
+        """End this process, because a rank is silent, unless it ends by itself in time."""
         if self._closed.wait(_END_SECONDS):
             return
         if self._tells:
@@ -147,7 +147,7 @@ class Silence:
         return not self.has_ended and now - self._since >= self._limit
 
     def error(self) -> RankError:
-        """What there is to say about it."""
+        """Return the error that describes the silence."""
         silent = self._looked - self._since
         return RankError(
             f"rank {self.rank} has not answered for {silent:.0f} s; it was last at {self._place}{self._told()}. Its"
@@ -157,19 +157,19 @@ class Silence:
         )
 
     def _told(self) -> str:
-        """Where it stood in its schedule, as its engine's watch has told last, if it has one."""
+        """Return its last position in its schedule that its engine's watch reported, or an empty text."""
         key = last_place(self._store, self.rank)
         return "" if key is None or not self._store.check([key]) else f" ({json.loads(self._store.get(key))['at']})"
 
 
 def is_stopped(rank: int) -> bool:
-    """Whether a process on this machine is stopped that the same launcher has started to be this rank, if that can be
-    known: one that has not joined yet gives no sign, and may only be slow to start."""
+    """Return whether this rank's process, started on this machine by the same launcher, is stopped, as far as that can
+    be known. A process that has not joined yet gives no sign of life, and may only be slow to start."""
     return _find_stopped(rank) is not None
 
 
 def end_stopped(rank: int) -> None:
-    """Kill that process, if it is stopped: it would hear nothing else, and whoever started it would wait for it."""
+    """Kill that process if it is stopped: it reacts to no other signal, and its launcher would wait for it."""
     process = _find_stopped(rank)
     if process is not None:
         with suppress(ProcessLookupError, PermissionError):

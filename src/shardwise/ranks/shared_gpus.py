@@ -1,8 +1,8 @@
-"""Ranks that share a GPU find each other, so that NCCL can be told what it takes to connect them.
+"""Detection of ranks that share a GPU, so that NCCL can be configured to connect them.
 
-One process cannot know it. Its launcher has numbered the processes that it has started itself, and another launcher on
-the same machine others; and the same number on another machine is another GPU. So each rank says which GPU it has (no
-two GPUs have the same id) and where it is, and all of them decide the same.
+A process cannot detect this alone. Its launcher numbers only the processes that it has started, and another launcher on
+the same machine numbers its own; the same number on another machine is another GPU. So each rank publishes its GPU's id
+(which is unique) and its network, and all ranks come to the same decision.
 """
 
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ from shardwise.torch_private import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """The GPU of a rank by its id, empty if it has none, and the network inside of its machine that it is on."""
+    """The id of a rank's GPU, empty if it has none, and its machine with its network namespace."""
 
     gpu: str
     network: str
 
 
 def share_if_needed(store: Store, rank: int, num_ranks: int, seat: Seat | None = None) -> None:
-    """Prepare NCCL for GPUs that ranks share, if any do. All ranks call it alike, with a `Pulse` that ends the wait for
-    one that does not come; without a seat, with the GPU that this process has taken."""
+    """Prepare NCCL for shared GPUs, if ranks share any. All ranks call this alike, with a `Pulse` running that ends the
+    wait for a lost rank. Without a seat, the current GPU of this process counts."""
     seats = StoreMeeting(store, "shardwise/seats", rank, num_ranks).exchange(seat or _own_seat(), lambda: None)
     if is_any_shared(seats):
-        # All of them, also those that have a GPU of their own: both ends of a connection have to be of one kind.
+        # All ranks, also those with a GPU of their own: both ends of a connection must be of the same kind.
         environment.share_gpu(rank, is_one_network=len({each.network for each in seats}) == 1)
 
 
@@ -46,8 +46,8 @@ def _own_seat() -> Seat:
 
 
 def network_namespace() -> int:
-    """The number of this process's network inside of its machine, 0 where there is none. A container has one of its
-    own, and its loopback reaches no other."""
+    """Return the id of this process's network namespace, 0 if there is none. A container has its own, and its loopback
+    does not reach other containers."""
     with suppress(OSError):
         return Path("/proc/self/ns/net").stat().st_ino
     return 0

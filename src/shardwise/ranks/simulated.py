@@ -16,15 +16,15 @@ from shardwise.ranks.collectives import Group
 
 Result = TypeVar("Result")
 
-#: A rank that computes for longer than this while the others wait does something else than they do.
+#: If a rank computes for longer than this while the others wait, it has taken another path than they have.
 _LIMIT_SECONDS = 120.0
 
 
 class Meeting:
-    """Where the threads of a group meet: each brings something, and all see what all have brought.
+    """The meeting of a group's threads at a collective: each brings a tensor, and all see the tensors of all.
 
-    One of them runs at a time, from one collective to the next, as some of what a forward stands in is one for the
-    whole process: the level of forward-mode derivatives, numbers of the script's file, settings of torch.
+    Only one thread runs at a time, from one collective to the next, because some state of a forward belongs to the
+    whole process: the level of forward-mode derivatives, globals of the script, settings of torch.
     """
 
     def __init__(self, size: int) -> None:
@@ -35,17 +35,17 @@ class Meeting:
         self._turns[0].release()
 
     def wait(self, rank: int) -> None:
-        """Until it is this rank's turn."""
+        """Wait until it is this rank's turn."""
         came = self._turns[rank].acquire(timeout=_LIMIT_SECONDS * self.size)
         if self._is_broken or not came:
             raise threading.BrokenBarrierError
 
     def hand_on(self, rank: int) -> None:
-        """It is the next rank's turn."""
+        """Give the turn to the next rank."""
         self._turns[(rank + 1) % self.size].release()
 
     def call(self, rank: int, kind: str, tensor: Tensor | None, make: Callable[[list[Tensor]], Result]) -> Result:
-        """What `make` gives of the tensors of all ranks. Nobody goes on before everybody has it."""
+        """Return the result of `make` on the tensors of all ranks. No rank continues before all have their result."""
         self._brought[rank] = kind, tensor
         self.hand_on(rank)
         self.wait(rank)  # The others have brought theirs.
@@ -63,14 +63,14 @@ class Meeting:
         return made
 
     def abort(self) -> None:
-        """Let nobody wait any longer."""
+        """End all waits."""
         self._is_broken = True
         for each in self._turns:
             each.release()
 
 
 class SimulatedGroup(Group):
-    """One rank of several that are threads. Without a meeting it is alone, and may only run on the meta device."""
+    """One rank of several threads. Without a meeting it is alone, and may only run on the meta device."""
 
     def __init__(self, rank: int, size: int, meeting: Meeting | None = None) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def simulate(size: int, run: Callable[[SimulatedGroup], Result]) -> list[Result]
 
     def work(rank: int) -> None:
         try:
-            # One thread runs a device's backwards, of all callers: ranks that meet in theirs would wait for ever.
+            # Autograd has one thread per device for all callers: ranks that meet in a backward would deadlock.
             with torch.autograd.set_multithreading_enabled(False):
                 meeting.wait(rank)
                 results[rank] = run(SimulatedGroup(rank, size, meeting))

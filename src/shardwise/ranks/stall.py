@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from shardwise.ranks.rank_error import RankError
 from shardwise.torch_private import Store
 
-# GPUs that wait for each other, and nobody else is late, may also have very much to compute at one instruction.
+# GPUs that wait for each other while no other rank is late may also have a long computation at one instruction.
 _LONGER_ON_GPUS = 3
-# A collective that all have come to may have very much to send.
+# A collective that all ranks have reached may have much to send.
 _LONGER_TOGETHER = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocation:
-    """Where a rank stands: since when, for whom it waits, and how long it has given no sign of life.
+    """The position of a rank: since when, for which ranks it waits, and for how long it has been silent.
 
-    It waits for one rank to send or to receive, or for several to come to the same place: a collective.
+    It waits for one rank to send or to receive, or for several to reach the same collective.
     """
 
     rank: int
@@ -55,15 +55,15 @@ def find_stall(places: Sequence[RankLocation], me: int, limit_seconds: float) ->
 
 
 def _find_late(places: Sequence[RankLocation], me: int, limit_seconds: float) -> tuple[int, str] | None:
-    """The first of those that `me` waits for, by way of others too, that is silent or stays where it is."""
+    """Find the first rank that `me` waits for, directly or through others, that is silent or does not move."""
     seen, chain = {me}, deque([me])
     while chain:
         place = places[chain.popleft()]
         if place.silent_seconds >= limit_seconds:
             return place.rank, _silence_of(place)
-        # Of one that is silent it is not known whether it has moved since.
+        # It is unknown whether a silent rank has moved since.
         if not place.waits_for and place.at_seconds - place.silent_seconds >= limit_seconds:
-            # It may stand there for another that is stopped. That one is named as soon as it is known.
+            # It may stand there because of another rank that is stopped. That rank is named as soon as it is known.
             quiet = max(places, key=lambda each: each.silent_seconds)
             if quiet.silent_seconds >= limit_seconds / 2:
                 return (quiet.rank, _silence_of(quiet)) if quiet.silent_seconds >= limit_seconds else None
@@ -75,7 +75,7 @@ def _find_late(places: Sequence[RankLocation], me: int, limit_seconds: float) ->
 
 
 def _find_circle(places: Sequence[RankLocation], chain: list[int], limit_seconds: float) -> tuple[int, str] | None:
-    """Ranks that wait for each other, all of them for too long. Each of `chain` waits for the next."""
+    """Find ranks that wait for each other, all of them for too long. Each rank in `chain` waits for the next."""
     place = places[chain[-1]]
     if place.at_seconds < limit_seconds * (_LONGER_ON_GPUS if place.on_gpu else 1):
         return None
@@ -85,7 +85,7 @@ def _find_circle(places: Sequence[RankLocation], chain: list[int], limit_seconds
             circle = sorted(chain[chain.index(other) :])
             quiet = max((places[rank] for rank in circle), key=lambda each: each.silent_seconds)
             if quiet.silent_seconds >= limit_seconds / 2:
-                # It says that it waits because it was stopped while it did. Its silence is counted from the first look.
+                # It was stopped while it waited, so it still reports a wait. Its silence counts from the first look.
                 return quiet.rank, _silence_of(quiet)
             shortest = min(places[rank].at_seconds for rank in circle)
             return other, f"{_ranks(circle)} have waited for each other for {shortest:.0f} s"
@@ -93,7 +93,7 @@ def _find_circle(places: Sequence[RankLocation], chain: list[int], limit_seconds
 
 
 def _find_together(places: Sequence[RankLocation], mine: RankLocation, limit_seconds: float) -> RankError | None:
-    """Ranks that have all come to one collective, which does not end: nobody is late, so none of them is named."""
+    """Find ranks that are all in one collective that does not end. None of them is late, so none is named."""
     all_of_them = sorted({mine.rank, *mine.waits_for})
     together = [places[rank] for rank in all_of_them]
     shortest = min(each.at_seconds for each in together)

@@ -1,4 +1,4 @@
-"""What ranks tell each other by way of the store that they share: no group is needed, and no wait has to be broken."""
+"""Exchange of objects between ranks through their shared store: without a group, and without waits to break."""
 
 import pickle
 import time
@@ -11,14 +11,14 @@ _LOOK_SECONDS = 0.005
 
 
 class StoreMeeting:
-    """One rank's part. Each rank's first meeting is with the first of the others, its second with their second."""
+    """One rank's part. The n-th exchange of each rank belongs to the n-th exchange of the others."""
 
     def __init__(self, store: Store, name: str, rank: int, num_ranks: int) -> None:
         self._store, self._name, self._rank, self._num_ranks = store, name, rank, num_ranks
         self._num_exchanges = self._num_refusals = 0
 
     def exchange(self, given: Any, check: Callable[[], None]) -> list[Any]:
-        """What each rank gives. `check` is called meanwhile, and raises where nobody comes any more."""
+        """Return the objects of all ranks. While waiting, call `check`, which raises if a rank will never come."""
         self._num_exchanges += 1
         keys = [f"{self._name}/exchange {self._num_exchanges}/{rank}" for rank in range(self._num_ranks)]
         self._store.set(keys[self._rank], pickle.dumps(given))  # type: ignore[arg-type]  # It takes bytes as well.
@@ -28,7 +28,7 @@ class StoreMeeting:
         return [pickle.loads(self._store.get(key)) for key in keys]
 
     def all_refuse(self, seconds: float, is_over: Callable[[], bool]) -> bool:
-        """Whether all ranks come to a refusal, or it is over for another reason, in this time."""
+        """Return whether, within this time, all ranks refuse or the wait is over for another reason."""
         self._num_refusals += 1
         key, deadline = f"{self._name}/refusal {self._num_refusals}", time.monotonic() + seconds
         self._store.add(key, 1)

@@ -17,7 +17,7 @@ from shardwise.ranks.worker import join_if_launched
 
 
 def find_watch(name: str = "pipeline", limit_seconds: float = LIMIT_SECONDS) -> Watch | None:
-    """A new watch of this process, if it is one of several. All of them make it alike."""
+    """Return a new watch of this process, or None if it is the only one. All processes call this alike."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return Watch(dist.get_rank(), dist.get_world_size(), limit_seconds=limit_seconds, name=name)
@@ -25,10 +25,10 @@ def find_watch(name: str = "pipeline", limit_seconds: float = LIMIT_SECONDS) -> 
 
 @contextmanager
 def telling(watch: Watch | None, *, refusals: bool = True) -> Iterator[None]:
-    """The others are told of an error before it goes on to the caller, and then all that the watch guards is over.
+    """Report an error to the other ranks before it is re-raised. Everything that the watch guards then ends.
 
-    Without `refusals` those are not told as long as all ranks refuse: then what they share can be used on. One that
-    refuses alone would leave the others waiting, and is told.
+    Without `refusals`, a `ShardwiseError` that all ranks raise is not reported, so what they share stays usable. If
+    only some ranks refuse, the others would wait for them, so the error is reported.
     """
     try:
         yield
@@ -41,9 +41,9 @@ def telling(watch: Watch | None, *, refusals: bool = True) -> Iterator[None]:
 
 @contextmanager
 def making(shared: Watch | None, limit_seconds: float | None = None) -> Iterator[Watch | None]:
-    """Within it ranks make something together, before there is anything else that connects them: nobody waits for one
-    that has failed. Gives the watch of it, if this process is one of several: a new one, or that of what is `shared`
-    with others, over which a refusal ends nothing. Under `torchrun` the processes are joined first."""
+    """Guard ranks that build something together before anything else connects them: none waits for a failed rank.
+    Yield the watch, or None for a single process. The watch is new, or `shared` with others: then a refusal by all
+    ranks ends nothing. Under `torchrun`, join the processes first."""
     join_if_launched()
     watch = shared or find_watch(limit_seconds=limit_seconds or LIMIT_SECONDS)
     try:
@@ -57,7 +57,7 @@ def making(shared: Watch | None, limit_seconds: float | None = None) -> Iterator
 
 @contextmanager
 def watched(watch: Watch | None) -> Iterator[Watch]:
-    """This watch; or one for the while, which tells what goes wrong."""
+    """Yield this watch, or a temporary one that reports errors to the other ranks."""
     if watch is not None:
         yield watch
         return
@@ -70,7 +70,7 @@ def watched(watch: Watch | None) -> Iterator[Watch]:
 
 
 def gather_objects(given: Any, group: dist.ProcessGroup, watch: Watch, what: str) -> list[Any]:
-    """What each rank of a group gives. The watch guards the group: its error ends the wait."""
+    """Gather an object from each rank of a group. The watch guards the group: its error ends the wait."""
     watch.at(what)
     try:
         return objects.gather(given, group)
@@ -79,7 +79,7 @@ def gather_objects(given: Any, group: dist.ProcessGroup, watch: Watch, what: str
 
 
 def wait_patiently(work: Any, watch: Watch, what: str) -> None:
-    """Wait for work of a group that the watch guards. Whoever comes late, and lives, may have much to do before."""
+    """Wait for work of a group that the watch guards. A rank that is late but alive may have much work before it."""
     watch.at(what)
     try:
         work.wait()

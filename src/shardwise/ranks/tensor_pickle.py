@@ -1,7 +1,7 @@
-"""What goes between a process and its ranks, as a pickle in which a tensor is its numbers.
+"""Pickles for messages between a process and its ranks, with tensors as plain bytes.
 
-Plain pickle writes a file of `torch.save` for each tensor: 0.4 ms of a core there and back, ten times as much (torch
-2.13), and a check sends thousands. torch's own way between processes shares memory that ends with whoever made it.
+Plain pickle writes a `torch.save` file for each tensor: 0.4 ms of CPU time for a round trip, ten times as much (torch
+2.13), and a check sends thousands. torch's own transfer between processes shares memory that ends with its creator.
 """
 
 import copyreg
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def dumps(value: object) -> bytes:
-    """A pickle, which `pickle.loads` reads. Of a view only what it shows is sent."""
+    """Return a pickle, which `pickle.loads` reads. Of a view, only its own elements are sent."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduced}

@@ -1,1 +1,1 @@
-"""Processes that have imported all a rank needs, and wait: ranks that are started again are forked from them."""
+"""Standby processes with all imports of a rank done, from which restarted ranks are forked."""

@@ -1,6 +1,6 @@
-"""A process that stands for one forked from the server on standby (`server.py`): it passes signals on to it, and ends
-as it ends. It ends too when whoever started it is gone. Where there is no server, or one that refuses, nobody stands
-for anybody."""
+"""A proxy for a process that the standby server (`server.py`) forks: it forwards signals to the process, and exits with
+its status. It also exits when its own parent is gone. Without a server, or if that refuses, there is no proxy: the
+module runs in this process."""
 
 import array
 import json
@@ -24,12 +24,12 @@ _REACH_SECONDS, _LOOK_SECONDS, _MOST_BYTES = 2.0, 0.5, 1 << 20
 
 
 def address_of(run_id: str, node: str) -> str:
-    """A socket that has no file: it is gone with its server, and belongs to this network namespace."""
+    """Return an abstract socket address: it has no file, ends with its server, and is per network namespace."""
     return f"\0shardwise-{os.getuid()}-{run_id}-{node}"[:100]
 
 
 def find_server(folder: Path, node: str | None = None) -> socket.socket | None:
-    """A connection to the server on standby for a run, on this machine (or what is called another)."""
+    """Return a connection to the standby server of a run, for this node or the named one; None if there is none."""
     run_id = find_id(folder)
     if run_id is None or not hasattr(socket, "SO_PEERCRED"):
         return None
@@ -44,7 +44,7 @@ def find_server(folder: Path, node: str | None = None) -> socket.socket | None:
 
 
 def receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """What somebody wants to be run, and its standard input and outputs."""
+    """Return a request, and the file descriptors of its standard streams."""
     numbers = array.array("i")
     content, told, _, _ = connection.recvmsg(_MOST_BYTES, socket.CMSG_LEN(3 * numbers.itemsize))
     for level, kind, data in told:
@@ -59,8 +59,8 @@ def receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int
 
 
 def run_on_standby(folder: Path, module: str, words: Sequence[str]) -> int | None:
-    """Run a module in a process of the server. Returns its status, None where nobody can. What has ended by a signal
-    ends this process by the same."""
+    """Run a module in a process of the server. Return its exit status, or None if there is no server. If a signal ends
+    that process, end this one by the same signal."""
     connection = find_server(folder)
     if connection is None:
         return None
@@ -100,7 +100,7 @@ def run_on_standby(folder: Path, module: str, words: Sequence[str]) -> int | Non
             if os.getppid() != parent:
                 os._exit(1)
         connection.settimeout(None)
-        # A server that was killed tells nothing more. The process has ended by now, nobody knows how.
+        # A killed server reports no status. The process has ended too, in an unknown way.
         status = int(json.loads(stream.readline() or b'{"status": -9}')["status"])
     if status < 0:
         sys.stdout.flush()
@@ -111,7 +111,7 @@ def run_on_standby(folder: Path, module: str, words: Sequence[str]) -> int | Non
 
 
 def start_server(folder: Path, node: str, log: Path) -> None:
-    """Start a server that has imported what this process has. If there is one, the new one ends at once."""
+    """Start a server with the imports of this process. If there is one already, the new one exits at once."""
     names = sorted(name for name in sys.modules if name.startswith("shardwise.") or name == "torch._dynamo")
     words = ["--folder", str(folder), "--node", node, "--imports", *names, "torch.distributed.run"]
     start_detached([sys.executable, "-m", "shardwise.standby.server", *words], log)

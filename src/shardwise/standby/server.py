@@ -1,14 +1,14 @@
-"""The process that ranks are forked from when they are started again: `python -m shardwise.standby.server`.
+"""The standby server, from which restarted ranks are forked: `python -m shardwise.standby.server`.
 
-Python, torch and our own modules take seconds to import, and as many ranks as a machine has import them at once. The
-server has, and knows nothing else: no CUDA, no group, no thread. Whoever wants a process tells it what to run (module,
-words, the environment, the working directory), and gives it its own standard input and outputs.
+Python, torch and our own modules take seconds to import, and all ranks of a machine import them at once. The server has
+done so, and has no other state: no CUDA, no process group, no thread. A request says what to run (module, arguments,
+environment, working directory), and passes the standard streams of the asker.
 
     torchrun -- starts --> asker (`asker.py`) -- asks --> server
                              |                              | forks
-                             `-- passes signals on to --> the rank, which ends with the asker
+                             `-- forwards signals to ---> the rank, which ends with the asker
 
-It serves its own user alone, and nobody once a source file of ours has changed.
+It serves only its own user, and refuses requests once one of our source files has changed.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _OURS = Path(__file__).parents[1]
 
 
 class Server:
-    """Forks what it is asked for, and tells how that ended."""
+    """Forks the requested processes, and reports their exit statuses."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener, self._began = listener, time.time()
@@ -48,7 +48,7 @@ class Server:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def serve(self, is_over: Any) -> None:
-        """Until it is over. In a process that was forked this does not return."""
+        """Serve until `is_over()`. In a forked process this does not return."""
         while not is_over():
             for key, _ in self._selector.select(_LOOK_SECONDS):
                 if key.fileobj is self._listener:
@@ -76,7 +76,7 @@ class Server:
             connection.close()
 
     def _end(self, key: selectors.SelectorKey) -> None:
-        """A process has ended: its asker is told."""
+        """Report the end of a process to its asker."""
         process, connection = key.data
         self._selector.unregister(key.fileobj)
         os.close(key.fd)
@@ -86,13 +86,13 @@ class Server:
         connection.close()
 
     def _has_changed(self) -> bool:
-        """Whether what was imported is no longer what lies there."""
+        """Return whether a source file of ours has changed since its import."""
         files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
         ours = [Path(file) for file in files if file is not None and Path(file).is_relative_to(_OURS)]
         return any(not each.exists() or each.stat().st_mtime > self._began for each in ours)
 
     def _run(self, connection: socket.socket, request: dict[str, Any], files: list[int]) -> NoReturn:
-        """In the new process: be what was asked for."""
+        """Run the requested module, in the forked process."""
         self._listener.close()
         for key in list(self._selector.get_map().values()):
             if key.fileobj is not self._listener:
@@ -110,13 +110,13 @@ class Server:
         os.chdir(request["directory"])
         threading.Thread(target=_end_with, args=(connection,), name="shardwise-asker", daemon=True).start()
         sys.argv = [request["module"], *request["words"]]
-        warnings.simplefilter("ignore", RuntimeWarning)  # The module is imported already, and that is the point.
+        warnings.simplefilter("ignore", RuntimeWarning)  # That the module is imported already, which is intended.
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
         sys.exit(0)
 
 
 def _end_with(connection: socket.socket) -> None:
-    """End this process when its asker has ended, however that was."""
+    """End this process when its asker has ended, for any reason."""
     with suppress(OSError):
         connection.recv(1)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -132,12 +132,12 @@ def main(words: Sequence[str]) -> int:
     if run_id is None:
         return 1
     if not (hasattr(os, "pidfd_open") and hasattr(socket, "SO_PEERCRED")):
-        return 0  # It is no Linux. Ranks are started as they were.
+        return 0  # Not Linux. Ranks are started without a server.
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
             listener.bind(address_of(run_id, told.node))
         except OSError:
-            return 0  # There is one.
+            return 0  # There is a server already.
         for each in told.imports:
             import_module(each)
         listener.listen(64)

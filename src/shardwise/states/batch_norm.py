@@ -1,11 +1,11 @@
-"""Running statistics of batch norm where there are copies of it: each sees a part of the microbatches.
+"""Running statistics of batch norms with several copies, each of which sees a part of the microbatches.
 
-Replicas are copies, and so are the halves of a schedule that holds the model twice. A batch is normalised by its own
-microbatch on each; what is kept for evaluation is what one device would keep that had all of the microbatches in turn.
+Replicas are copies, and so are the two copies of the model in some schedules. Each copy normalises by its own
+microbatch. The statistics for evaluation are those of one device that processes all microbatches in turn.
 
-After k microbatches with momentum m a running mean is r(k) = (1-m)^k r(0) + what these microbatches added. So what
-another copy has added is known from its r(k), and can be added here as if its microbatches had come after ours:
-(1-m)^k r + (r' - (1-m)^k r(0)). Without momentum, where all microbatches weigh the same, it is the mean over all.
+After k microbatches with momentum m, a running mean is r(k) = (1-m)^k r(0) + the contribution of these microbatches. So
+the contribution of another copy follows from its r(k), and can be added as if its microbatches had come after ours:
+(1-m)^k r + (r' - (1-m)^k r(0)). Without momentum, all microbatches weigh the same, and it is the mean over all.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -18,24 +18,24 @@ from torch import Tensor, nn
 from shardwise.torch_private import RunningNormModule
 
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-#: Gives what each rank gave, in their order.
+#: Returns the objects of all ranks, in their order.
 Gather = Callable[[Any], list[Any]]
 
 
 def is_batch_norm(module: nn.Module) -> TypeGuard[RunningNormModule]:
-    """Whether its statistics are those of a batch. Instance norms count no batches: theirs are as other buffers."""
+    """Return whether it has statistics of batches. Instance norms count no batches: theirs are ordinary buffers."""
     return isinstance(module, RunningNormModule) and not isinstance(module, _INSTANCE_NORMS)
 
 
 class _Seen(NamedTuple):
-    """What one batch norm has: its statistics, and from how many microbatches."""
+    """The statistics of one batch norm, and their number of microbatches."""
 
     number: int
     values: tuple[Tensor, ...]
 
 
 class SharedStatistics:
-    """The batch norms of this rank, of which other ranks have copies."""
+    """The batch norms of this rank that have copies on other ranks."""
 
     def __init__(self, module: nn.Module, buffers: Collection[str], gather: Gather) -> None:
         self._gather = gather
@@ -44,12 +44,12 @@ class SharedStatistics:
             for name, each in module.named_modules()
             if is_batch_norm(each) and each.track_running_stats and f"{name}.running_mean" in buffers
         }
-        #: Whether any rank has some: then all gather.
+        #: Whether any rank has such norms: then all ranks gather.
         self.are_there = any(gather(bool(self._norms)))
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Around a step: at its end every copy has what all of them have seen."""
+        """Wrap a step: at its end, every copy has the statistics of all microbatches."""
         before = {name: _seen(each) for name, each in self._norms.items()}
         yield
         told = self._gather({name: _seen(each) for name, each in self._norms.items()})
@@ -67,7 +67,7 @@ def _seen(norm: RunningNormModule) -> _Seen:
 
 
 def _joined(momentum: float | None, before: _Seen, copies: list[_Seen]) -> _Seen:
-    """What one batch norm would have that had seen the microbatches of all copies, one copy's after the other's."""
+    """Return the statistics of one batch norm after the microbatches of all copies, copy by copy."""
     now = before
     for copy in copies:
         added = copy.number - before.number

@@ -1,8 +1,8 @@
-"""Optimizers of somebody's own whose step on one parameter depends on others: a norm of all gradients in `step` (LAMB),
-a rate that is found from all of them (D-Adaptation, Prodigy).
+"""Custom optimizers whose step on one parameter depends on others: by a norm of all gradients in `step` (LAMB), or by a
+learning rate found from all of them (D-Adaptation, Prodigy).
 
-A rank that has pieces, the parameters of a stage, or some at a time would take such a sum over these. Whether a class
-does so is seen by stepping it on small parameters, with all of them there and with some alone.
+A rank that has pieces, the parameters of a stage, or some at a time would compute such a norm over these only. Such a
+class is detected by steps on small parameters, with all of them and with some alone.
 """
 
 import copy
@@ -17,16 +17,16 @@ from shardwise.errors import ShardwiseError
 from shardwise.states.parameter_group import ELEMENTWISE, MATRIXWISE
 from shardwise.torch_private import without_step_hooks
 
-#: Of more groups than these the first are tried.
+#: At most this many groups are tried: the first ones.
 _MOST_GROUPS = 16
 #: A matrix and a vector of each group.
 _SHAPES = ((4, 4), (4,))
-#: Gradients that a bound on a norm would shorten, and some that it would not.
+#: Scales of gradients that clipping by norm would shorten, and that it would not.
 _SCALES = (10.0, 1e-3)
 
 
 def check_coupled(optimizers: Sequence[Optimizer], pieces: str) -> None:
-    """Refuse an optimizer that takes parameters together, where it has something else than all; `pieces` says what."""
+    """Raise an error for an optimizer with coupled steps that does not have all parameters; `pieces`: what it has."""
     for optimizer in optimizers:
         if type(optimizer) not in ELEMENTWISE | MATRIXWISE and is_coupled(optimizer):
             kind = type(optimizer).__name__
@@ -38,7 +38,7 @@ def check_coupled(optimizers: Sequence[Optimizer], pieces: str) -> None:
 
 
 def is_coupled(optimizer: Optimizer) -> bool:
-    """Whether a step on some parameters alone is another than with all of them there; no if it cannot be tried."""
+    """Return whether a step on some parameters alone differs from one on all; False if it cannot be tried."""
     places = [
         (group, shape)
         for group in range(min(len(optimizer.param_groups), _MOST_GROUPS))
@@ -55,12 +55,12 @@ def is_coupled(optimizer: Optimizer) -> bool:
                 for rule in rules
                 for place, alone in _stepped(optimizer, places, [each for each in places if rule(*each)]).items()
             )
-    except Exception:  # Whoever steps it says what is wrong.
+    except Exception:  # The real step will raise the same error.
         return False
 
 
 def _stepped(optimizer: Optimizer, places: list[Any], kept: list[Any]) -> dict[Any, Tensor]:
-    """Small parameters by group and shape, after a few steps in which only those that are kept are there."""
+    """Return small parameters by group and shape, after a few steps with only those in `kept`."""
     generator = torch.Generator().manual_seed(0)
     weights = {place: nn.Parameter(_drawn(place[1], generator)) for place in places}
     twin = without_step_hooks(optimizer)

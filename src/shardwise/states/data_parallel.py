@@ -1,4 +1,4 @@
-"""Data parallelism and ZeRO, as the instructions of a schedule see it.
+"""Data parallelism and ZeRO, driven by the instructions of a schedule.
 
     zero    weights          gradients                            optimizer
     0       whole            whole, summed to all                 whole
@@ -6,9 +6,9 @@
     2       whole            summed to shards in each backward    shard
     3       shard            summed to shards in each backward    shard
 
-A rank of a pipeline has one `DataParallel` beside its executor. GATHER and RELEASE gather and free weights; REDUCE
-means that a stage's gradients of a step are complete; `begin` and `end` are called around every computation. Transfers
-are only started there, and run beside the instructions that follow. Its parts, each of which knows the buckets only:
+A rank of a pipeline has one `DataParallel` in addition to its executor. GATHER and RELEASE gather and free weights;
+REDUCE means that a stage's gradients of a step are complete; `begin` and `end` are called around every computation.
+These only start transfers, which overlap with the next instructions. Its parts, each of which knows only the buckets:
 
     StageWeights           when weights are gathered, and what waits for them
     Reducer                when the sum of a bucket's gradients starts

@@ -1,4 +1,4 @@
-"""What a rank keeps on the host, by its plan: weights, the state of its optimizers, and what its forwards save."""
+"""The data that a rank keeps on the host, by its plan: weights, optimizer state, and saved activations."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ from shardwise.states.tiers.host_states import HostStates
 from shardwise.states.tiers.residency import OffloadedWeight
 from shardwise.states.tiers.staging import spare_bytes
 
-#: Gives what each rank of the world gives.
+#: Returns the objects of all ranks of the world.
 Gather = Callable[[Any], list[Any]]
 
 
 class OffloadedPiece:
-    """What a rank updates of a parameter that lives on the host. It is an `OffloadedWeight`."""
+    """This rank's part of a parameter on the host, which it updates. It is an `OffloadedWeight`."""
 
     def __init__(self, bucket: Bucket, number: int) -> None:
         self._bucket, self._number, self._piece = bucket, number, bucket.pieces[number]

@@ -1,14 +1,14 @@
-"""Optimizers made once, on whole parameters; from then on it is known by name what they have.
+"""Optimizers made once, on whole parameters; afterwards their groups are known by parameter name.
 
-A user's factory may go by a parameter's shape, its name, its place in the list, an attribute, or by the object itself.
-So it is given the module's own parameters before any of them is cut, with numbers or on the meta device. Its groups are
-kept by name, and each is given what this rank has of their parameters:
+A user's factory may depend on a parameter's shape, name, place in the list, attributes, or on the object itself. So it
+gets the module's own parameters before any of them is cut, with values or on the meta device. Its groups are recorded
+by name, and each group then gets this rank's part of its parameters:
 
     made      group 0: embed.weight, up.weight      group 1: up.bias
     a rank    group 0: a piece of up.weight         group 1: up.bias
 
-A group of which a rank has nothing is empty there, and still has its number. It is one optimizer all the while: what a
-factory has hung on it, a scheduler say, stays.
+A group without parameters on a rank is empty there, and keeps its number. The optimizer stays the same object, so
+anything that a factory has attached to it, such as a scheduler, stays.
 """
 
 import inspect
@@ -33,19 +33,19 @@ from shardwise.states.parameter_group import (
 )
 from shardwise.torch_private import pytree, step_hooks, step_is_replaced
 
-#: What a user gives: what makes one optimizer, or several of these.
+#: The user's argument: a factory of one optimizer, or several shares.
 Optimizers = MakeOptimizer | Sequence[Share]
 
-#: Where optimizers of torch keep parameters; in other attributes nobody would look for them.
+#: Attributes in which torch's optimizers keep parameters.
 _OWN_ATTRIBUTES = {"param_groups", "state", "defaults"}
-#: How a `step(closure=None)` says that it must be given one.
+#: Source code of a `step(closure=None)` that requires a closure.
 _ASKS_FOR_CLOSURE = re.compile(r"assert closure\b|if (closure is None|not closure):\s*raise\b")
 
 
 class Weight(NamedTuple):
-    """What an optimizer of this rank updates of a parameter: its numbers from `start` on, flattened.
+    """The part of a parameter that an optimizer of this rank updates: its elements from `start` on, flattened.
 
-    `is_joined`: it is whole over tensor and expert parallel ranks too, where these hold parts of the parameter.
+    `is_joined`: it is whole although tensor or expert parallel ranks hold parts of the parameter.
     """
 
     name: str
@@ -56,9 +56,9 @@ class Weight(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class MadeOptimizer:
-    """An optimizer, and by group the names of the parameters that it was made on.
+    """An optimizer, and for each group the names of the parameters that it was made with.
 
-    `whole`: whether it must see them whole; None if nobody knows. `first` is the state that its constructor has made.
+    `whole`: whether it must see them whole; None if unknown. `first` is the state that its constructor has made.
     """
 
     optimizer: Optimizer

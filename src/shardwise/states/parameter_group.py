@@ -1,4 +1,4 @@
-"""Which parameters go to which optimizer, and whether it can work on pieces of them.
+"""The assignment of parameters to optimizers, and whether an optimizer can work on pieces of them.
 
     optimizer=lambda parameters: AdamW(parameters, lr=3e-4)
 
@@ -7,8 +7,8 @@
         Share(make=lambda parameters: AdamW(parameters, lr=3e-4)),
     ]
 
-An optimizer that treats every number by itself (AdamW, SGD) works on any piece of a parameter. One that looks at a
-matrix as such (Muon, Adafactor) must see it whole. Of optimizers that we know, we know which; of others one has to say.
+An elementwise optimizer (AdamW, SGD) works on any piece of a parameter. One that works on matrices (Muon, Adafactor)
+must see them whole. For known optimizers this is known; for others the user states it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,14 +25,14 @@ from shardwise.torch_private import without_step_hooks
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
-#: Those that treat every number by itself.
+#: Optimizers that treat every element separately.
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
         optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam,
         optim.RMSprop, optim.Rprop, optim.SGD, CompactAdamW,
     }
 )  # fmt: skip
-#: Those that must see each parameter whole.
+#: Optimizers that must see each parameter whole.
 MATRIXWISE: frozenset[type[Optimizer]] = frozenset({optim.Adafactor, optim.Muon, Muon})
 
 # The probe's size along each dim: state of a matrix's rows and columns is then half of a number for each of its own.
@@ -45,16 +45,16 @@ def everything(name: str, parameter: nn.Parameter) -> bool:  # noqa: ARG001 - a 
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Take matrices between hidden layers: what Muon is for. Embeddings and heads are known by their names."""
+    """Take matrices between hidden layers, for Muon. Embeddings and heads are recognised by their names."""
     ends = ("embed", "wte", "wpe", "head", "position")
     return parameter.dim() == 2 and not any(word in name for word in ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """An optimizer for some of the parameters: those that `takes(name, parameter)`, and that no share before takes.
+    """An optimizer for some parameters: those for which `takes` is true and that no earlier share takes.
 
-    `whole`: whether it must see parameters whole; None is for optimizers that we know.
+    `whole`: whether it must see parameters whole; None for known optimizers.
     """
 
     make: MakeOptimizer
@@ -63,7 +63,7 @@ class Share:
 
 
 def shares_of(optimizer: MakeOptimizer | Sequence[Share]) -> tuple[Share, ...]:
-    """One form for both that a user may give."""
+    """Return a user's optimizer or shares as shares."""
     return (Share(make=optimizer),) if callable(optimizer) else tuple(optimizer)
 
 

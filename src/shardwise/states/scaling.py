@@ -1,8 +1,8 @@
-"""Gradients times a number: in the same bits, whoever multiplies them.
+"""Gradients times a number, with the same bits wherever they are multiplied.
 
-Fused optimizers of torch's divide gradients on a GPU while they read them. What is multiplied apart (sums over
-replicas, what lives on the host) is divided there too, since `x / (1 / s)` and `x * s` differ in a last bit. Numbers of
-16 bits are multiplied: a divisor on the device would be rounded to 16 bits first.
+On a GPU, torch's fused optimizers divide gradients while they read them. Gradients that are scaled separately (sums
+over replicas, gradients on the host) are also divided on a GPU, because `x / (1 / s)` and `x * s` differ in the last
+bit. 16-bit numbers are multiplied: a divisor on the device would be rounded to 16 bits first.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def multiply(tensor: Tensor, factor: float) -> Tensor:
 
 
 def multiply_all(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply many in place, in few launches."""
+    """Multiply many tensors in place, in few launches."""
     if factor == 1.0:
         return
     by_device: dict[torch.device, list[Tensor]] = {}

@@ -1,1 +1,1 @@
-"""What serves tests and benchmarks alone: timed devices, reference flows, random programs."""
+"""Tools for tests and benchmarks only: timed devices, reference flows, random programs."""

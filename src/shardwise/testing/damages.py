@@ -1,6 +1,6 @@
-"""Damages done to the folder of a checkpoint on purpose, and undone again: what disks, copies and people do to files.
+"""Deliberate damage to the folder of a checkpoint, and its repair: what disks, copies and people do to files.
 
-Nothing here knows how a checkpoint is read; a damage always changes at least one byte of it.
+Nothing here knows how a checkpoint is read. A damage always changes at least one byte.
 """
 
 import json
@@ -17,7 +17,7 @@ Files = dict[str, bytes]
 
 
 class DamagedFolder:
-    """A folder whose files are kept in memory, to be put back after each damage. `other` is another checkpoint of the
+    """A folder whose files are kept in memory, to be restored after each damage. `other` is another checkpoint of the
     same run, with files of the same names."""
 
     def __init__(self, folder: Path, other: Path) -> None:

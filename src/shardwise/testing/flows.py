@@ -1,7 +1,7 @@
 """Six reference flows, each with the bytes that it has to move, counted by hand.
 
-Each is one sequential program over a list of places. Given one place it runs there; given four, on four. They are
-what tests and benchmarks hold the machine to, and short enough to be read as examples of how it is used.
+Each is one sequential program over a list of places: with one place it runs there, with four on all four. Tests and
+benchmarks compare the machine with them, and they are short enough to serve as examples of its use.
 """
 
 from collections.abc import Callable, Sequence

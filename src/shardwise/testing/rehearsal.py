@@ -1,7 +1,7 @@
-"""Random programs, run on a machine and beside it on plain tensors: no stale read, no lost write, no budget exceeded.
+"""Random programs, run on a machine and on plain tensors: no stale read, no lost write, no budget exceeded.
 
-Tasks read and write whole numbers, so that every difference is a mistake. Sizes, budgets, places, policies, replays and
-forgotten data are all drawn from one seed; a failure names it.
+Tasks read and write integers, so that every difference is a bug. Sizes, budgets, places, policies, replays and
+forgotten data are all drawn from one seed, which a failure reports.
 """
 
 import random
@@ -23,7 +23,7 @@ _LEAST_BUDGET = _MOST_OF_A_TASK * max(_SIZES) * 8
 
 
 class Rehearsal:
-    """One machine with one random program, and what its values should be."""
+    """One machine with one random program, and its expected values."""
 
     def __init__(self, seed: int, *, devices: Sequence[str] = _DEVICES, make_stream: MakeStream = ThreadStream) -> None:
         self.seed = seed

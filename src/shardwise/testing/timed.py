@@ -11,10 +11,10 @@ alone, a W for the weight gradient alone, and a B for each of them once:
         |
       input
 
-It takes its time as a device would: forward from call to return, backward from the moment a gradient reaches it.
+Its durations are those of a device: forward from call to return, backward from the arrival of a gradient.
 
-The first stage has no input to give a gradient to. There, as for any model (`execution/backward.py`), the wait for I is
-part of its W: `first_stage_waits_in_weights` says so to the simulator.
+The first stage has no input that needs a gradient. There, as for any model (`execution/backward.py`), the wait for I is
+part of its W: `first_stage_waits_in_weights` tells the simulator.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ Wait = Callable[[float, Kind], None]
 
 
 class Seconds(NamedTuple):
-    """What one stage takes for one microbatch."""
+    """The durations of one stage for one microbatch."""
 
     forward: float
     input_gradient: float

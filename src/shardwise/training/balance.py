@@ -1,8 +1,8 @@
-"""Experts kept equally busy while a run trains: routers' biases after every step, places now and then.
+"""Load balancing of experts during training: router biases after every step, expert placement every few steps.
 
-Every rank knows the load of every layer, so all decide alike. What a checkpoint must know beside the weights (of which
-biases are a part) is where experts lie and what load they have had there: so a run that goes on places them as one that
-was never stopped would.
+Every rank knows the load of every layer, so all decide the same. Besides the weights, which include the biases, a
+checkpoint has the placement of experts and their load since they were placed. So a resumed run places experts as an
+uninterrupted one would.
 """
 
 from collections.abc import Mapping
@@ -18,20 +18,20 @@ _KEY = "experts"
 
 
 class Balancer:
-    """The balance of one engine. All ranks call it alike."""
+    """Balances the experts of one engine. All ranks make the same calls."""
 
     def __init__(self, engine: Engine, choice: BalanceChoice) -> None:
         self._engine, self._choice = engine, choice
 
     @property
     def looks(self) -> bool:
-        """Whether there is a load to look at."""
+        """Whether the engine measures expert load."""
         return self._engine.loads.are_there
 
     def after_step(self, step: int) -> tuple[float | None, int]:
-        """Look at the load of a step, the `step`-th of the run, and do what the recipe says.
+        """Correct biases and move experts, as the recipe says, by the load of step `step`, counted from 1.
 
-        Returns the imbalance, None where nobody counts, and how many experts were moved.
+        Return the imbalance (None if no load is measured) and the number of experts moved.
         """
         engine, choice = self._engine, self._choice
         load = engine.expert_load()
@@ -43,15 +43,15 @@ class Balancer:
         return imbalance_of(load), sum(moved.values())
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint says of it, in JSON's types."""
+        """Return the state for a checkpoint, in JSON types."""
         experts = self._engine.sharded.experts
         places = {} if experts is None else {name: each.placement.ranks for name, each in experts.layers.items()}
         return {_KEY: {"places": places, "load": self._engine.loads.since_placed()}} if places else {}
 
     def take(self, extra: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint says, before its weights are read.
+        """Restore the state of a checkpoint, before its weights are read.
 
-        Places are for as many ranks as had them. On more or fewer, experts lie in order until they are next placed.
+        A placement is valid only for its number of ranks. On more or fewer, experts are in order until next placed.
         """
         said, experts = extra.get(_KEY, {}), self._engine.sharded.experts
         for name, ranks in said.get("places", {}).items():
@@ -61,6 +61,6 @@ class Balancer:
 
 
 def imbalance_of(load: Load) -> float | None:
-    """The load of the busiest expert over the mean, in the layer where that is highest; 1 is even."""
+    """Return the highest load of an expert over the mean of its layer, maximised over layers. 1 is balanced."""
     found = [max(each) * len(each) / sum(each) for each in load.values() if any(each)]
     return max(found, default=None)

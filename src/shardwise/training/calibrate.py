@@ -1,7 +1,7 @@
-"""This machine as a cluster, from what a profile has measured: prices that the planner takes.
+"""This machine as a cluster for the planner, from the measurements of a profile.
 
-Of a GPU that the catalogue knows, everything stays as it is there but what was measured. A processor has no data sheet
-here: its matmuls and copies are timed, and told in the words of a probe, which measures more: `shardwise probe`.
+For a GPU of the catalogue, measured values replace those of the catalogue. A CPU has no catalogue entry: its matmuls
+and copies are timed and given as a probe. `shardwise probe` measures more.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ def calibrate(measured: Measured, path: Path) -> None:
 
 
 def _cluster_of(measured: Measured) -> Cluster:
-    """The devices of a profile as one node. Of processors it is a probe's, of which a profile knows less."""
+    """Return the devices of a profile as one node. For CPUs it is made from a probe with few measurements."""
     if measured.device != "cuda":
         return cluster_of(_as_probe(measured))
     device = _known_gpu()
@@ -46,7 +46,7 @@ def _cluster_of(measured: Measured) -> Cluster:
 
 
 def _as_probe(measured: Measured) -> Probe:
-    """What a profile has seen of processes, each of which has one thread: a link is that of the first two."""
+    """Return a profile as a probe. Each process has one thread, and the link of the first two stands for all."""
     count, host = measured.num_ranks, environment.node_name()
     names = tuple(f"cpu:{number}" for number in range(count))
     rate = matmul_flops(torch.device("cpu"), torch.float32, size=512)

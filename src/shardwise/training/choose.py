@@ -1,4 +1,4 @@
-"""The plan of a run: what the planner finds for this machine where none was given, and what it says of the host."""
+"""The plan of a run: the planner's choice for this machine if none is given, and its check of host memory."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,19 +19,19 @@ from shardwise.training.machine import cluster_here
 from shardwise.training.recipe import Recipe
 from shardwise.training.subject import subject_of
 
-#: Bytes of a number's state, with the number itself in full precision: one moment, or Adam's two as they are kept. In
-#: 8 bits both have a scale for each 256 numbers.
+#: Bytes of state for each parameter: the parameter in fp32, and one moment (SGD) or two (Adam) in their format. In 8
+#: bits, each moment has a scale for 256 elements.
 _STATE_BYTES = {("sgd", "fp32"): 8, ("adamw", "fp32"): 12, ("adamw", "bf16"): 8, ("adamw", "8bit"): 6 + 8 / 256}
 
 
 def choose_plan(recipe: Recipe, num_devices: int, cluster: Cluster | None = None) -> Plan:
-    """The fastest plan for a recipe's step on so many devices (of this cluster), with its reasons."""
+    """Return the fastest plan for a recipe's step on `num_devices` devices (of this cluster), with its reasons."""
     on = cluster_here(num_devices) if cluster is None else cluster
     return plan(**asked_of(recipe), cluster=on, fixed={"precision": recipe.precision})
 
 
 def find_resized(given: Plan, num_ranks: int, num_rows: int) -> Plan | None:
-    """The same plan with other replicas, so that it has so many ranks and the batch is still shared out evenly."""
+    """Return the plan with another dp, such that it has `num_ranks` ranks and divides the batch; None if impossible."""
     in_replica = given.num_ranks // given.dp
     if num_ranks % in_replica or num_rows % (num_ranks // in_replica * given.microbatches):
         return None
@@ -42,9 +42,9 @@ def find_resized(given: Plan, num_ranks: int, num_rows: int) -> Plan | None:
 
 
 def check_host(job: Job) -> None:
-    """Refuse a plan whose ranks, all of them here, keep more on the host by the planner's count than is available.
+    """Refuse a plan whose ranks, all on this machine, need more host memory, as the planner estimates, than there is.
 
-    It is asked before any rank is started. Each engine counts its own state again, exactly, before it takes any memory.
+    This runs before any rank is started. Each engine checks its exact need again before it allocates.
     """
     if job.plan.offload == Offload():
         return
@@ -62,16 +62,16 @@ def check_host(job: Job) -> None:
 
 
 def software_for(recipe: Recipe, device: Device) -> Software:
-    """What our own software does on a device, with what the recipe's optimizer keeps, and the masks of its rows."""
+    """Return the costs of our software on a device, with the recipe's optimizer state and document masks."""
     return replace(
-        usual_software(device, is_wide=True),  # Modules are made in fp32, whatever they compute in.
+        usual_software(device, is_wide=True),  # Modules are made in fp32, whatever their compute precision.
         state_bytes=_STATE_BYTES[recipe.optimizer.name, recipe.optimizer.states],
-        # Where it is left open: transformers of ours take them. Modules of users were asked before.
+        # If unset: our transformers take masks. For users' modules it was decided before.
         masks_documents=recipe.model.source is None if recipe.data.masks is None else recipe.data.masks,
     )
 
 
 def asked_of(recipe: Recipe) -> dict[str, Any]:
-    """The model and the batch of a recipe, as the planner takes them."""
+    """Return the model and the batch of a recipe, as the planner takes them."""
     subject = subject_of(recipe, check_data(recipe.data, verify=False))
     return {**subject.for_planner(), "batch": recipe.batch}

@@ -37,15 +37,15 @@ shardwise train tiny --devices 1 --folder runs/tiny
 shardwise train tiny --set steps=6 --set optimizer.rate=1e-3 --plan dp=2
 """
 
-#: Options of other programs' commands that train, and what they are here.
+#: Options of other training programs, and their equivalents here.
 _OPTIONS_OF_OTHERS = {
     **dict.fromkeys(("resume", "output_dir", "logdir"), "--folder"),
     **dict.fromkeys(("gpus", "nproc_per_node", "num_processes"), "--devices"),
 }
-#: Exit statuses of a run that a signal stopped, as shells have them. After SIGUSR1 it has done what it was asked for.
+#: Exit statuses of a run that a signal stopped, as in shells. After SIGUSR1 the status is 0: the stop was requested.
 _STATUS = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 
-#: Of a run that has stopped so that it goes on without a host, or with one more: EX_TEMPFAIL.
+#: The exit status of a run that stopped in order to continue without a host, or with one more: EX_TEMPFAIL.
 STATUS_OF_OTHER_HOSTS = 75
 
 
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def meant_by(option: str, value: str) -> str | None:
-    """What to type for an option that there is none of: a key of recipes is set."""
+    """Return the equivalent of an unknown option: ours for another program's, or `--set` for a key of a recipe."""
     name = option.lstrip("-").replace("-", "_")
     if name in _OPTIONS_OF_OTHERS:
         return f"{_OPTIONS_OF_OTHERS[name]} {value or 'VALUE'}"
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def _copies_every(asked: int | None) -> int | None:
-    """Where nobody starts ranks again by himself, there are no copies unless they are asked for."""
+    """Return the steps between copies. Without a launcher that restarts ranks there are none, unless asked for."""
     if asked is not None and asked < 0:
         raise ShardwiseError(f"--copies-every {asked}: it is a number of steps", remedy="--copies-every 0 for none")
     return 0 if asked is None and environment.find_world_size() is None else asked
@@ -157,7 +157,7 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
 
 
 def watching_of(arguments: argparse.Namespace) -> "Watching":
-    """How the run is looked at."""
+    """Return how the run is monitored."""
     from shardwise.training.job import Watching
 
     if arguments.verify_steps < 0:
@@ -172,7 +172,7 @@ def watching_of(arguments: argparse.Namespace) -> "Watching":
 
 
 class Asked(NamedTuple):
-    """What is to be trained, how, and on how many ranks: with all that was left open chosen for the devices here."""
+    """The recipe, the plan and the number of ranks of a run, with all open choices made for the devices here."""
 
     recipe: Recipe
     plan: Plan
@@ -199,7 +199,7 @@ class Asked(NamedTuple):
 
 
 def ask(arguments: argparse.Namespace, recipe: Recipe, num_here: int) -> Asked:
-    """Choose what the words leave open: the precision, the plan, and whether blocks are compiled."""
+    """Choose what the arguments leave open: the precision, the plan, and whether blocks are compiled."""
     from shardwise.training.device_defaults import (
         choose_compile,
         choose_precision,
@@ -227,14 +227,14 @@ def ask(arguments: argparse.Namespace, recipe: Recipe, num_here: int) -> Asked:
 
 
 class _OwnPlan(NamedTuple):
-    """The plan of the run that goes on, if there is one and it is to be taken; and what is said of that."""
+    """The plan of the run that is resumed, if there is one and it is to be used; and a sentence about it."""
 
     plan: Plan | None = None
     said: str | None = None
 
 
 def _find_own_plan(arguments: argparse.Namespace, num_here: int) -> _OwnPlan:
-    """A run goes on under the plan that it had, unless another is asked for or there are too few ranks for it."""
+    """Return the plan of a resumed run, unless another is given or the number of ranks does not fit."""
     kept = Path(arguments.folder or "") / "plan.toml"
     if arguments.plan is not None or not _has_begun(arguments.folder) or not kept.is_file():
         return _OwnPlan()
@@ -253,14 +253,14 @@ def _find_own_plan(arguments: argparse.Namespace, num_here: int) -> _OwnPlan:
 
 
 def read_plan(word: str) -> Plan:
-    """A plan as it was typed: a file, or the short form."""
+    """Return a plan from an argument: a file, or the short form."""
     return Plan.load(Path(word)) if word.endswith(".toml") else Plan.parse(word)
 
 
 def _plan_of(
     arguments: argparse.Namespace, given: Plan | None, recipe: Recipe, num_here: int
 ) -> tuple[Plan, int, str | None]:
-    """The plan, how many ranks it has, and what is said of that."""
+    """Return the plan, its number of processes, and a sentence if it was resized."""
     from shardwise.training.seating import choose_plan_on, resize_plan_on
 
     num_devices = arguments.devices
@@ -270,7 +270,7 @@ def _plan_of(
     plan = _in_precision(given, recipe)
     launched = environment.find_world_size()
     if launched is not None and launched != plan.num_ranks and _has_begun(arguments.folder):
-        # A run that `torchrun` has brought back with fewer ranks than it began with, or with more.
+        # `torchrun` has restarted the run with fewer or more ranks than before.
         found, said = resize_plan_on(plan, recipe, launched, arguments.cluster)
         return found, launched, said
     count = launched or num_devices or plan.num_ranks
@@ -280,7 +280,7 @@ def _plan_of(
 
 
 def _in_precision(plan: Plan, recipe: Recipe) -> Plan:
-    """The plan in the recipe's precision. One that says another is a contradiction."""
+    """Return the plan in the recipe's precision. Refuse a plan with another precision."""
     if plan.precision not in ("fp32", recipe.precision):
         raise ShardwiseError(
             f"the plan has precision={plan.precision} and the recipe {recipe.precision}",
@@ -290,7 +290,7 @@ def _in_precision(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def _has_begun(run: str | None) -> bool:
-    """Whether there is a checkpoint, on disk or in memory."""
+    """Return whether there is a checkpoint, on disk or in memory."""
     return run is not None and any(any(Path(run).glob(each)) for each in ("checkpoints/step-*", "copies/id"))
 
 

@@ -1,6 +1,6 @@
-"""Checkpoints of ours, folders of Hugging Face and of `torch.distributed.checkpoint`, each to each of the others.
+"""Conversion between our checkpoints, Hugging Face folders and folders of `torch.distributed.checkpoint`.
 
-All go tensor by tensor, never the whole model at once. Those of Hugging Face stand in the middle, and have the names:
+All go tensor by tensor, never with the whole model in memory. Hugging Face's format, with its names, is in the middle:
 
     ours  <-->  Hugging Face  <-->  torch.distributed.checkpoint
 """
@@ -31,10 +31,10 @@ from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.model import check_sayable, described, settings_from
 from shardwise.working import working_at
 
-#: Beside our files: what else lay in the folder that they came from.
+#: A folder beside our files, with the other files of the source folder.
 _BESIDE = "hf"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: What a folder is, by the file that only such a one has.
+#: The kinds of folders, and the file that identifies each.
 OURS, THEIRS, DCP = "shardwise", "huggingface", "dcp"
 KINDS = {OURS: INDEX, DCP: METADATA, THEIRS: CONFIG}
 
@@ -48,10 +48,10 @@ def convert(
     dtype: str | None = None,
     file_bytes: int = 10**9,
 ) -> tuple[str, int]:
-    """Make a folder of another kind: `to`, or else Hugging Face's, and of one of those ours.
+    """Convert to a folder of the kind `to`. The default is Hugging Face's, or ours if the source is Hugging Face's.
 
-    Files have at most `file_bytes`, or one tensor: so much is held at a time. `config` is where the `config.json` of
-    tensors lies that have none beside them. Returns the kind of folder, and the bytes of its tensors.
+    Files have at most `file_bytes`, or one tensor, which also bounds the memory used. `config` is the location of
+    `config.json` if the source has none. Return the kind of the new folder, and the bytes of its tensor files.
     """
     with os_errors_as(f"{target} cannot be written", remedy="another place for it"):
         refuse_link(target)
@@ -79,7 +79,7 @@ def convert(
 
 
 def find_source(source: Path) -> tuple[Path, str]:
-    """The folder to read, and what it is. Of a run it is the last checkpoint."""
+    """Return the folder to read, and its kind. For a run it is the last checkpoint."""
     if not source.exists():
         raise ShardwiseError(f"{source} is not there", remedy="a run, one of its checkpoints, or a Hugging Face folder")
     if (source / CHECKPOINTS).is_dir():
@@ -100,7 +100,7 @@ def _convert(
     source: Path, target: Path, kind: str, goal: str, config: Path | None, dtype: torch.dtype | None, file_bytes: int
 ) -> None:
     if THEIRS not in (kind, goal):
-        # The other two meet in the middle, in a folder that is deleted again.
+        # The other two are converted through a temporary Hugging Face folder.
         with TemporaryDirectory(dir=target.parent, prefix=f"{target.name}-") as name:
             between = Path(name) / THEIRS
             _convert(source, between, kind, THEIRS, config, dtype, file_bytes)
@@ -133,7 +133,7 @@ def _to_ours(source: Path, target: Path, dtype: torch.dtype | None, file_bytes: 
 
 
 def _files(checkpoint: Checkpoint, dtype: torch.dtype | None, file_bytes: int) -> Iterator[list[Part]]:
-    """The weights, as many at a time as go into one file."""
+    """Yield the weights of one file at a time."""
 
     def parts() -> Iterator[tuple[Part, int]]:
         for number, name in enumerate(checkpoint.shapes):
@@ -157,7 +157,7 @@ def _to_theirs(source: Path, target: Path, dtype: torch.dtype | None, file_bytes
         save(weights, target, settings=settings, family=description["family"], shard_bytes=file_bytes)
         stored: torch.dtype = getattr(torch, reader.weights["embed.weight"].dtype)
         kept = reader.index.extra.get(_BESIDE)
-    # What was fine-tuned keeps its tokenizer, and what its own configuration says beyond ours.
+    # A fine-tuned model keeps its tokenizer, and the entries of its configuration that we do not use.
     begun = Path(description.get("folder", source / _BESIDE))
     if "folder" not in description and kept is not None and _digests(begun) != kept:
         raise ShardwiseError(
@@ -169,17 +169,17 @@ def _to_theirs(source: Path, target: Path, dtype: torch.dtype | None, file_bytes
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Of the files in a folder, by name."""
+    """Return the digests of the files in a folder, by name."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     return {path.name: blake2b(path.read_bytes(), digest_size=16).hexdigest() for path in paths}
 
 
 class _Weights(Mapping[str, Tensor]):
-    """The weights of a checkpoint by name, each read when it is asked for."""
+    """The weights of a checkpoint by name, each read on access."""
 
     def __init__(self, reader: Reader, dtype: torch.dtype | None) -> None:
         self._names = list(reader.weights)
-        # Experts are asked for one after the other, and are one weight of ours: the last is kept.
+        # All experts of a layer are one weight here, but are read one after the other: cache the last weight.
         self._read = lru_cache(1)(lambda name: reader.whole(name) if dtype is None else reader.whole(name).to(dtype))
 
     def __getitem__(self, name: str) -> Tensor:

@@ -1,11 +1,11 @@
-"""Folders of Hugging Face to those of `torch.distributed.checkpoint`, and back: the same tensors under the same names.
+"""Conversion between Hugging Face folders and `torch.distributed.checkpoint`: the same tensors under the same names.
 
-A folder of torch does not say which model it is of. We write `config.json` and the tokenizer beside the tensors; of a
-folder that others have written, the `config.json` is given. Its tensors may be within something (`{"model": ...}`), and
-beside others: those that the model does not have, like an optimizer's, are left out.
+A DCP folder does not name its model. We write `config.json` and the tokenizer beside the tensors; for folders of other
+writers, the user gives `config.json`. The tensors may be nested (`{"model": ...}`). Tensors that the model does not
+have, such as optimizer state, are left out.
 
-`.metadata` says which tensors there are and where their pieces lie; `__0_0.distcp` and the like hold them. The planners
-and file formats are torch's own; what is ours is that no more than one tensor is ever in memory.
+`.metadata` lists the tensors and the locations of their pieces; `__0_0.distcp` and so on hold the pieces. Planners and
+file formats are torch's own. Our part is that at most one tensor is in memory at a time.
 """
 
 import json
@@ -38,7 +38,7 @@ Outline = tuple[tuple[int, ...], torch.dtype]
 
 
 class TorchFolder:
-    """One that is open. `tensors` are what is in it; what is no tensor, like a count of steps, is left alone."""
+    """An open DCP folder. `tensors` are its tensors. Other entries, such as a step count, are ignored."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._reader = folder, FileSystemReader(folder)
@@ -51,14 +51,14 @@ class TorchFolder:
         }
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, put together from its pieces."""
+        """Return a whole tensor, assembled from its pieces."""
         shape, dtype = self.tensors[name]
         target = torch.empty(shape, dtype=dtype)
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner({name: target}, self._metadata, True)
         try:
             self._reader.read_data(planner.create_local_plan(), planner).wait()
-        except Exception as error:  # Of pieces that are cut short torch raises one thing or another.
+        except Exception as error:  # For truncated pieces torch raises various exceptions.
             raise ShardwiseError(
                 f"{name} cannot be read from {self.folder}: {type(error).__name__}: {error}",
                 remedy="a folder that torch.distributed.checkpoint has completed",
@@ -67,7 +67,7 @@ class TorchFolder:
 
 
 class _OneByOne(DefaultSavePlanner):
-    """Plans with outlines, and asks for each tensor when it is written."""
+    """Plans with meta tensors, and reads each tensor when it is written."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def write_torch_folder(folder: Path, tensors: Mapping[str, Outline], read: Calla
 
 
 def to_dcp(source: Path, target: Path, dtype: torch.dtype | None) -> None:
-    """Make a folder of torch of one of Hugging Face."""
+    """Convert a Hugging Face folder to a DCP folder."""
     files = Files(source)
     try:
         outlines: dict[str, Outline] = {name: (files.shape(name), dtype or files.dtype(name)) for name in files.names}
@@ -111,7 +111,7 @@ def to_dcp(source: Path, target: Path, dtype: torch.dtype | None) -> None:
 
 
 def from_dcp(source: Path, target: Path, config: Path | None, dtype: torch.dtype | None, file_bytes: int) -> None:
-    """Make a folder of Hugging Face of one of torch."""
+    """Convert a DCP folder to a Hugging Face folder."""
     folder, home = TorchFolder(source), _home_of(source, config)
     names = _find_names(folder.tensors, home, source)
     outlines = {name: folder.tensors[called] for name, called in names.items()}
@@ -124,7 +124,7 @@ def from_dcp(source: Path, target: Path, config: Path | None, dtype: torch.dtype
 
 
 def copy_beside(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
-    """Configuration and tokenizer: all that is no weight. The configuration is told of another type of the weights."""
+    """Copy configuration and tokenizer: all files but weights. `dtype` replaces that of the configuration."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _BESIDE and "index" not in path.name:
             shutil.copyfile(path, target / path.name)
@@ -136,7 +136,7 @@ def copy_beside(source: Path, target: Path, dtype: torch.dtype | None = None) ->
 
 
 def _home_of(source: Path, config: Path | None) -> Path:
-    """The folder with the configuration."""
+    """Return the folder with the configuration."""
     home = source if config is None else config.parent if config.is_file() else config
     if not (home / CONFIG).is_file():
         raise ShardwiseError(
@@ -147,7 +147,7 @@ def _home_of(source: Path, config: Path | None) -> Path:
 
 
 def _find_names(there: Collection[str], home: Path, source: Path) -> dict[str, str]:
-    """The model's tensors by the names that Hugging Face has for them, and what they are called in the folder."""
+    """Map the Hugging Face names of the model's tensors to their names in the folder."""
     entries = read_entries(home)
     family = family_of(entries)
     shapes = shapes_of(family.read(entries))

@@ -1,7 +1,7 @@
-"""A module of Hugging Face that a function of the user's has made, to a folder that `from_pretrained` reads.
+"""Conversion of a Hugging Face module, made by a user's function, to a folder that `from_pretrained` reads.
 
-Its weights have Hugging Face's names already. What else such a folder has is noted when the run begins: what the module
-says of itself, and where it came from. So nothing of the user's is run to write it.
+Its weights have Hugging Face's names already. Its configuration and the folder that it came from are recorded when the
+run begins. So the conversion runs no code of the user.
 """
 
 import json
@@ -21,7 +21,7 @@ _GENERATION = "generation_config.json"
 
 
 def describe_hf(module: nn.Module) -> dict[str, Any] | None:
-    """What a folder says of a module of transformers; None for other modules."""
+    """Return the configuration of a `transformers` module, as a folder has it; None for other modules."""
     kinds = [each for each in type(module).__mro__ if each.__name__ == "PreTrainedModel"]
     if not any(each.__module__.startswith("transformers.") for each in kinds):
         return None
@@ -31,7 +31,7 @@ def describe_hf(module: nn.Module) -> dict[str, Any] | None:
     return {
         "config": entries,
         "generation": None if generation is None else json.loads(generation.to_json_string()),
-        # A name of the hub has no files here; a folder has a tokenizer, perhaps.
+        # A name on the hub has no local files. A folder may have a tokenizer.
         "folder": str(Path(config.name_or_path).resolve()) if Path(config.name_or_path or "/no").is_dir() else None,
     }
 
@@ -39,7 +39,7 @@ def describe_hf(module: nn.Module) -> dict[str, Any] | None:
 def own_to_theirs(
     reader: Reader, description: Mapping[str, Any], target: Path, dtype: torch.dtype | None, file_bytes: int
 ) -> None:
-    """Write the folder: weights by their own names, configuration, and the tokenizer of where the module came from."""
+    """Write the folder: weights under their own names, configuration, and the tokenizer of the original folder."""
     from shardwise.training.convert_dcp import (
         copy_beside,  # Loads torch.distributed.checkpoint, which training needs not.
     )

@@ -1,11 +1,11 @@
-"""Copies of a run in memory, every few steps: when there is one to make, what it may cost, and what is said of it.
+"""In-memory copies of a run, every few steps: when to make one, what it may cost, and what is reported of it.
 
     step          ... 40 | 41 ... 79 | 80 | 81 ...
-    generation        40 is begun     80 is begun: all ranks say that 40 is whole, and what is older is forgotten
+    generation        40 is begun     80 is begun: all ranks report that 40 is complete, and older ones are deleted
 
-Only between the beginnings of two copies is anything agreed on; otherwise nobody waits for anybody. How many steps lie
-between follows from what a copy has cost and a step has taken, so that copies cost less than 1 % of the time; or it is
-said (`--copies-every`).
+Ranks communicate only when a copy begins; otherwise no rank waits for another. The number of steps between copies is
+computed from the measured durations of a copy and a step, so that copies cost less than 1 % of the time; or it is given
+(`--copies-every`).
 """
 
 import math
@@ -24,17 +24,17 @@ from shardwise.training.setup import Setup
 from shardwise.training.world import World
 from shardwise.units import format_bytes
 
-#: What copies may cost of the time of a run (1 %, and the first two come early), and of the memory that a machine has
-#: left: at most half of it unasked.
+#: The share of a run's time that copies may cost (below 1 %, as the first two come early); their share of a machine's
+#: free memory, by default and if the user asked for copies.
 _BUDGET, _MEMORY_SHARE, _MEMORY_SHARE_ASKED = 0.006, 0.5, 0.9
-#: The first copy comes after a step or two: those before it allocate. Steps that are counted on are this many at most.
+#: Steps before the first copy, as the first steps allocate memory; the most steps between two copies.
 _FIRST, _MOST_STEPS = 2, 10_000
-#: Of each generation a machine has its own pieces and its neighbour's; and one is whole while the next is made.
+#: Generations in memory at once: one is complete while the next is made.
 _NUM_HELD = 2
 
 
 class _Told(NamedTuple):
-    """What each rank says when a copy is begun."""
+    """What each rank reports when a copy begins."""
 
     is_busy: bool
     apart: str | None
@@ -43,19 +43,19 @@ class _Told(NamedTuple):
 
 
 class Copier:
-    """Makes the copies of one rank. All ranks call it alike."""
+    """Makes the copies of one rank. All ranks make the same calls."""
 
     def __init__(self, job: Job, world: World, setup: Setup, progress: Progress) -> None:
         self._job, self._world, self._setup, self._progress = job, world, setup, progress
         self._copies: RunCopies | None = setup.copies
         self._writer: CopyWriter | None = None
         self._next = setup.step + min(_FIRST, job.copies_every or _FIRST)
-        self._last: tuple[int, float] | None = None  # The step at which the last was begun, and when.
+        self._last: tuple[int, float] | None = None  # The step and the time at which the last copy began.
         self._begun_step: int | None = None
-        #: The last whose pieces all have reached their neighbours.
+        #: The last generation whose pieces have all reached their neighbours.
         self._sure_step: int | None = None
         self._cost_seconds = 0.0
-        #: All copies so far, what they have cost, and since when.
+        #: The number of copies so far, their total cost, and the time of the start.
         self._num_copies, self._spent_seconds, self._since = 0, 0.0, time.perf_counter()
         self._is_apart, self._failed = False, False
         if self._copies is not None:
@@ -68,7 +68,7 @@ class Copier:
         return self._writer is not None and step >= self._next
 
     def copy(self, step: int) -> bool:
-        """Begin a copy, unless the one before is still under way somewhere; then the next step asks again."""
+        """Begin a copy, unless the previous one is still in progress on some rank; then the next step tries again."""
         writer, copies = self._writer, self._copies
         assert writer is not None, "it was due"
         assert copies is not None, "it was due"
@@ -95,7 +95,7 @@ class Copier:
         return True
 
     def _make_room(self, memory: Memory, writer: CopyWriter, *, is_whole: bool, step: int) -> None:
-        """Forget what is older than a copy that is whole. One that failed is forgotten itself: what there was stays."""
+        """Delete generations older than the last complete one. If the last one failed, delete only that."""
         assert self._begun_step is not None, "there was a copy"
         if not is_whole:
             memory.forget_one(writer.generation(self._begun_step))
@@ -106,7 +106,7 @@ class Copier:
         memory.keep_only(map(writer.generation, kept))
 
     def close(self, *, is_over: bool) -> None:
-        """Let go of it; where the run is over, of the copies too."""
+        """Close the writer; if the run is over, delete the copies too."""
         if self._writer is not None:
             self._writer.close()
         if self._copies is not None:
@@ -125,18 +125,18 @@ class Copier:
         return told
 
     def _beside_seconds(self) -> float:
-        """What the last copy's thread has cost. Beside a GPU's steps that is nothing; processors have other work."""
+        """Return the cost of the last copy's thread. It is 0 beside a GPU; on a CPU it takes time from the steps."""
         return self._writer.seconds if self._writer is not None and self._world.device.type == "cpu" else 0.0
 
     def _note_cost(self) -> None:
-        """What copies have cost in all, for whoever reads the journal."""
+        """Write the total cost of copies to the journal."""
         if self._num_copies:
             spent = self._spent_seconds + self._cost_seconds + self._beside_seconds()
             share, between = spent / (time.perf_counter() - self._since), self._next - (self._begun_step or 0)
             note(self._job.folder, "copies", num_copies=self._num_copies, steps_between=between, share=round(share, 5))
 
     def _has_memory(self) -> bool:
-        """Whether every machine has room for what it would hold. Where one has not, there are no copies, and why."""
+        """Return whether every machine has memory for its copies. If one has not, give up copies with the reason."""
         writer, copies = self._writer, self._copies
         assert writer is not None, "it was asked for a copy"
         assert copies is not None, "it was asked for a copy"
@@ -157,7 +157,7 @@ class Copier:
         return True
 
     def _tell(self, problem: str | None, told: list[_Told]) -> None:
-        """Of a copy that could not be made, or did not reach its neighbour: once, until it is well again."""
+        """Warn of a copy that failed, or did not reach its neighbour: once, until one succeeds again."""
         apart = next((each.apart for each in told if each.apart is not None), None)
         if problem is not None and not self._failed:
             self._progress.warn(f"{problem}; training goes on, and the copy before it stays")
@@ -177,7 +177,7 @@ class Copier:
 
 
 def _steps_between(told: list[_Told]) -> int:
-    """So many that the dearest rank's copy costs less than the budget of them. Nothing is known at the first."""
+    """Return the fewest steps for which the slowest rank's copy is within the budget. The first has no measurements."""
     cost, step = max(each.cost_seconds for each in told), max(each.step_seconds for each in told)
     if not cost or not step:
         return _FIRST

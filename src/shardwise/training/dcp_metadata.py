@@ -1,8 +1,8 @@
-"""`.metadata` of `torch.distributed.checkpoint`, read without running anything that it says.
+"""Reading `.metadata` of `torch.distributed.checkpoint` without executing code from it.
 
-It is a pickle, and a pickle may name any function to be called. Here names are looked up in a list: those of torch's
-own metadata become records that hold what they were given and do nothing; any other name is refused. What torch is
-then handed is made anew from the records, each field looked at.
+It is a pickle, and a pickle may call any function by name. Here names are looked up in an allowlist: classes of torch's
+metadata become inert records that only hold their state; any other name is refused. Torch's own objects are then built
+from the records, with every field validated.
 """
 
 import pickle
@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 from shardwise.errors import ShardwiseError
 
 _HERE, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-#: What torch up to 2.2 called some of them.
+#: The module of some of them in torch up to 2.2.
 _BEFORE = "torch.distributed._shard.sharded_tensor.metadata"
-#: The classes of torch that `.metadata` is made of, by where a pickle finds them. Each becomes a record.
+#: The classes in `.metadata`, by module and name. Each becomes a record.
 _CLASSES = {
     (_HERE, "Metadata"),
     (_HERE, "MetadataIndex"),
@@ -48,11 +48,11 @@ _REMEDY = "a folder that torch.distributed.checkpoint has completed"
 
 
 class _Names(pickle.Unpickler):
-    """Finds the names of a pickle in the lists above, and nowhere else."""
+    """Resolves the names of a pickle only from the allowlists here, and torch's dtypes."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
-        # Made for each pickle: what one of them might do to a class is not seen by the next.
+        # New classes for each pickle: changes that one makes to a class do not affect the next.
         self._records = {name: type(name[1], (_Record,), {}) for name in _CLASSES}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -69,33 +69,33 @@ class _Names(pickle.Unpickler):
 
 
 class _RefusedError(Exception):
-    """A name that is in neither list."""
+    """A name that is not allowed."""
 
 
 class _Record:
-    """What a pickle has given to an object of a class: its fields, or a state of another kind."""
+    """The state that a pickle gives to an object: its fields, or another kind of state."""
 
     state: Any = None
 
     def __init__(self, *_: Any) -> None:
-        """What it is called with is not wanted: a layout, how memory lies."""
+        """Ignore constructor arguments: layouts and memory formats."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
     def get(self, field: str) -> Any:
-        """A field of a dataclass; None where it has none."""
+        """Return a field of a dataclass, or None."""
         return self.state.get(field) if isinstance(self.state, dict) else None
 
 
 def _member(kind: Any, name: Any) -> _Record:
-    """One of an enumeration, which Python 3.11.0 to 3.11.3 write down by its name."""
+    """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 pickle by name."""
     if isinstance(kind, type) and issubclass(kind, _Record) and isinstance(name, str):
         return kind(name)
     raise _RefusedError("builtins.getattr")
 
 
-#: Plain values, made by what makes such values here.
+#: Constructors of plain values.
 _VALUES: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): dict,
@@ -105,7 +105,7 @@ _VALUES: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 def read_metadata(folder: Path, name: str) -> Metadata:
-    """The metadata of a folder: which tensors there are, and where their pieces lie."""
+    """Return the metadata of a folder: its tensors, and the locations of their pieces."""
     path = folder / name
     try:
         with path.open("rb") as file:
@@ -126,7 +126,7 @@ def _metadata_of(record: Any) -> Metadata:
     tensors, places = record.get("state_dict_metadata"), record.get("storage_data")
     if not isinstance(tensors, dict) or not isinstance(places, dict):
         raise ValueError("it has no tensors")
-    # What is no tensor, like a count of steps, is a pickle of its own and left alone.
+    # An entry that is not a tensor, such as a step count, is a pickle of its own and ignored.
     known = {str(name): _tensor_of(each) for name, each in tensors.items() if _is(each, "TensorStorageMetadata")}
     indices = ((_index_of(key), each) for key, each in places.items())
     stored = {index: _place_of(each) for index, each in indices if index.fqn in known}
@@ -136,7 +136,7 @@ def _metadata_of(record: Any) -> Metadata:
 def _tensor_of(record: _Record) -> TensorStorageMetadata:
     properties, chunks = record.get("properties"), record.get("chunks")
     _check(properties, "TensorProperties")
-    # Its state is a tuple, of which the type is the first; old ones have the fields.
+    # The state is a tuple that begins with the dtype. Older versions have fields.
     dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
     if not isinstance(dtype, torch.dtype) or not isinstance(chunks, list):
         raise ValueError("a tensor has no type or no pieces")
@@ -161,7 +161,7 @@ def _index_of(record: Any) -> MetadataIndex:
 
 
 class _Place(NamedTuple):
-    """Where a piece lies, as torch's reader asks for it."""
+    """The location of a piece, with the attributes that torch's reader uses."""
 
     relative_path: str
     offset: int
@@ -170,7 +170,7 @@ class _Place(NamedTuple):
 
 
 def _place_of(record: Any) -> _Place:
-    """Where a piece lies: in a file of the folder, and in none outside of it."""
+    """Return the location of a piece. It must be within the folder."""
     _check(record, "_StorageInfo")
     path = str(record.get("relative_path"))
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:

@@ -1,7 +1,7 @@
-"""What a recipe leaves open and the device decides: the precision, and whether blocks are compiled.
+"""Defaults that depend on the device: the precision, and whether blocks are compiled.
 
-Both are chosen on a GPU alone, where they pay, and said in a line. On processors a run is in fp32 and as it is, unless
-its recipe says otherwise.
+On a GPU, bf16 and compilation are chosen where they are faster, and one line reports the choice. On CPUs a run uses
+fp32 without compilation, unless its recipe says otherwise.
 """
 
 from typing import NamedTuple
@@ -20,28 +20,28 @@ from shardwise.units import format_seconds
 
 #: The first compute capability with bf16 in its tensor cores: Ampere.
 _BF16_SINCE = (8, 0)
-#: Casts of autocast are launches too. bf16 pays where the FLOPs of a step in fp32 take longer than these, at peak: on
-#: an H200 a step of 10 ms becomes 1.4 times as long in bf16, and one of 39 ms .7 times (results/train_job.json).
+#: The casts of autocast are kernel launches too. bf16 is faster if the FLOPs of a step in fp32, at peak, take longer
+#: than this. On an H200 a step of 10 ms takes 1.4 times as long in bf16, one of 39 ms 0.7 (results/train_job.json).
 _BF16_PAYS_SECONDS = 2e-2
-#: A block is compiled in 10 to 15 s, and there may be several kinds.
+#: The shortest run that is compiled for. Compiling a block takes 10 to 15 s, and there may be several kinds of blocks.
 _COMPILE_PAYS_SECONDS = 180.0
-#: The part of its peak that a GPU reaches in training, to tell a long run from a short one.
+#: A typical share of its peak that a GPU reaches in training, to estimate the duration of a run.
 _USUAL_SHARE = 0.4
-#: FLOP/s of a GPU of which nothing is known.
+#: The assumed FLOP/s of a GPU that is not in the catalogue.
 _UNKNOWN_PEAK = 1e14
 
 AUTO = "auto"
 
 
 class Choice(NamedTuple):
-    """What was chosen, and why; nothing is said of what a recipe has said itself."""
+    """A value and the reason for it. The reason is empty for values that the recipe gives."""
 
     value: str
     why: str = ""
 
 
 def choose_precision(recipe: Recipe, num_ranks: int) -> Choice:
-    """The precision of a run: the recipe's own, or on a GPU bf16, where that pays."""
+    """Return the precision of a run: the recipe's own, or on a GPU bf16 where it is faster."""
     if recipe.precision != AUTO:
         _check_bf16(recipe.precision)
         if recipe.precision in FP8_SCALES:
@@ -59,7 +59,7 @@ def choose_precision(recipe: Recipe, num_ranks: int) -> Choice:
 
 
 def choose_compile(recipe: Recipe, plan: Plan) -> Choice:
-    """`on` or `off`: as the recipe says, or on a GPU where blocks can be compiled and the run is long enough."""
+    """Return `on` or `off`: the recipe's choice, or `on` on a GPU if blocks can be compiled and the run is long."""
     if recipe.compile != AUTO:
         return Choice(recipe.compile)
     if not torch.cuda.is_available():
@@ -81,10 +81,10 @@ def choose_compile(recipe: Recipe, plan: Plan) -> Choice:
 
 
 def line_of_choices(precision: Choice, compile: Choice) -> str | None:
-    """What a user is told of what was chosen; None if nothing was."""
+    """Return the line that reports the choices, or None if nothing was chosen."""
     parts, words = [], []
     if precision.why:
-        # As torch has it, unless somebody has said otherwise.
+        # Torch's default is "highest".
         exact = "" if torch.get_float32_matmul_precision() != "highest" else " (TF32 off)"
         parts.append(f"{precision.value}{exact if precision.value == 'fp32' else ''}, as {precision.why}")
         words.append(f"--set precision={'fp32' if precision.value == 'bf16' else 'bf16'}")
@@ -97,26 +97,26 @@ def line_of_choices(precision: Choice, compile: Choice) -> str | None:
 
 
 def with_precision(recipe: Recipe, precision: str) -> Recipe:
-    """The recipe with a precision that has been chosen: a run that goes on has the same, wherever it does."""
+    """Return the recipe with the chosen precision, so that the run keeps it when it is resumed on another device."""
     return recipe.changed({"precision": precision})
 
 
 def with_masks(recipe: Recipe) -> Recipe:
-    """The recipe with masks on or off, as the module takes them, where that was left open."""
+    """Return the recipe with `data.masks` decided by whether the module takes masks, if it was not set."""
     if recipe.data.masks is not None:
         return recipe
     return recipe.changed({"data.masks": subject_of(recipe, check_data(recipe.data, verify=False)).masks})
 
 
 def flops_of_step(recipe: Recipe) -> float:
-    """Model FLOPs of a step, forward and backward, by the recipe alone."""
+    """Return the model FLOPs of a step, forward and backward, from the recipe alone."""
     subject = subject_of(recipe, check_data(recipe.data, verify=False))
     module = subject.make(tp=1, device=torch.device("cpu"))
     return subject.flops_per_token(module) * recipe.batch * recipe.data.sequence
 
 
 def _check_bf16(precision: str) -> None:
-    """Refuse what the GPU would do by emulation, or not at all."""
+    """Refuse bf16 on a GPU that emulates it or does not support it."""
     if precision == "bf16" and torch.cuda.is_available() and not _has_bf16():
         major, minor = torch.cuda.get_device_capability()
         raise ShardwiseError(
@@ -127,7 +127,7 @@ def _check_bf16(precision: str) -> None:
 
 
 def _has_bf16() -> bool:
-    # Of AMD's GPUs those that torch supports have it.
+    # All AMD GPUs that torch supports have bf16.
     return torch.version.hip is not None or torch.cuda.get_device_capability() >= _BF16_SINCE
 
 

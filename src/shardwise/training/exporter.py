@@ -1,7 +1,6 @@
-"""A training run for Prometheus: its text format, over HTTP, or in a file for node_exporter's textfile collector.
+"""Metrics of a run in Prometheus' text format: over HTTP, or in a file for node_exporter's textfile collector.
 
-The first rank alone tells. The numbers are those of the last step that a line was printed of; how long ago something
-was is counted when it is asked for.
+Only the first rank exports. Values are those of the last logged step. Ages are computed at each request.
 """
 
 import threading
@@ -37,7 +36,7 @@ _HELP = {
 
 @dataclass(slots=True, kw_only=True)
 class Facts:
-    """What is told. Times are of `time.monotonic`: a clock that jumps does not matter."""
+    """The exported values. Times are of `time.monotonic`, so changes of the system clock do not matter."""
 
     run: str
     plan: str
@@ -48,14 +47,14 @@ class Facts:
     copied: float | None = None
 
     def count(self, events: list[Event]) -> None:
-        """What the journal of the run tells of its past."""
+        """Count restarts and corruptions in the journal of the run."""
         starts = sum(each["event"] == "start" for each in events)
         self.numbers["restarts_total"] = max(0, starts - 1)
         self.numbers["corruptions_total"] = sum(each["event"] == "corrupt" for each in events)
 
 
 def text_of(facts: Facts, now: float) -> str:
-    """All of it in Prometheus' text format."""
+    """Return all metrics in Prometheus' text format."""
     return "".join(_lines(facts, now))
 
 
@@ -84,7 +83,7 @@ def _escaped(text: str) -> str:
 
 
 class Exporter:
-    """Tells of a run, where it was asked to: at a port, in a file, both or neither."""
+    """Exports the metrics of a run at a port, in a file, both or neither."""
 
     def __init__(self, watching: Watching, facts: Facts) -> None:
         self.facts, self._file = facts, watching.file
@@ -97,13 +96,13 @@ class Exporter:
         return None if self._server is None else int(self._server.server_address[1])
 
     def tell(self) -> None:
-        """Something has changed. A disk without room ends no run."""
+        """Write the file again after a change. A full disk does not end the run."""
         if self._file is not None:
             with suppress(OSError, ShardwiseError):
                 write_whole(self._file, text_of(self.facts, time.monotonic()))
 
     def close(self) -> None:
-        """Nobody is told any more; a file says no more what is not so."""
+        """Stop the server, and delete the file, which would be stale."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -144,7 +143,7 @@ def _serve(host: str, port: int, facts: Facts | None) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Who asks is no line of training."""
+            """Keep requests out of the training log."""
 
     try:
         server = ThreadingHTTPServer((host, port), Handler)

@@ -1,7 +1,7 @@
-"""Typed values from what a person types: a frozen dataclass from keys and values, and back to TOML.
+"""Typed values from user input: a frozen dataclass from keys and values, and back to TOML.
 
-Unknown keys are errors that name the nearest; a value of a wrong type is a sentence. Tables within are dataclasses too,
-and their keys are written with dots: `optimizer.rate`.
+An unknown key is an error that names the nearest known one. So is a value of the wrong type, with the expected type.
+Nested tables are dataclasses too, and their keys are dotted: `optimizer.rate`.
 """
 
 import json
@@ -16,7 +16,7 @@ _EXAMPLES = {int: "4", float: "0.1", bool: "true", str: '"text"'}
 
 
 class Leaf(NamedTuple):
-    """What a key has: its value, its type, and what `Annotated` says beside that."""
+    """The value of a key, its type, and the metadata of its `Annotated` type."""
 
     value: Any
     kind: Any
@@ -24,7 +24,7 @@ class Leaf(NamedTuple):
 
 
 def leaves(value: Any, prefix: str = "") -> dict[str, Leaf]:
-    """Every key, dotted, in the order of the fields."""
+    """Return every key, dotted, in the order of the fields."""
     found: dict[str, Leaf] = {}
     plain, marked = (get_type_hints(type(value), include_extras=extras) for extras in (False, True))
     for each in fields(value):
@@ -32,19 +32,19 @@ def leaves(value: Any, prefix: str = "") -> dict[str, Leaf]:
         if is_dataclass(inner):
             found |= leaves(inner, f"{key}.")
             continue
-        # Of what may be None the mark is within.
+        # In an optional type, the metadata is on the inner type.
         marks = (mark for part in (kind, *get_args(kind)) for mark in getattr(part, "__metadata__", ()))
         found[key] = Leaf(inner, plain[each.name], next(marks, None))
     return found
 
 
 def updated(value: Any, entries: Mapping[str, Any], *, source: str) -> Any:
-    """The value with some keys changed. What is typed as text is read as the key's type. `source` is for errors."""
+    """Return the value with some keys changed. Text is converted to the key's type. `source` is for errors."""
     known = leaves(value)
     for key in entries:
         if key not in known:
             error = unknown("key", key, known)
-            # The last part alone is what is misspelt most often, or typed without its table.
+            # Most often the last part is misspelt, or typed without its table.
             last = {name.rpartition(".")[2]: name for name in known}
             meant = error.remedy or last.get(nearest(key.rpartition(".")[2], last) or "")
             raise ShardwiseError(f"{error.problem} (in {source})", remedy=meant)
@@ -62,7 +62,7 @@ def _replaced(value: Any, changes: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def read(key: str, given: Any, kind: Any, *, source: str) -> Any:
-    """A value of a type, from itself or from text."""
+    """Return a value of type `kind`, from such a value or from text."""
     if get_origin(kind) is Literal:
         choices = [str(each) for each in get_args(kind)]
         if given not in choices:
@@ -82,7 +82,7 @@ def read(key: str, given: Any, kind: Any, *, source: str) -> Any:
 
 
 def _convert(given: Any, wanted: type) -> Any:
-    """The value as a `wanted`, or None if it is none."""
+    """Return the value as a `wanted`, or None if it cannot be converted."""
     if isinstance(given, bool) or wanted is bool:
         is_switch = isinstance(given, bool) or given in ("true", "false")
         return (given is True or given == "true") if wanted is bool and is_switch else None
@@ -104,7 +104,7 @@ def _convert(given: Any, wanted: type) -> Any:
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Tables within tables as dotted keys."""
+    """Return nested tables as one table with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -112,7 +112,7 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def to_toml(value: Any) -> str:
-    """The value as TOML: plain keys first, then a table for each dataclass within. What is None is left out."""
+    """Return the value as TOML: plain keys first, then a table for each nested dataclass. None is left out."""
     lines, table = list[str](), ""
     for key, leaf in sorted(leaves(value).items(), key=lambda item: item[0].count(".")):
         home, _, name = key.rpartition(".")
@@ -120,6 +120,6 @@ def to_toml(value: Any) -> str:
             lines += ["", f"[{home}]"]
             table = home
         if leaf.value is not None:
-            # JSON's texts, numbers and switches are TOML's too.
+            # Strings, numbers and booleans of JSON are valid TOML.
             lines.append(f"{name} = {json.dumps(leaf.value)}")
     return "\n".join(lines) + "\n"

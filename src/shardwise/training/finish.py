@@ -1,4 +1,4 @@
-"""What a run leaves behind when its steps are done: a sample, the manifest, the trace, and the page."""
+"""The final output of a run: a sample, the manifest, the trace, and the report page."""
 
 import json
 from dataclasses import asdict, replace
@@ -17,7 +17,7 @@ REPORT = "report.html"
 
 
 def finish(job: Job, outcome: Outcome, num_ranks: int, progress: Progress) -> Result:
-    """Write all that is left to write. The first rank alone calls this."""
+    """Write the final output and return the complete result. Only the first rank calls this."""
     result, wanted = outcome.result, job.recipe.evaluation.sample
     if wanted and result.stopped_by is None:
         result = replace(result, sample=sample_of(outcome, wanted, job.recipe.seed))
@@ -27,7 +27,7 @@ def finish(job: Job, outcome: Outcome, num_ranks: int, progress: Progress) -> Re
     try:
         report = _write(job, outcome, manifest)
     except (OSError, ShardwiseError) as error:
-        # What was trained is safe: a page that cannot be written must not look like a run that failed.
+        # The training itself is saved: a page that cannot be written must not look like a failed run.
         why = error.problem if isinstance(error, ShardwiseError) else f"{error.filename}: {error.strerror}"
         progress.warn(f"the report of this run cannot be written: {why}")
         return result
@@ -35,9 +35,9 @@ def finish(job: Job, outcome: Outcome, num_ranks: int, progress: Progress) -> Re
 
 
 def _write(job: Job, outcome: Outcome, manifest: dict[str, Any]) -> str | None:
-    """Manifest, trace and page. Returns where the page is."""
+    """Write manifest, trace and page. Return the path of the page."""
     if outcome.trace is None:
-        # Nothing was left to do, or it was stopped before its first line: what is there stays.
+        # No step was left to do, or the run stopped before its first logged step: keep the existing files.
         if not (job.folder / MANIFEST).exists():
             write_whole(job.folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
         return None

@@ -1,4 +1,4 @@
-"""Where numbers stopped being finite: the first layer whose output is not, or the parameter whose gradient is not."""
+"""The origin of non-finite values: the first layer whose output, or the parameter whose gradient, is not finite."""
 
 import math
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from shardwise.training.world import World
 
 
 def explain(engine: Engine, batch: Batch, loss: float, *, step: int, world: World) -> str:
-    """A sentence for a step that was not finite. The batch is run again, and looked at layer by layer.
+    """Return a sentence that explains a non-finite step. The batch is run again and checked layer by layer.
 
-    Every rank calls this alike, with the weights from before the step.
+    Every rank calls this, with the weights from before the step.
     """
     if engine.was_finite:
         return f"at step {step} loss or gradients were not finite, and run again, from the same weights, they are"
@@ -34,7 +34,7 @@ def explain(engine: Engine, batch: Batch, loss: float, *, step: int, world: Worl
 
 
 def _of_gradients(engine: Engine, loss: float, *, step: int, world: World) -> str:
-    """Gradients come from the end: of those that are not finite, the last in the module's order was the first."""
+    """Explain non-finite gradients. Backward starts at the end, so the last such parameter of the module was first."""
     said = f"at step {step} the loss is {loss:.4f} and the norm of the gradients is {engine.gradient_norm}"
     gradients = engine.gradients()
     wrong = [name for name, _ in engine.module.named_parameters() if name in gradients and _trouble(gradients[name])]
@@ -49,7 +49,7 @@ def _of_gradients(engine: Engine, loss: float, *, step: int, world: World) -> st
 
 @contextmanager
 def _watched(module: nn.Module) -> Iterator[list[tuple[str, str]]]:
-    """Within it, notes the first layer that returns something not finite for numbers that were."""
+    """Yield a list that receives the first layer with a non-finite output for finite inputs."""
     seen: list[tuple[str, str]] = []
 
     def look(name: str) -> Any:
@@ -68,7 +68,7 @@ def _watched(module: nn.Module) -> Iterator[list[tuple[str, str]]]:
 
 
 def _trouble(values: Any) -> str:
-    """`NaN` or `infinity`, if a tensor in these has one."""
+    """Return `NaN` or `infinity` if a tensor in `values` has one, else the empty string."""
     tensors = [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor) and each.is_floating_point()]
     if any(bool(torch.isnan(each).any()) for each in tensors):
         return "NaN"

@@ -1,16 +1,16 @@
-"""The folder of a run: what it was, what happened in it, and what is needed to run it again.
+"""The folder of a run: its configuration, its history, and everything needed to repeat it.
 
 RUN/
     recipe.toml     what is trained
-    plan.toml       how it was spread, with reasons
+    plan.toml       the plan, with reasons
     manifest.json   versions, hardware, seed, digest of the data, command
     metrics.jsonl   a line for each step, and for each evaluation
     journal.jsonl   a line for each start and end
-    tensorboard/    the same for TensorBoard, if the recipe wants it
+    tensorboard/    the same for TensorBoard, if the recipe asks for it
     trace.json      one step, on all ranks
-    checkpoints/    the last ones
-    lock            whose it is, while it is trained
-    report.html     all of it as a page
+    checkpoints/    the latest ones
+    lock            the owner of the folder, while the run is trained
+    report.html     the report page
 """
 
 import platform
@@ -36,8 +36,8 @@ from shardwise.training.recipe import Recipe, read_recipe
 
 RECIPE, PLAN, MANIFEST = "recipe.toml", "plan.toml", "manifest.json"
 TENSORBOARD, CHECKPOINTS = "tensorboard", "checkpoints"
-#: Keys of a recipe, or beginnings of them, that may differ when a run goes on: how long it goes, how often it speaks,
-#: and what changes no number.
+#: Keys of a recipe, or prefixes of keys, that may change when a run is resumed: its length, how often it logs, and
+#: settings that do not change results.
 _MAY_CHANGE = (
     "name", "steps", "log", "tensorboard", "compile", "kernels", "graphs", "bucket_bytes", "balance.place_every",
     "checkpoint", "evaluation",
@@ -46,14 +46,14 @@ _PACKAGES = ("shardwise", "torch", "numpy", "safetensors")
 
 
 def new_folder(recipe: Recipe) -> Path:
-    """A place for a run that was given none."""
+    """Return a new folder for a run without `--folder`."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     tails = chain([""], (f"-{number}" for number in count(2)))
     return next(path for tail in tails if not (path := Path("runs") / f"{recipe.name}-{stamp}{tail}").exists())
 
 
 def check_same(folder: Path, recipe: Recipe) -> None:
-    """Refuse to go on with a run under another recipe."""
+    """Refuse to resume a run with another recipe."""
     if not (folder / RECIPE).is_file():
         return
     before = read_recipe(folder / RECIPE)
@@ -66,7 +66,7 @@ def check_same(folder: Path, recipe: Recipe) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """The folder, if it is not there yet, and may be written to."""
+    """Make the folder if it does not exist, and check that it is writable."""
     with os_errors_as(f"the folder {folder} cannot be written to", remedy="another --folder"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".writable").touch()
@@ -74,9 +74,9 @@ def make_folder(folder: Path) -> None:
 
 
 def own_folder(folder: Path, *, is_owner: bool) -> AbstractContextManager[object]:
-    """Within it no other run writes to the folder, if this process is the one that owns it for all ranks.
+    """Return a context in which no other run writes to the folder, if this process owns it for all ranks.
 
-    That is the one that starts them, or under `torchrun` the first.
+    The owner is the process that starts the ranks, or under `torchrun` the first rank.
     """
     return RunLock(folder) if is_owner else nullcontext()
 
@@ -88,7 +88,7 @@ def write_recipe_and_plan(folder: Path, recipe: Recipe, plan: Plan) -> None:
 
 
 def manifest_of(job: Job, data: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-    """Enough to run it again. Plain entries at the top are what the report shows."""
+    """Return enough to repeat the run. The report shows the entries at the top that are not tables."""
     recipe = job.recipe
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     processor = environment.processor_name()
@@ -113,7 +113,7 @@ def manifest_of(job: Job, data: Mapping[str, Any], num_ranks: int) -> dict[str, 
 
 
 def save_step(job: Job, trace: Trace, manifest: Mapping[str, Any]) -> Run:
-    """Write one step of a run, measured and predicted; give it back as reports and the doctor read it."""
+    """Write one step of a run, measured and predicted, and return it as reports and the doctor read it."""
     run = Run(name=job.folder.name, trace=trace, predicted=predict(trace))
     save_run(run, job.folder, plan=job.plan.to_toml(), manifest=manifest)
     return load_run(job.folder)

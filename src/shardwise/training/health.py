@@ -1,6 +1,6 @@
-"""How a run fares while it goes on: ranks that are slow, numbers that are wrong, and what Prometheus is told.
+"""The health of a run: slow ranks, wrong results, and the metrics for Prometheus.
 
-A loop calls it around every step, after every line of progress and before every checkpoint. All ranks call it alike.
+The loop calls this around every step, after every line of progress and before every checkpoint, on all ranks alike.
 """
 
 import time
@@ -27,8 +27,8 @@ _SECONDS_BETWEEN_COPIES_NOTED = 60.0
 
 
 class Health:
-    """That of one run on one rank. `leave_out` are hosts that the run should end for, to go on without them, `take_in`
-    those to go on with."""
+    """The health of one run, on one rank. If `leave_out` or `take_in` has hosts, the run should stop, and continue
+    without the former or with the latter."""
 
     def __init__(self, job: Job, world: World, setup: Setup, progress: Progress) -> None:
         self._job, self._world, self._setup, self._progress = job, world, setup, progress
@@ -47,11 +47,11 @@ class Health:
             self._exporter = self._make_exporter()
 
     def before_step(self, step: int, batch: Batch) -> None:
-        """A step is about to be taken, counted from 0."""
+        """Call this before a step, counted from 0."""
         self.verifier.before(step, batch)
 
     def after_step(self, step: int, batch: Batch, launched: LaunchedStep) -> LaunchedStep:
-        """It has been taken; what has been measured of it in the end."""
+        """Call this after a step. Return its final numbers, which differ if the verifier has redone it."""
         taken = self.verifier.after(step, batch)
         every = self._job.watching.verify_every
         if every and (step + 1) % every == 0:
@@ -59,13 +59,13 @@ class Health:
         return launched if taken is None else LaunchedStep(taken)
 
     def before_keeping(self, step: int) -> None:
-        """A checkpoint or a copy of this step is about to be made: it must be what all replicas hold."""
+        """Before a checkpoint or copy of this step, check that all replicas hold the same weights."""
         if step != self._checked:
             self._checked = step
             self.verifier.check_weights(step)
 
     def kept(self, step: int, *, saved: bool = False, copied: bool = False) -> None:
-        """It was. Copies are many, and of some alone there is a line."""
+        """Note a checkpoint or a copy. Copies are frequent, so only some get a line in the journal."""
         now = time.monotonic()
         if saved and step != self._saved:
             self._saved = step
@@ -79,26 +79,26 @@ class Health:
             facts.copied = now if copied else facts.copied
 
     def look_for_hosts(self) -> None:
-        """A checkpoint was begun, from which more ranks could go on: whether hosts are back. The job tells, of whose
-        machines one may not see at once what another wrote: the first rank looks for all."""
+        """Set `take_in` to the hosts that are back, after a checkpoint is begun from which more ranks can continue. The
+        first rank reads the journal for all, as machines may see writes to it at different times."""
         told = hosts_back(read_journal(self._job.folder)) if self._world.is_first else ()
         self.take_in = self._world.first(told)
         if self.take_in:
             self.why = f"{', '.join(self.take_in)} can take part again"
 
     def tell(self, step: int, trace: Trace | None, measured: Mapping[str, Any], loss: float) -> None:
-        """A line of progress has been printed of this step, which was recorded."""
-        # In the first step memory is allocated and kernels are chosen, by each rank as quickly as it can.
+        """Look for slow ranks and export metrics, after the progress line of a traced step."""
+        # The first step is skipped: ranks allocate memory and select kernels at different speeds.
         if trace is not None and self._world.size > 1 and step > self._setup.step + 1:
             self._tell_slow(step, self._slowness.look(trace, step))
         if self._exporter is not None:
             self._export(step, trace, measured, loss)
 
     def fail(self, step: int, batch: Batch, loss: float, *, was_deferred: bool) -> None:
-        """Stop at a step that was not finite, and say where that began."""
+        """Stop at a step that was not finite, and report where that began."""
         engine, rate = self._setup.engine, self._job.recipe.optimizer.rate
         if was_deferred:
-            # It is known a step late, and the weights are as they were before it: it is run again, to be looked at.
+            # The failure is known one step late, and the weights are unchanged: run the step again to examine it.
             engine.go_on()
             engine.num_steps = step
             loss = engine.train_step(batch)
@@ -113,7 +113,7 @@ class Health:
             self._exporter.close()
 
     def _tell_slow(self, step: int, found: list[SlowRank]) -> None:
-        """Of ranks that have become slow, and of those that are no more. All ranks have found the same."""
+        """Report ranks that have become slow, and those that no longer are. All ranks have the same `found`."""
         now = {(each.rank, each.cause): each for each in found}
         for key in self._slow.keys() - now.keys():
             self._note("slow over", step=step, rank=key[0], host=self._hosts[key[0]], cause=key[1])
@@ -161,7 +161,7 @@ class Health:
 
 
 def _stages(setup: Setup, world: World) -> list[int]:
-    """For each rank its stage of the pipeline: those with the same do the same."""
+    """Return each rank's pipeline stage. Ranks of one stage have the same work."""
     stages = [0] * world.size
     for pipeline in setup.engine.wires.mesh.pipelines if world.size > 1 else ():
         for stage, rank in enumerate(pipeline):

@@ -1,4 +1,4 @@
-"""What every rank of a run is told."""
+"""The description of a run that every rank receives."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +10,11 @@ from shardwise.training.recipe import Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watching:
-    """How a run is looked at while it goes on.
+    """How a run is monitored.
 
-    `verify_every` so many steps one is repeated and weights are compared (0: never). With `leaves_out_slow` a run ends
-    when a rank is slow, for a launcher that can do without its host. `port` of `host`, or `file`: where metrics are for
-    Prometheus.
+    Every `verify_every` steps, one is repeated and weights are compared (0: never). With `leaves_out_slow`, a run stops
+    when a rank is slow, so that a launcher can restart it without that host. Metrics for Prometheus are served at
+    `port` of `host`, or written to `file`.
     """
 
     verify_every: int = 0
@@ -26,13 +26,11 @@ class Watching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every rank of a run is told. The precision is the plan's.
+    """The description of a run that every rank receives. The precision is the plan's.
 
-    `compile`: whether blocks are compiled. If that `is_chosen` here, and not by the user, it
-    is given up where it fails.
-    `said` is what a person is told of what was chosen. `seats` are the devices that ranks sit on, where that is not
-    their own order. `copies_every` is after how many steps a copy goes to memory: 0 is never, None as often as it costs
-    little.
+    `compile`: whether blocks are compiled. `is_chosen`: that is our choice, not the user's, so it is given up if it
+    fails. `said` is the line that reports our choices. `seats` are the devices of the ranks, if not in plain order.
+    `copies_every` is the number of steps between copies in memory: 0 means no copies, None as often as is cheap.
     """
 
     recipe: Recipe
@@ -48,7 +46,7 @@ class Job:
 
 
 def check_rows(job: Job) -> None:
-    """Refuse a batch that replicas and their microbatches cannot share out evenly."""
+    """Refuse a batch that cannot be divided evenly over replicas and microbatches."""
     rows, plan = job.recipe.batch, job.plan
     pieces = plan.dp * plan.microbatches
     if rows % pieces:

@@ -14,7 +14,7 @@ RankNotes = TypeVar("RankNotes")
 
 
 def run_here(train_rank: Callable[[Job], RankNotes], job: Job, num_devices: int, gpus: Gpus = "own") -> RankNotes:
-    """Run a job on ranks of this machine. A mistake of the user's that one of them has found is told as it is."""
+    """Run a job on ranks of this machine. A user error that a rank raised is raised again without its traceback."""
     with Ranks(num_devices, gpus=gpus) as ranks, Forwarded(ranks) as stop:
         try:
             told: RankNotes = ranks.run(train_rank, job)[0]

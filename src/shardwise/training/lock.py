@@ -1,11 +1,11 @@
-"""One run in one folder: a lock that its owner holds as long as it lives, however it ends.
+"""At most one run in a folder: a lock that its owner holds until the process ends, however it ends.
 
-The owner is one process of a run: the one that starts the ranks, or under `torchrun` the first rank. It holds the file
-`lock` by `flock`, which the system lets go of when the process is gone, also by kill -9; and it says in it who it is.
+The owner is one process of a run: the one that starts the ranks, or under `torchrun` the first rank. It writes its
+identity to the file `lock`, and holds its `flock`, which the system releases when the process ends, even by kill -9.
 
-Shared file systems do not all carry `flock` from machine to machine. So whoever gets it looks at who was there before:
-an owner of another machine that did not say goodbye is watched for a moment. Each owner counts up in the file; one that
-still does so lives, and one that does not is gone. No clock is compared with another's.
+Not all shared file systems carry `flock` between machines. So the new owner reads the previous one from the file. If
+that was on another machine and did not remove the file, the new owner watches the file for a few seconds. Each owner
+increments a counter in it: if the counter changes, the previous owner is alive. No two clocks are ever compared.
 """
 
 import errno
@@ -24,18 +24,18 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError, os_errors_as
 
-#: Where it is missing, there is the count alone.
+#: On systems without it, only the counter protects the folder.
 fcntl: Any = import_module("fcntl") if find_spec("fcntl") else None
 
 LOCK = "lock"
-#: How often an owner counts up, and how long one of another machine is watched.
+#: How often an owner increments the counter, and how long an owner on another machine is watched.
 _BEAT_SECONDS, _WATCHED_SECONDS = 2.0, 7.0
-#: What a file system says that knows no locks.
+#: Errors of file systems without locks.
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class RunLock:
-    """Within it, no other run writes to the folder. Where one does already, it is refused."""
+    """A context in which no other run writes to the folder. It raises on entry if another run does already."""
 
     def __init__(
         self, folder: Path, *, beat_seconds: float = _BEAT_SECONDS, watched_seconds: float = _WATCHED_SECONDS
@@ -67,14 +67,14 @@ class RunLock:
     ) -> None:
         self._ended.set()
         self._thread.join()
-        # First its name goes, then the lock: whoever opens the file in between finds that it has no name any more.
+        # Unlink first, then unlock: a process that opened the file before the unlink sees that it has no name any more.
         with suppress(OSError):
             if self._has_name(self._handle):
                 self._path.unlink()
         os.close(self._handle)
 
     def _open(self) -> int:
-        """The file, locked. It may lose its name to an owner that ends meanwhile, and is another one then."""
+        """Open and lock the file. Retry if an owner that ended meanwhile has unlinked it."""
         while True:
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
             try:
@@ -87,7 +87,7 @@ class RunLock:
             os.close(handle)
 
     def _has_name(self, handle: int) -> bool:
-        """Whether the file that is open is still the one of that name."""
+        """Return whether the open file is still the one at the path."""
         try:
             named, opened = self._path.lstat(), os.fstat(handle)
         except FileNotFoundError:
@@ -107,9 +107,9 @@ class RunLock:
                 raise
 
     def _lives(self, before: dict[str, Any]) -> bool:
-        """Whether an owner lives that did not say goodbye, and whose lock was to be had."""
+        """Return whether the previous owner, which did not remove the file, is alive although the lock was free."""
         if self._is_locked and before.get("host") == self._owner["host"]:
-            return False  # On one machine the lock says it all.
+            return False  # On one machine `flock` is reliable.
         deadline = time.monotonic() + self._watched
         while time.monotonic() < deadline:
             time.sleep(self._beat / 4)
@@ -141,7 +141,7 @@ class RunLock:
         os.pwrite(self._handle, text.ljust(256), 0)
 
     def _read(self) -> dict[str, Any] | None:
-        """Who says that it is the owner, if anybody. It is opened anew, to see what another machine has written."""
+        """Return the owner that the file names, or None. The file is reopened, to see writes of other machines."""
         try:
             found = json.loads(self._path.read_bytes())
         except (OSError, ValueError):

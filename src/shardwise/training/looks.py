@@ -1,7 +1,7 @@
-"""When a training run looks at the streams of its GPUs: in its last step, and before that where it costs little.
+"""When a training run profiles the streams of its GPUs: in its last step, and in earlier ones if that costs little.
 
-To look slows a step by little; to begin to look, and to read what was seen, takes a moment beside it. What that takes
-is counted apart, and is in no speed that is told.
+Profiling slows a step only slightly. Starting the profiler and reading its results take additional time, which is
+counted separately and excluded from reported speeds.
 """
 
 from time import perf_counter
@@ -9,14 +9,14 @@ from time import perf_counter
 from shardwise.execution.collector import StreamCollector
 from shardwise.training.world import World
 
-#: Of the time of a run, what may go into looks before the last step.
+#: The share of a run's time that profiling may cost before the last step.
 _MOST_SHARE = 0.005
-#: What a look is taken to cost before there was one: the first starts CUPTI.
+#: The assumed cost of the first profile, which starts CUPTI.
 _FIRST_COST_SECONDS = 5.0
 
 
 class StreamLooks:
-    """Looks at the GPU of this rank. All ranks look in the same steps. `cost_seconds` is what all looks have taken."""
+    """Profiles the GPU of this rank. All ranks profile the same steps. `cost_seconds` is the total cost so far."""
 
     def __init__(self, world: World) -> None:
         self._world, self._has_looked = world, False
@@ -24,7 +24,7 @@ class StreamLooks:
         self.cost_seconds = 0.0
 
     def begin(self, *, is_last: bool, elapsed: float) -> StreamCollector | None:
-        """What looks at the step that comes now, if it is to be looked at. Every rank calls this alike."""
+        """Return a started collector if the next step is to be profiled, else None. Every rank calls this."""
         if self._world.device.type != "cuda":
             return None
         is_dear = self.cost_seconds + self._next_cost > _MOST_SHARE * elapsed
@@ -45,7 +45,7 @@ class StreamLooks:
         return collector
 
     def end(self, collector: StreamCollector | None) -> None:
-        """The step was taken, and what was seen in it has been told to all."""
+        """Record the cost of reading, after the step is done and its profile has been shared with all ranks."""
         if collector is not None:
             reading = perf_counter() - collector.ended
             self.cost_seconds += reading

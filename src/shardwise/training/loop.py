@@ -1,10 +1,10 @@
-"""The loop: step, tell, evaluate, save; and stop when there is a reason to. Every rank goes round it alike.
+"""The training loop: step, log, evaluate, save, and stop if there is a reason to. All ranks run the same iterations.
 
-A step is read when the next one has been launched, so that a GPU never waits for the host:
+The results of a step are read after the next step has been launched, so that a GPU never waits for the host:
 
     host      launch 1 | launch 2 | read 1 | launch 3 | read 2 ...
 
-Steps that are told of are recorded, and read at once; so is every step before anything else is done than the next.
+Steps that are logged are traced, and read at once. So is a step that is followed by anything but another step.
 """
 
 import math
@@ -32,14 +32,14 @@ from shardwise.training.speed import Speed
 from shardwise.training.stop import StopSignals, name_of
 from shardwise.training.world import World
 
-#: An fp16 run whose loss scale has fallen so low has another trouble than overflow.
+#: If the loss scale of an fp16 run falls below this, overflow is not the cause.
 _LOWEST_SCALE = 1.0
-#: Of so many steps that were traced last, one is kept.
+#: One of this many most recently traced steps is kept.
 _LAST_TRACES = 5
 
 
 class _UnderWay(NamedTuple):
-    """A step that was launched, counted from 0, and what it was launched with."""
+    """A launched step, counted from 0, with its batch and learning rate."""
 
     step: int
     batch: Batch
@@ -55,7 +55,7 @@ class Loop:
         self._safe, self._health = Safekeeping(job, world, setup, progress), Health(job, world, setup, progress)
         self._log = MetricLog(job, world, progress, after=setup.step)
         self._traces: deque[Trace] = deque(maxlen=_LAST_TRACES)
-        #: In the first step memory is allocated and blocks are compiled: its trace is kept if there is no other.
+        #: The first step allocates memory and compiles blocks, so its trace is kept only if there is no other.
         self._first_trace: Trace | None = None
         self._held_out_loss: float | None = None
         self._evaluated = setup.step
@@ -66,7 +66,7 @@ class Loop:
         self._speed = Speed(setup.step, num_tokens=job.recipe.batch * job.recipe.data.sequence)
 
     def run(self) -> Outcome:
-        """Go round until the recipe's last step, a signal, or an error."""
+        """Run steps until the recipe's last step, a signal, or an error."""
         recipe, setup, world = self._job.recipe, self._setup, self._world
         step, stopped_by, pins = setup.step, None, world.device.type == "cuda"
         self._began = perf_counter()
@@ -136,14 +136,14 @@ class Loop:
         )
 
     def close(self, *, is_over: bool, has_failed: bool) -> None:
-        """Let go of files and of writers' threads, which wait for no rank that is gone where a run has failed; where it
-        is over, of its copies in memory."""
+        """Close files and writer threads. If the run has failed, the writers do not wait for ranks that are gone.
+        If it is over, its copies in memory are released too."""
         self._safe.close(is_over=is_over, has_failed=has_failed)
         self._log.close()
         self._health.close()
 
     def _step(self, step: int, batch: Batch, *, traced: bool, data_wait: float) -> None:
-        """Launch one step, and read the one before it; where the host must know more of this one, read it too."""
+        """Launch one step and read the previous one. Read this one too if the host needs its results at once."""
         recipe, setup = self._job.recipe, self._setup
         engine, rate = setup.engine, recipe.optimizer.learning_rate_at(step, recipe.steps)
         for optimizer in engine.optimizers:
@@ -160,7 +160,7 @@ class Loop:
             self._speed.leave_out(self._looks.cost_seconds - cost)
             launched = LaunchedStep(StepNumbers(loss, engine.gradient_norm, engine.was_finite))
         elif self._health.verifier.is_on:
-            # Before weights change the host wants to know.
+            # The host needs the result before the weights change.
             self._read()
             launched = LaunchedStep(StepNumbers(engine.train_step(batch), engine.gradient_norm, engine.was_finite))
         else:
@@ -168,12 +168,12 @@ class Loop:
             self._read()
         launched = self._health.after_step(step, batch, launched)
         self._under_way = _UnderWay(step, batch, rate, launched)
-        # The scale of the next loss, and where experts lie, follow from this step.
+        # The next loss scale and the placement of experts depend on this step.
         if launched.is_over or not setup.scale.is_fixed or setup.balancer.looks:
             self._read()
 
     def _read(self) -> None:
-        """Read the step that is under way, if there is one: it has left the weights alone if it was not finite."""
+        """Read the step in flight, if there is one. A step that was not finite has not changed the weights."""
         if self._under_way is None:
             return
         (step, batch, rate, launched), self._under_way = self._under_way, None
@@ -198,7 +198,7 @@ class Loop:
         return peak_share(speed * self._setup.flops_per_token, self._job.plan.precision, self._world)
 
     def _tell(self, step: int) -> None:
-        """A line of progress, with what only all ranks together know."""
+        """Log a line of progress, with values that need a reduction over all ranks."""
         recipe, trace = self._job.recipe, self._setup.engine.trace
         memory, speed = self._world.highest(float(self._world.memory_bytes())), self._speed.since_told(step)
         if step == self._setup.step + 1:
@@ -222,7 +222,7 @@ class Loop:
         self._health.tell(step, trace, measured, self._loss)
 
     def _look_up(self, step: int) -> None:
-        """Between two steps: evaluate and save, where it is time to."""
+        """Evaluate and save between two steps, if either is due."""
         recipe = self._job.recipe
         if recipe.evaluation.every and step % recipe.evaluation.every == 0 and recipe.data.held_out:
             self._read()
@@ -249,7 +249,7 @@ class Loop:
 
 
 def _usual(traces: Sequence[Trace]) -> Trace | None:
-    """The step whose time is the median: one alone may have been disturbed. If GPUs were seen in some, one of these."""
+    """Return the step of median duration, as a single step may be disturbed. Prefer steps with GPU activities."""
     seen = [trace for trace in traces if trace.activities]
     ordered = sorted(seen or traces, key=lambda trace: trace.makespan)
     return ordered[(len(ordered) - 1) // 2] if ordered else None

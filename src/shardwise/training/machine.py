@@ -12,7 +12,7 @@ from shardwise.training.world import World
 
 
 def cluster_here(num_devices: int) -> Cluster:
-    """So many GPUs of this kind of machine, or so many of its processes where it has none."""
+    """Return a cluster of `num_devices` GPUs of this machine's kind, or of as many processes if it has no GPU."""
     if not torch.cuda.is_available():
         return local_cluster(num_devices)
     called = torch.cuda.get_device_name(0)
@@ -28,7 +28,7 @@ def cluster_here(num_devices: int) -> Cluster:
 
 
 def peak_share(flops_per_second: float, precision: str, world: World) -> float | None:
-    """The part of the devices' peak in use, on GPUs that the catalogue knows."""
+    """Return the used share of the devices' peak FLOPs, or None if the catalogue does not have the device."""
     if world.device.type != "cuda":
         return None
     name = find_device(torch.cuda.get_device_name(world.device))

@@ -1,4 +1,4 @@
-"""What a run asks of this machine, refused where it cannot give it: before any rank is started."""
+"""Checks that this machine can run a job, made before any rank is started."""
 
 from dataclasses import replace
 
@@ -13,14 +13,14 @@ from shardwise.training.choose import asked_of, check_host, software_for
 from shardwise.training.exporter import check_exporter
 from shardwise.training.job import Job
 
-# A GPU that the catalogue does not know is counted as this one, with its own memory.
+# A GPU that is not in the catalogue is treated as this one, with its own memory size.
 _USUAL = "h100-80g"
-# The planner's count may be off by so much, and a run that fits is never refused.
+# The planner may overestimate memory by this factor. A run that fits must never be refused.
 _TRUSTED = 1.15
 
 
 def check_machine(job: Job, num_devices: int, gpus: Gpus) -> None:
-    """Refuse a run for which this machine has not the GPUs, not the memory on its host, or not the port."""
+    """Refuse a run for which this machine lacks the GPUs, the host memory, or a free metrics port."""
     check_gpus(job, num_devices, gpus)
     if environment.place_under_torchrun() is None or environment.rank_under_torchrun() == 0:
         check_exporter(job.watching)
@@ -29,7 +29,7 @@ def check_machine(job: Job, num_devices: int, gpus: Gpus) -> None:
 
 
 def check_gpus(job: Job, num_devices: int, gpus: Gpus, found: Found | None = None) -> None:
-    """Refuse a run that this machine's GPUs are too few, too old or too small for; or that asks for some in vain."""
+    """Refuse a run for which this machine's GPUs are missing, too few, too old or too small."""
     here = find_gpus() if found is None else found
     if gpus == "shared":
         check_any(here, "--share-gpus", "leave it out, and ranks compute on processors")
@@ -42,7 +42,7 @@ def check_gpus(job: Job, num_devices: int, gpus: Gpus, found: Found | None = Non
 
 
 def _check_memory(job: Job, here: Found, num_here: int) -> None:
-    """By the planner's count of every rank, which `shardwise fit` shows part by part."""
+    """Check memory by the planner's account of every rank, which `shardwise fit` shows part by part."""
     plan = job.plan
     if plan.schedule not in (*SCHEDULES, "auto"):
         return

@@ -23,7 +23,7 @@ _GRAPHS: dict[str, How] = {"on": True, "off": False, "auto": "auto"}
 
 def make_engine(job: Job, module: nn.Module, example: Batch, scale: LossScale) -> Engine:
     choice = job.recipe.optimizer
-    # State that comes from the host and goes there is updated piece by piece.
+    # Offloaded state is updated piece by piece, so the optimizer cannot be fused.
     may_fuse = job.plan.offload == Offload()
 
     device = next((each.device for each in example.values()), None)
@@ -37,7 +37,7 @@ def make_engine(job: Job, module: nn.Module, example: Batch, scale: LossScale) -
         loss=scale.loss,
         optimizer=optimizer,
         example=example,
-        # Without a bound the norm is asked for only where steps must be left out whose gradients are not finite.
+        # Without clipping, only fp16 needs the norm, to skip steps whose gradients are not finite.
         clip=choice.clip or (math.inf if job.plan.precision == "fp16" else None),
         compile=job.compile,
         seed=job.recipe.seed,
@@ -57,9 +57,9 @@ def make_optimizer(
     may_fuse: bool = True,
     device: torch.device | None = None,
 ) -> Optimizer:
-    """Torch's own, or one with compact states, for parameters on a device, or on the meta device until they get there.
+    """Return torch's optimizer, or one with compact states. Parameters on meta will be moved to `device` later.
 
-    On GPUs torch's are fused: one kernel for many weights, and no number that the host waits for.
+    On GPUs torch's optimizers are fused: one kernel for many weights, and no synchronization with the host.
     """
     given = list(parameters)
     homes = {device if each.is_meta and device is not None else each.device for each in given}

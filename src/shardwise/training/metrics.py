@@ -1,7 +1,7 @@
-"""What is noted of a run while it trains: `metrics.jsonl`, a row a line, and the same for TensorBoard if it is wanted.
+"""The metrics of a run: `metrics.jsonl`, one row a line, and the same for TensorBoard if the recipe asks for it.
 
-The first rank alone writes. A disk without room must not end a run: a row that cannot be written is left out whole, and
-told of.
+Only the first rank writes. A full disk must not end a run: a row that cannot be written is left out entirely, with a
+warning.
 """
 
 import json
@@ -22,19 +22,19 @@ Row = Mapping[str, Any]
 
 
 class Metrics:
-    """`metrics.jsonl`. A run that goes on keeps the rows of the steps before, and writes those after anew."""
+    """The file `metrics.jsonl`. A resumed run keeps the rows up to its first step, and replaces the later ones."""
 
     def __init__(self, folder: Path, *, after: int) -> None:
         kept, path = [json.dumps(row) for row in read_metrics(folder) if row["step"] <= after], folder / METRICS
         with os_errors_as(f"{path} cannot be written", remedy="room on its disk"):
             write_whole(path, "".join(f"{line}\n" for line in kept))
-        # Not buffered: what could not be written must not be tried again beside the next row.
+        # Unbuffered: a row that could not be written must not be flushed again with the next one.
         self._file = path.open("ab", buffering=0)
         self._end = self._file.seek(0, 2)
 
     def add(self, row: Row) -> str | None:
-        """Write a row. Returns what went wrong; then nothing of it is in the file."""
-        # JSON has no word for what is not finite.
+        """Write a row. Return the problem, if any; then nothing of the row is in the file."""
+        # JSON has no non-finite numbers.
         plain = {
             key: None if isinstance(each, float) and not math.isfinite(each) else each for key, each in row.items()
         }
@@ -53,7 +53,7 @@ class Metrics:
 
 
 class MetricLog:
-    """Rows of metrics after a step. `add` is called by every rank."""
+    """The rows of metrics of a run. Every rank calls `add`."""
 
     def __init__(self, job: Job, world: World, progress: Progress, *, after: int) -> None:
         self._progress, self._is_noting = progress, True
@@ -62,7 +62,7 @@ class MetricLog:
         self._board = Board(job.folder, after=after) if wants_board else None
 
     def add(self, **row: Any) -> None:
-        """Keep a row. Of a disk without room a warning tells, once until there is room again."""
+        """Write a row. Warn of a full disk once, until writing works again."""
         if self._metrics is None:
             return
         known = {key: each for key, each in row.items() if each is not None}
@@ -74,14 +74,14 @@ class MetricLog:
             self._board.add(known)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for each in (self._metrics, self._board):
             if each is not None:
                 each.close()
 
 
 class Board:
-    """The same rows as curves of TensorBoard. Those of steps that a run takes again after a restart are shown once."""
+    """The same rows for TensorBoard. Steps that are repeated after a restart are shown once."""
 
     def __init__(self, folder: Path, *, after: int) -> None:
         self._writer = find_board()(str(folder / TENSORBOARD), purge_step=after + 1 if after else None)
@@ -96,7 +96,7 @@ class Board:
 
 
 def find_board() -> Any:
-    """What writes for TensorBoard. Asked before a run begins that wants it."""
+    """Return TensorBoard's writer class. Called before the run begins, so that a missing package is found early."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

@@ -1,4 +1,4 @@
-"""A transformer of ours: its module, without numbers, and its first values, drawn from the seed or read from files."""
+"""Our transformer: its module on the meta device, and its initial weights, drawn from the seed or read from files."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,15 +22,15 @@ from shardwise.stages.stage import Loss
 from shardwise.training.checkpoint.parts import Held
 from shardwise.training.recipe import Recipe
 
-#: MLPs with a gate have three matrices where others have two; at 8/3 of the width they have as many numbers.
+#: A gated MLP has three matrices instead of two of 4 x the width. At 8/3 it has as many parameters.
 _GATED = 8 / 3
 _MULTIPLE = 8
-#: In a description: routers have a bias all the same.
+#: The key of a description for router biases that the family does not have.
 _BIAS = "bias"
 
 
 def settings_of(recipe: Recipe, vocabulary: int) -> Settings:
-    """The transformer of a recipe, for tokens of a vocabulary, but for what is of its training alone."""
+    """Return the transformer of a recipe, for this vocabulary size, without the settings that only training needs."""
     choice = recipe.model
     if choice.folder is not None:
         with Checkpoint(choice.folder) as checkpoint:
@@ -63,7 +63,7 @@ def settings_of(recipe: Recipe, vocabulary: int) -> Settings:
 
 
 def in_training(settings: Settings, recipe: Recipe) -> Settings:
-    """The same with what a recipe asks for while it is trained: dropout, and of routers a bias and a loss."""
+    """Return the settings with those that only training needs: dropout, and the bias and loss of routers."""
     if recipe.model.dropout is not None:
         rate = recipe.model.dropout
         settings = replace(settings, dropout=Dropout(embedding=rate, attention=rate, residual=rate))
@@ -85,13 +85,13 @@ def in_training(settings: Settings, recipe: Recipe) -> Settings:
 
 
 def make_module(settings: Settings, *, tp: int = 1, device: torch.device | str = "cpu") -> Transformer:
-    """The module on the meta device: an engine gives memory to what a rank holds, and to nothing else."""
+    """Return the module on the meta device. An engine allocates only what a rank holds."""
     with torch.device("meta"):
         module = Transformer(settings)
     for each in module.modules():
         if isinstance(each, Router) and tp > 1:
-            # Cut over tensor parallel ranks, parameters get their memory before the rest does, and of a module that is
-            # half there nobody can tell how it runs.
+            # Tensor parallelism allocates parameters before the rest. A module partly on the meta device cannot be
+            # traced, so buffers are allocated here.
             for name, _ in list(each.named_buffers()):
                 place(each, name, device=device).zero_()
     return module
@@ -99,7 +99,7 @@ def make_module(settings: Settings, *, tp: int = 1, device: torch.device | str =
 
 @torch.no_grad()
 def draw(held: Held, settings: Settings, seed: int) -> None:
-    """First values from the seed and each weight's name alone: one whole weight is there at a time."""
+    """Initialise weights from the seed and each weight's name alone, with one whole weight in memory at a time."""
     drawn: tuple[str, torch.Tensor] | None = None
     for part in held.weights():
         if drawn is None or drawn[0] != part.entry:
@@ -111,7 +111,7 @@ def draw(held: Held, settings: Settings, seed: int) -> None:
 
 @torch.no_grad()
 def read_folder(held: Held, folder: str) -> None:
-    """The weights of a folder of Hugging Face. Each rank reads its own parts."""
+    """Load the weights of a Hugging Face folder. Each rank reads only its own parts."""
     with Checkpoint(folder) as checkpoint:
         checkpoint.check()
         for part in held.weights():
@@ -124,9 +124,9 @@ def num_parameters(module: nn.Module) -> int:
 
 
 def described(settings: Settings, folder: str | None, *, has_bias: bool = False) -> dict[str, Any]:
-    """What makes the model again, in JSON's types: the family and configuration that say these settings.
+    """Return a description from which the model can be made again, in JSON types: its family and configuration.
 
-    `has_bias`: its routers have been given one to balance by, of which the family knows nothing.
+    `has_bias`: its routers have a balancing bias that the family does not have.
     """
     family = None
     if folder is not None:
@@ -137,7 +137,7 @@ def described(settings: Settings, folder: str | None, *, has_bias: bool = False)
 
 
 def settings_from(description: Mapping[str, Any], *, origin: Path) -> Settings:
-    """The settings that `described` has described."""
+    """Return the settings of a description that `described` has made."""
     if "source" in description:
         raise ShardwiseError(
             f"{origin} is of the module {description['source']}, for which Hugging Face's folders have no names",
@@ -154,7 +154,7 @@ def settings_from(description: Mapping[str, Any], *, origin: Path) -> Settings:
 
 
 def check_sayable(description: Mapping[str, Any], *, origin: Path) -> None:
-    """Refuse a model that no folder of Hugging Face can say."""
+    """Refuse a model that a Hugging Face folder cannot express."""
     if description.get(_BIAS):
         raise ShardwiseError(
             f"the routers of {origin} choose with a bias (balance.bias_rate), for which a {description['family']} model"
@@ -165,22 +165,22 @@ def check_sayable(description: Mapping[str, Any], *, origin: Path) -> None:
 
 
 class Ours:
-    """A transformer of ours: by its sizes, or with the weights of a folder."""
+    """Our transformer, given by its sizes, or with the weights of a folder."""
 
     def __init__(self, recipe: Recipe, vocabulary: int) -> None:
         self._recipe = recipe
         self.loss: Loss = next_token_loss
-        #: Whether no token is to see another document: ours can be told.
+        #: Whether attention is masked between documents. Our modules support it.
         self.masks = recipe.data.masks is not False
         self._plain = settings_of(recipe, vocabulary)
         self.settings = in_training(self._plain, recipe)
 
     def make(self, *, tp: int, device: torch.device) -> nn.Module:
-        """The module, with or without numbers."""
+        """Return the module, on the meta device or not."""
         return make_module(self.settings, tp=tp, device=device)
 
     def fill(self, held: Held) -> None:
-        """First values for what a rank holds."""
+        """Initialise the weights that a rank holds."""
         folder = self._recipe.model.folder
         if folder is None:
             draw(held, self.settings, self._recipe.seed)
@@ -188,7 +188,7 @@ class Ours:
             read_folder(held, folder)
 
     def flops_per_token(self, module: nn.Module) -> float:
-        """Of a forward and its backward: 6 a weight, without those that are looked up; causal attention at half."""
+        """Return the FLOPs of forward and backward: 6 a weight, without embeddings; causal attention at half."""
         assert isinstance(module, Transformer), "a transformer of ours"
         looked_up = sum(each.weight.numel() for each in (module.embed, module.positions) if each is not None)
         weights = num_parameters(module) - (0 if module.settings.tied else looked_up)
@@ -203,12 +203,12 @@ class Ours:
         return 6.0 * weights + 6.0 * settings.num_layers * self._recipe.data.sequence * attended
 
     def description(self) -> dict[str, Any]:
-        """What makes the model again, in JSON's types."""
+        """Return a description from which the model can be made again, in JSON types."""
         folder = self._recipe.model.folder
         begun = {} if folder is None else {"folder": str(Path(folder).resolve())}
         has_bias = self.settings.has_correction and not self._plain.has_correction
         return {**described(self._plain, folder, has_bias=has_bias), **begun}
 
     def for_planner(self) -> dict[str, Any]:
-        """The model as `planner.plan` takes it."""
+        """Return the model as `planner.plan` takes it."""
         return {"model": self.description()["config"], "sequence": self._recipe.data.sequence}

@@ -1,4 +1,4 @@
-"""What a run tells of its start and its end: to a person, and to its journal: who computes where, and why it ended."""
+"""The start and the end of a run, printed and written to its journal: which rank runs where, and why the run ended."""
 
 import os
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from shardwise.training.setup import Setup
 from shardwise.training.world import World
 from shardwise.units import counted, format_bytes
 
-#: Of an error the first line is kept, and of that so much.
+#: The journal keeps this many characters of an error's first line.
 _MOST_LETTERS = 300
-#: Of a hang, of so many ranks it is kept where they stood.
+#: After a hang, the journal keeps where each rank stood, for at most this many ranks.
 _MOST_PLACES = 64
 
 
 def announce(job: Job, world: World, setup: Setup, progress: Progress) -> None:
-    """Say what is trained, and on what. Every rank calls it, when all are ready."""
+    """Print what is trained, and on which devices. Every rank calls this, once all are ready."""
     _note_start(job, world, setup)
     begun = f" from step {setup.step}" if setup.step else ""
     if setup.restored.source == "memory":
@@ -67,17 +67,17 @@ def note_end(
     step: int | None = None, is_final: bool = False, leave_out: Sequence[str] = (), take_in: Sequence[str] = (),
     lost: int | None = None,
 ) -> None:  # fmt: skip
-    """It has ended, well or not. `is_final`: it would end so again. `leave_out` are hosts that it should do without,
-    `take_in` those that it has ended for, to go on with them.
+    """Write the end of a run to its journal. `is_final`: a restart would end the same way. `leave_out` are hosts to
+    exclude from the next start; `take_in` are hosts that the run stopped for, in order to continue with them.
 
-    The first rank tells; of one that is `lost` the next.
+    Rank 0 writes, or rank 1 if rank 0 is the `lost` one.
     """
     if lost is not None and lost != world.rank:
         end_stopped(lost)
     if world.rank != (1 if lost == 0 else 0):
         return
     line, *more = why.strip().splitlines() or ["an error without a text"]
-    # Of a hang, where each rank stood: what follows is a traceback.
+    # The report of a hang says where each rank stood. The lines after these are a traceback.
     places = [each.strip() for each in more if each.strip().startswith("rank ")]
     note(
         job.folder, "end", step=step, why=line[:_MOST_LETTERS], is_final=is_final or None,

@@ -10,9 +10,9 @@ from shardwise.trace.events import Trace
 
 
 class StoppedError(ShardwiseError):
-    """A run cannot go on, for a reason that all ranks know: it is told once, without their tracebacks.
+    """A run cannot continue, for a reason that all ranks know. It is reported once, without tracebacks.
 
-    `is_final`: from its checkpoint it would end so again. `hosts` are those that it should do without.
+    `is_final`: resumed from its checkpoint, it would end the same way. `hosts` are to be excluded from the next start.
     """
 
     def __init__(
@@ -27,11 +27,11 @@ class StoppedError(ShardwiseError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A run that is over, in plain values. `sample` has the prompt before what the model wrote.
+    """The result of a finished run, in plain values. `sample` is the prompt and then the model's text.
 
-    `tokens_per_second` and `mfu` are of the steps after the first, in which memory is allocated and kernels are chosen
-    and compiled; there are none where no step was left to do. `memory_bytes` is the most that a rank has held.
-    `leave_out` are hosts that it has stopped for, to go on without them; `take_in` those to go on with.
+    `tokens_per_second` and `mfu` exclude the first step, which allocates memory and selects and compiles kernels. They
+    are None if no step was left to do. `memory_bytes` is the peak of the fullest rank. If the run stopped in order to
+    continue on other hosts, `leave_out` are those to exclude, and `take_in` those to add.
     """
 
     run: str
@@ -57,7 +57,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a run, as its first rank tells it. `cut` is how the model was cut."""
+    """The outcome of a run, as the first rank reports it. `cut` describes how the module was split."""
 
     result: Result
     model: Mapping[str, Any]

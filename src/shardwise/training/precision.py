@@ -1,8 +1,8 @@
-"""Half precision: its loss is multiplied so that small gradients do not vanish, and divided out again.
+"""Dynamic loss scaling for fp16: the loss is multiplied by a factor so that small gradients do not underflow.
 
-A loss is given to an engine as a sum and what it is summed over. Both multiplied by the same number are the same mean,
-and the engine divides gradients by the second: so backwards run on large numbers, and what comes out of them is right.
-A step whose gradients overflowed is left out, and the next has half the factor.
+An engine takes a loss as a sum and a count. Multiplied by the same factor, both give the same mean, and the engine
+divides gradients by the count. So the backward runs on scaled values, and the final gradients are unscaled.
+A step whose gradients overflow is skipped, and the factor is halved for the next.
 """
 
 from collections.abc import Mapping
@@ -16,16 +16,16 @@ from shardwise.nets.loss import has_lazy_logits, next_token_loss
 from shardwise.stages.metrics import take_metrics, with_metrics
 from shardwise.stages.stage import Loss
 
-# The loss is a sum: its gradient by a logit is at most 1 times the factor, and half precision ends at 65504.
+# The loss is a sum, so its gradient by a logit is at most the factor. The largest fp16 number is 65504.
 _FIRST = 2.0**12
 _HIGHEST = 2.0**15
-#: So many good steps in a row, and it is doubled.
+#: The factor is doubled after this many finite steps in a row.
 _PATIENCE = 1000
 
 
 @dataclass(kw_only=True)
 class LossScale:
-    """The factor of now, on `plain`. It is 1 for ever where nothing can vanish."""
+    """The current factor of the loss `plain`. Except for fp16 it is always 1."""
 
     plain: Loss = next_token_loss
     factor: float = 1.0
@@ -40,12 +40,12 @@ class LossScale:
 
     @property
     def has_factor(self) -> bool:
-        """Whether sums and numbers are multiplied: then the first is not to be divided before its backward."""
+        """Whether sum and count are scaled. Then the sum must not be divided by the count before the backward."""
         return not self.is_fixed
 
     def loss(self, output: Any, batch: Mapping[str, Any]) -> "Tensor | tuple[Any, ...]":
-        """The loss, as engines take it. A mean without a count weighs 1."""
-        # An evaluation has no gradient, and would be compiled once more.
+        """Return the scaled loss, as engines take it. A mean without a count has the count 1."""
+        # Evaluation runs without gradients and would cause another compilation.
         is_compiled = self._compiled is not None and torch.is_grad_enabled() and not has_lazy_logits(output)
         found = (self._compiled if self._compiled and is_compiled else self.plain)(output, batch)
         if self.factor == 1.0:
@@ -56,13 +56,13 @@ class LossScale:
         return scaled
 
     def compile(self) -> None:
-        """Have the next-token loss compiled, at its first call: logits are a model's largest tensor, and are read and
-        written a few times less. Logits that wait are never written. A loss of the user's is left as it is."""
+        """Compile the next-token loss, at its first call. Logits are a model's largest tensor, and this saves several
+        reads and writes of them. Lazy logits, which are never written, and a user's loss are not compiled."""
         if self.plain is next_token_loss:
             self._compiled = torch.compile(self.plain)
 
     def note(self, *, is_finite: bool) -> None:
-        """How a step went."""
+        """Update the factor after a step."""
         if self.is_fixed:
             return
         self.num_good = self.num_good + 1 if is_finite else 0
@@ -72,10 +72,10 @@ class LossScale:
             self.factor = min(_HIGHEST, self.factor * 2)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps of it."""
+        """Return the state for a checkpoint."""
         return {"loss_scale": self.factor, "good_steps": self.num_good}
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Go on as it was."""
+        """Restore the state of a checkpoint."""
         self.factor = state.get("loss_scale", self.factor)
         self.num_good = int(state.get("good_steps", 0))

@@ -1,6 +1,6 @@
-"""Some steps of a training run, measured: every instruction on every rank, and on a GPU every kernel and copy.
+"""A profile of a few training steps: every instruction on every rank, and on a GPU every kernel and copy.
 
-Nothing is saved but what a report is made of. The trace is of the step whose time is the median of those measured.
+Only the inputs of a report are saved. The trace is that of the step of median duration.
 """
 
 from contextlib import ExitStack
@@ -28,7 +28,7 @@ from shardwise.training.progress import Progress
 from shardwise.training.setup import Setup, check_inputs, make_ready, on_device
 from shardwise.training.world import World
 
-#: Steps before the first that is measured: memory is allocated in them, and kernels are chosen.
+#: Warm-up steps, which allocate memory and select kernels. They are not measured.
 _WARM_UP = 2
 #: Messages to measure a link with, and the bytes of a large one.
 _MESSAGES, _LARGE = 8, 4 * 2**20
@@ -36,10 +36,10 @@ _MESSAGES, _LARGE = 8, 4 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was measured. `step_seconds` are of steps without a trace, `traced_seconds` of those with one.
+    """The measurements. `step_seconds` are of steps without a trace, `traced_seconds` of steps with one.
 
-    `cut` is how the model was cut. `reading_seconds` are what it took, outside of a traced step, to start to look
-    at a GPU and to read what was seen; 0 without a GPU. `link` are the seconds of a tiny message between the first two
+    `cut` describes how the module was split. `reading_seconds` is the time to start the GPU profiler and to read its
+    results, outside of a traced step; 0 without a GPU. `link` has the seconds of a tiny message between the first two
     ranks, and the bytes/s of a large one.
     """
 
@@ -57,12 +57,12 @@ class Measured:
 
     @property
     def tracing_cost(self) -> float:
-        """By how much a traced step takes longer, as a share; below 0 where that is lost in the noise."""
+        """The overhead of tracing, as a share of a step. It may be below 0, within noise."""
         return median(self.traced_seconds) / median(self.step_seconds) - 1
 
 
 def measure(job: Job, num_devices: int, num_steps: int, *, gpus: Gpus = "own") -> Measured | None:
-    """Measure some steps of a job. Under `torchrun`, None on all ranks but the first."""
+    """Measure some steps of a job. Under `torchrun`, all ranks but the first return None."""
     check_inputs(job)
     check_gpus(job, num_devices, gpus)
     make_folder(job.folder)
@@ -78,7 +78,7 @@ def measure(job: Job, num_devices: int, num_steps: int, *, gpus: Gpus = "own") -
 
 
 def measure_rank(job: Job, num_steps: int) -> Measured | None:
-    """What every rank does."""
+    """Measure on one rank. Only the first returns a result."""
     with ExitStack() as stack:
         world = World()
         stack.enter_context(world.telling())
@@ -98,7 +98,7 @@ def measure_rank(job: Job, num_steps: int) -> Measured | None:
 
 
 def _measure(job: Job, world: World, setup: Setup, num_steps: int, progress: Progress) -> Measured:
-    """Steps in turn without and with a trace, so that what disturbs the machine disturbs both alike."""
+    """Alternate steps without and with a trace, so that disturbances affect both equally."""
     engine = setup.engine
     plain, traced, reading = list[float](), list[tuple[float, Trace]](), list[float]()
     first, count = setup.step, _WARM_UP + 2 * num_steps + 1
@@ -106,7 +106,7 @@ def _measure(job: Job, world: World, setup: Setup, num_steps: int, progress: Pro
     with ahead, progress.bar(0, num_steps):
         for _ in range(_WARM_UP):
             engine.train_step(on_device(ahead.next(), world))
-        # The first look at a GPU starts what looks, and takes seconds.
+        # The first traced step starts the GPU profiler, which takes seconds.
         _traced(engine, ahead, world)
         for _ in range(num_steps):
             plain.append(_timed(engine, ahead, world))
@@ -132,7 +132,7 @@ def _measure(job: Job, world: World, setup: Setup, num_steps: int, progress: Pro
 
 
 def _measure_link(world: World) -> tuple[float, float] | None:
-    """Messages there and back between the first two ranks, in a group of their own, while the others wait."""
+    """Return latency and bytes/s of round trips between the first two ranks, in their own group; the others wait."""
     found = None
     world.wait()
     pair = world.guarded(dist.new_group([0, 1])) if world.size > 1 else None  # Every rank of the world makes it.
@@ -144,13 +144,13 @@ def _measure_link(world: World) -> tuple[float, float] | None:
 
 
 def _way_seconds(world: World, pair: dist.ProcessGroup, num_bytes: int) -> float:
-    """One way, of the quickest of a few."""
+    """Return the seconds of one way: half of the fastest round trip."""
     message, seconds = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device), []
     for _ in range(_MESSAGES):
         start = perf_counter()
         for is_send in (world.is_first, not world.is_first):
             kind = dist.isend if is_send else dist.irecv
-            # As a batch: a lone send would have NCCL connect the two once more.
+            # As a batch: for a single send NCCL would make another connection.
             (work,) = dist.batch_isend_irecv([dist.P2POp(kind, message, group=pair, group_peer=1 - world.rank)])
             work.wait()
         _finish(world)
@@ -159,7 +159,7 @@ def _way_seconds(world: World, pair: dist.ProcessGroup, num_bytes: int) -> float
 
 
 def _timed(engine: Engine, ahead: Prefetcher, world: World) -> float:
-    """Seconds of a step, from the moment its batch is asked for."""
+    """Return the seconds of a step, from the request of its batch on."""
     world.wait()
     start = perf_counter()
     engine.train_step(on_device(ahead.next(), world))
@@ -168,7 +168,7 @@ def _timed(engine: Engine, ahead: Prefetcher, world: World) -> float:
 
 
 def _traced(engine: Engine, ahead: Prefetcher, world: World) -> tuple[float, Trace, float]:
-    """The same with a trace, and on a GPU with its streams. Then the trace, and the seconds that reading it took."""
+    """Return the seconds of a step with a trace (and GPU streams), the trace, and the cost of profiling the GPU."""
     streams = StreamCollector(world.device) if world.device.type == "cuda" else None
     world.wait()
     if streams is not None:
@@ -184,13 +184,13 @@ def _traced(engine: Engine, ahead: Prefetcher, world: World) -> tuple[float, Tra
 
 
 def _finish(world: World) -> None:
-    """Wait for what the GPU has been given."""
+    """Wait for all work of the GPU."""
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
 
 
 def write_run(job: Job, measured: Measured) -> Run:
-    """The folder of a profile: what `shardwise report` and `shardwise doctor` read. Gives it back as they see it."""
+    """Write the folder of a profile, for `shardwise report` and `shardwise doctor`. Return it as they read it."""
     manifest = manifest_of(job, measured.data, measured.num_ranks)
     manifest |= {
         "step_seconds": median(measured.step_seconds),

@@ -1,5 +1,5 @@
-"""What a person sees while a model trains, on the error stream of the first rank: a bar where that is a terminal, and
-a line now and then where it is a file or a pipe."""
+"""The progress of training, on the first rank's stderr: a bar on a terminal, and a line every few steps in a file or a
+pipe."""
 
 import contextlib
 import sys
@@ -12,12 +12,12 @@ from shardwise.answer import canvas_on
 from shardwise.units import format_bytes, format_percent
 from shardwise.working import working_at, working_on
 
-#: How often a bar is drawn again: a thread does that, and takes time from training.
+#: How often the bar is redrawn. A thread draws it, which takes time from training.
 _REFRESHES_PER_SECOND = 4
 
 
 def line_of(step: int, num_steps: int, told: str) -> str:
-    """A line of progress."""
+    """Return a line of progress."""
     return f"step {step:>{len(str(num_steps))}}/{num_steps}  {told}"
 
 
@@ -32,9 +32,9 @@ def told_of(
     mfu: float | None = None,
     memory_share: float | None = None,
 ) -> str:
-    """What is known after a step. `mfu` is the part of the devices' peak that is used, where that is known, and
-    `memory_share` the part of the fullest device's memory; `imbalance` the load of the busiest expert over the mean,
-    where there are experts."""
+    """Return the measurements of a step as text. `mfu` is the share of the devices' peak FLOPs, if known.
+    `memory_share` is the used share of the fullest device's memory. `imbalance` is the load of the busiest expert over
+    the mean, if there are experts."""
     share = "" if memory_share is None else f" ({format_percent(memory_share)})"
     parts = [
         f"loss {loss:.4f}",
@@ -49,7 +49,7 @@ def told_of(
 
 
 class Progress:
-    """Says things, if this is the first rank."""
+    """Prints progress, if this is the first rank."""
 
     def __init__(self, *, speaks: bool) -> None:
         self._canvas = canvas_on(sys.stderr) if speaks else None
@@ -57,7 +57,7 @@ class Progress:
 
     @contextmanager
     def bar(self, first: int, last: int) -> Iterator[None]:
-        """Within it a terminal shows a bar, from one step to another. Without `rich` there are lines."""
+        """Show a bar on a terminal within this context, from step `first` to `last`. Without `rich`, lines."""
         self._bar = None if self._canvas is None else _find_bar(self._canvas.stream, first, last)
         if self._bar is None:
             yield
@@ -69,7 +69,7 @@ class Progress:
             self._bar = None
 
     def step(self, step: int, num_steps: int, told: str | None) -> None:
-        """A step is over; what is told of it now and then is a line, or the words beside a bar."""
+        """Report a finished step. `told`, given every few steps, is printed as a line or beside the bar."""
         if self._bar is not None:
             task = self._bar.task_ids[0]
             self._bar.update(task, completed=step, **({} if told is None else {"told": told}))
@@ -78,7 +78,7 @@ class Progress:
 
     @contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Within it a terminal shows that something goes on which is no step."""
+        """Show on a terminal, within this context, work that is not a step."""
         if self._canvas is None or self._bar is not None:
             yield
             return
@@ -89,7 +89,7 @@ class Progress:
     def say(self, text: str) -> None:
         if self._canvas is None:
             return
-        # Lines may go to a file on a disk that is full, or to a pipe that nobody reads any more: training goes on.
+        # stderr may be a file on a full disk, or a closed pipe. Training continues.
         with contextlib.suppress(OSError):
             if self._bar is not None:
                 from rich.text import Text
@@ -105,7 +105,7 @@ class Progress:
 
 
 def _find_bar(stream: TextIO, first: int, last: int) -> Any:
-    """A bar for steps, if the stream is a terminal and there is what draws one."""
+    """Return a bar for steps, if the stream is a terminal and `rich` is installed."""
     if not environment.is_live(stream):
         return None
     try:
@@ -115,7 +115,7 @@ def _find_bar(stream: TextIO, first: int, last: int) -> Any:
         from rich.table import Column
     except ImportError:
         return None
-    # Where a line is short, what is told is: how far it is, and for how long yet, can always be read.
+    # On a narrow terminal only the text is shortened: step count and remaining time stay readable.
     columns = (
         MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(last)) + 1)),
         BarColumn(bar_width=20, table_column=Column(min_width=8)),
@@ -131,7 +131,7 @@ def _find_bar(stream: TextIO, first: int, last: int) -> Any:
 
 
 def thousands(number: float) -> str:
-    """A number in as few figures as tell enough."""
+    """Return a short form of a number: 950, 12.3k, 1.23M."""
     if number < 1000:
         return f"{number:.0f}"
     return f"{number / 1000:.1f}k" if number < 1e6 else f"{number / 1e6:.2f}M"

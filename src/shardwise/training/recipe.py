@@ -1,10 +1,10 @@
-"""A recipe: all that a training run is, but for where it runs. A value, checked when it is made.
+"""A recipe: the whole configuration of a training run, except where it runs. A value, validated on construction.
 
     shardwise train                                   the recipe `bytes`
     shardwise train bytes --set optimizer.rate=1e-3
-    shardwise train mine.toml                         the same fields in a file; what is left out is as in `bytes`
+    shardwise train mine.toml                         the same fields in a file; defaults are those of `bytes`
 
-`RECIPES` are those with names.
+`RECIPES` are the built-in ones.
 """
 
 import math
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from shardwise.errors import ShardwiseError, os_errors_as, unknown
 from shardwise.training import fields
 
-#: Types with what values may be beside: `_check` refuses others.
+#: Types annotated with their valid values. `_check` refuses others.
 Positive = Annotated[int, "positive"]
 Count = Annotated[int, "not negative"]
 Amount = Annotated[float, "not negative"]
@@ -29,11 +29,11 @@ _LAST_PART = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChoice:
-    """A transformer by its sizes, or (`folder`) one of Hugging Face with its weights, or (`source`) what a function of
-    yours returns, `package.module:factory`; then sizes are not asked for.
+    """A transformer given by its sizes, or a Hugging Face model with its weights (`folder`), or the module that a
+    user's function returns (`source`, as `package.module:factory`). The last two ignore the sizes.
 
-    `kv_heads` and `mlp` may be left to their usual values: as many as heads, and 8/3 of the width. `experts` are 0 for
-    dense layers. `dropout` is of embeddings, of attention and before residuals; `none` leaves it as a folder has it.
+    `kv_heads` defaults to `heads`, and `mlp` to 8/3 of the width. `experts` is 0 for dense layers. `dropout` applies to
+    embeddings, to attention and before residuals; `none` keeps the value of the model in `folder`.
     """
 
     folder: str | None = None
@@ -51,12 +51,12 @@ class ModelChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataChoice:
-    """What is read: a token file of `shardwise data`, `stdlib`, the sources of Python's standard library, or for a
-    module of yours `images:224`, random ones of that size; a row of these is one image, and `sequence` 1.
+    """The training data: a token file of `shardwise data`; or `stdlib`, the sources of Python's standard library; or,
+    for a user's module, `images:224`, random images of that size. Then a row is one image, and `sequence` is 1.
 
-    Rows have `sequence` tokens. With `masks` no token sees another document; `none` has them where the module takes
-    `documents`, as ours do. The last `held_out` of the tokens are kept for evaluation. Of `stdlib`, `limit_bytes` are
-    taken.
+    A row has `sequence` tokens. With `masks`, no token attends to another document; `none` enables masks if the module
+    takes `documents`, as ours do. `held_out` is the share of tokens, at the end of the data, that is kept for
+    evaluation. `limit_bytes` are read of `stdlib`.
     """
 
     source: str = "stdlib"
@@ -68,11 +68,11 @@ class DataChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerChoice:
-    """AdamW or SGD. The rate rises over `warmup` steps, then falls by `schedule` to `final` times its highest.
+    """AdamW or SGD. The rate rises over `warmup` steps, then falls by `schedule` to `final` times its peak.
 
-    `wsd` stays at its highest until the last fifth and falls to `final` in it. `clip` bounds the norm of the gradients,
-    which all ranks wait for; with 0 nobody asks for it, but for fp16, whose steps are left out where it is not finite.
-    `states` are what AdamW's moments are kept in: 8, 4 or 2 bytes a number.
+    `wsd` stays at the peak, and falls to `final` in the last fifth. `clip` bounds the gradient norm, for which all
+    ranks synchronize. With 0 the norm is not computed, except for fp16, which skips steps whose norm is not finite.
+    `states` is the format of AdamW's moments: 8, 4 or 2 bytes a parameter.
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -87,7 +87,7 @@ class OptimizerChoice:
     states: Literal["fp32", "bf16", "8bit"] = "fp32"
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
-        """The rate of a step, counted from 0: of the step alone, so that a run which goes on has the same ones.
+        """Return the rate of a step, counted from 0. It depends on the step alone, so resumed runs have the same rates.
 
         cosine   /‾‾\\__        linear   /\\.        constant  /‾‾‾‾‾        wsd   /‾‾‾‾\\
         """
@@ -104,12 +104,12 @@ class OptimizerChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceChoice:
-    """How experts are kept equally busy; all of it is off at 0.
+    """Load balancing of experts. 0 turns each of these off.
 
-    With `bias_rate` routers add a bias to scores when they choose, and after every step that of an expert with more
-    than the mean load goes down by so much, that of one with less up (DeepSeek-V3). `loss` is the weight of a loss that
-    grows with imbalance; `none` leaves it as a model in a folder has it. Every `place_every` steps experts change
-    places between the ranks of ep, by the load measured since; the numbers stay.
+    With `bias_rate`, routers add a bias to the scores when they choose experts. After every step, the bias of an expert
+    with more than the mean load decreases by `bias_rate`, and that of one with less increases (DeepSeek-V3). `loss` is
+    the weight of an auxiliary loss that grows with imbalance; `none` keeps the value of the model in `folder`. Every
+    `place_every` steps, experts move between the ranks of ep by their measured load; results do not change.
     """
 
     bias_rate: Amount = 0.0
@@ -119,8 +119,8 @@ class BalanceChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointChoice:
-    """A checkpoint every `every` steps (0: at the end alone), the last `keep` kept. `on_failure`: if one cannot be
-    written, go on with a warning, or stop."""
+    """A checkpoint every `every` steps (0: only at the end). The last `keep` are kept. `on_failure`: if one cannot be
+    written, continue with a warning, or stop."""
 
     every: Count = 100
     keep: Positive = 2
@@ -129,8 +129,8 @@ class CheckpointChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationChoice:
-    """Every `every` steps (0: at the end alone) the loss of `batches` held-out batches; at the end a text of `sample`
-    tokens."""
+    """Every `every` steps (0: only at the end) the loss of `batches` held-out batches; at the end a sampled text of
+    `sample` tokens."""
 
     every: Count = 100
     batches: Positive = 4
@@ -139,13 +139,13 @@ class EvaluationChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A training run: `steps` steps of `batch` rows. `log` is how often a line is printed, in steps. With `tensorboard`
-    metrics are written for it too. `bucket_bytes` is how much of the gradients is summed over replicas at a time.
-    Without `kernels` plain operators compute everything. `graphs`: steps are captured as CUDA graphs where they can be,
-    or (`auto`) where that is faster too.
+    """A training run: `steps` steps of `batch` rows. A line is printed every `log` steps. With `tensorboard`, metrics
+    are also written for TensorBoard. `bucket_bytes` is the size of one gradient reduction over the replicas. Without
+    `kernels`, plain operators compute everything. `graphs`: steps are captured as CUDA graphs where that is possible
+    (`on`), or possible and faster (`auto`).
 
-    `precision` and `compile` (each block, by inductor) are `auto`: fp32 and off on processors, and on a GPU bf16 and on
-    where they pay.
+    `precision` and `compile` (each block, by inductor) default to `auto`: fp32 and off on CPUs; on a GPU, bf16 and on
+    where they are faster.
     """
 
     name: str = "bytes"
@@ -170,7 +170,7 @@ class Recipe:
         _check(self)
 
     def changed(self, entries: dict[str, Any], *, source: str = "--set") -> "Recipe":
-        """The same with some keys changed."""
+        """Return a recipe with some keys changed."""
         made: Recipe = fields.updated(self, entries, source=source)
         return made
 
@@ -178,13 +178,13 @@ class Recipe:
         return fields.to_toml(self)
 
     def differing(self, other: "Recipe") -> dict[str, tuple[Any, Any]]:
-        """The keys in which two recipes differ, with both values."""
+        """Return the keys in which two recipes differ, each with both values."""
         mine, theirs = fields.leaves(self), fields.leaves(other)
         return {key: (mine[key].value, theirs[key].value) for key in mine if mine[key] != theirs[key]}
 
 
 def read_recipe(path: Path) -> Recipe:
-    """The recipe in a TOML file; what it leaves out is as by default."""
+    """Read a recipe from a TOML file. Missing keys have their defaults."""
     try:
         with os_errors_as(f"the recipe {path} cannot be read", remedy="shardwise train bytes, or a file that is there"):
             tree = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -196,7 +196,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def get_recipe(word: str) -> Recipe:
-    """The recipe of this name, or in this file."""
+    """Return the built-in recipe of this name, or the one in this file."""
     if word in RECIPES:
         return RECIPES[word]
     path = Path(word)
@@ -219,7 +219,7 @@ def get_recipe(word: str) -> Recipe:
 
 
 def _check(recipe: Recipe) -> None:
-    """Refuse what cannot be trained, whatever the data and the machine."""
+    """Refuse recipes that no data and no machine could make valid."""
     leaves = fields.leaves(recipe)
     for key, (value, _, _) in leaves.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -282,7 +282,7 @@ def _check_states(recipe: Recipe) -> None:
 
 
 def _check_balance(model: ModelChoice, asked: Mapping[str, Any]) -> None:
-    """Whether there is something to balance, as far as that is known without the model. `asked` is what is not off."""
+    """Refuse balancing without experts, as far as that is known without the model. `asked` has the keys not off."""
     for key, value in asked.items():
         if model.folder is None and model.source is None and not model.experts:
             raise ShardwiseError(
@@ -295,10 +295,9 @@ def _check_balance(model: ModelChoice, asked: Mapping[str, Any]) -> None:
             )
 
 
-#: Those with names. `bytes` is what `shardwise train` does when nothing is said: a small transformer that reads bytes,
-#: of text that every machine has; 0.86 million parameters, about two minutes on two cores. `tiny` is the smallest that
-#: still has every part: the same in seconds, to try things with. `resnet50` is a convolutional network on images of
-#: random numbers, for GPUs.
+#: The built-in recipes. `bytes` is the default of `shardwise train`: a small transformer over bytes, on text that every
+#: machine has; 0.86 million parameters, about two minutes on two cores. `tiny` is the smallest with every part of
+#: `bytes`; it takes seconds, for experiments. `resnet50` is a convolutional network on random images, for GPUs.
 RECIPES: Mapping[str, Recipe] = {
     "bytes": Recipe(),
     "tiny": Recipe(

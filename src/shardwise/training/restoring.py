@@ -1,4 +1,4 @@
-"""The first numbers of a run: of the newest copy in memory, of the newest checkpoint, or of the recipe's subject."""
+"""The initial state of a run: from the newest copy in memory, the newest checkpoint, or the recipe's subject."""
 
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ from shardwise.training.world import World
 
 
 class Restored(NamedTuple):
-    """How many steps the numbers have had, where they come from, whether that was a checkpoint of the old format; and
-    of copies that could not be read, why."""
+    """The step of the restored state, its source, whether that was a checkpoint of the old format, and the reasons why
+    copies could not be read."""
 
     step: int
     source: str | None = None
@@ -31,11 +31,11 @@ def restore(
     job: Job, world: World, held: Held, subject: Subject, scale: LossScale, balancer: Balancer,
     copies: RunCopies | None,
 ) -> Restored:  # fmt: skip
-    """Clear away what was not finished, and give the engine its first numbers. Every rank calls this alike."""
+    """Delete incomplete checkpoints, and load the engine's initial state. Every rank calls this."""
     root = job.folder / CHECKPOINTS
     if world.is_first:
         clean(root)
-    # The first rank alone looks, so that all go on from the same one.
+    # Only the first rank looks, so that all ranks resume from the same checkpoint.
     last = world.first(find_last(root))
     problems: list[str] = []
     if copies is not None:
@@ -58,7 +58,7 @@ def restore(
 
 
 def _try(found: Found, world: World, held: Held, scale: LossScale, balancer: Balancer, copies: RunCopies) -> str | None:
-    """Read a generation, if every rank can. Else what one of them says, and nothing counts of what was read."""
+    """Load a generation if every rank can read it. Else return a rank's problem; the weights are then undefined."""
     reader: Reader | None = None
     problem: str | None = None
     try:

@@ -1,4 +1,4 @@
-"""A run from beginning to end, however its ranks are started: here, as processes of this machine, or by `torchrun`."""
+"""A training run from beginning to end. Its ranks are processes started here, on this machine, or by `torchrun`."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,12 +21,12 @@ from shardwise.training.setup import check_inputs, make_ready
 from shardwise.training.stop import StopSignals
 from shardwise.training.world import World
 
-#: Processes of a machine without a GPU: more cores than this make each other wait at small models.
+#: The most processes on a machine without a GPU. With small models, more processes only wait for each other.
 _MOST_PROCESSES = 4
 
 
 def count_devices() -> int:
-    """How many ranks a run has here, if nothing is said: those of `torchrun`, the GPUs, or else the cores."""
+    """Return the default number of ranks: the world size of `torchrun`, else the number of GPUs, else of cores."""
     launched = environment.find_world_size()
     if launched is not None:
         return launched
@@ -34,7 +34,7 @@ def count_devices() -> int:
 
 
 def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
-    """Run a job. Under `torchrun`, None on all ranks but the first."""
+    """Run a job and return its result. Under `torchrun`, all ranks but the first return None."""
     check_inputs(job)
     check_machine(job, num_devices, gpus)
     make_folder(job.folder)
@@ -49,7 +49,7 @@ def train(job: Job, num_devices: int, *, gpus: Gpus = "own") -> Result | None:
 
 
 def train_rank(job: Job) -> Result | StoppedError | None:
-    """What every rank does. Only the first has a result. What all ranks know went wrong is given back, not raised."""
+    """Run one rank. Only the first returns a result. A failure that all ranks know of is returned, not raised."""
     with StopSignals() as stop, ExitStack() as stack:
         world = World()
         stack.enter_context(world.telling())
@@ -76,15 +76,15 @@ def train_rank(job: Job) -> Result | StoppedError | None:
 
 @dataclass(frozen=True, slots=True)
 class _NotCompiled:
-    """The first step failed where nobody has asked for compiled blocks."""
+    """The first step failed with compiled blocks, which the user had not asked for."""
 
     why: str
 
 
 def _run(job: Job, world: World, stop: StopSignals, progress: Progress) -> Outcome | StoppedError | _NotCompiled:
-    """The steps of a run, from the checkpoint that is there or from the beginning."""
+    """Run the steps, from the existing checkpoint or from the beginning."""
     setup = make_ready(job, world)
-    # Ranks that fail are many, and may not fail alike: of those each error is told.
+    # Only with one rank: several ranks may fail for different reasons, and each error is reported.
     gives_up = job.compile and job.is_chosen and world.size == 1
     with setup.engine:
         if world.is_first:
@@ -108,7 +108,7 @@ def _run(job: Job, world: World, stop: StopSignals, progress: Progress) -> Outco
             note_end(job, world, str(error), lost=getattr(error, "rank", None))
             if not gives_up or setup.engine.num_steps > setup.step + 1 or isinstance(error, ShardwiseError):
                 raise
-            # The first line of torch's is which backend has failed.
+            # The first line of torch's message names the backend that failed.
             lines = [line.strip() for line in str(error).splitlines() if line.strip() and "raised:" not in line]
             why = lines[0] if lines else type(error).__name__
         finally:

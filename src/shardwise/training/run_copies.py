@@ -1,5 +1,5 @@
-"""Copies of a run in memory, as its ranks share them: on which machine each rank is, who keeps there, and what is left
-of them when a run comes back."""
+"""The in-memory copies of a run, as its ranks share them: the machine of each rank, the keeper of each machine, and the
+generations that survive a restart."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,14 +26,14 @@ from shardwise.training.world import World
 
 
 class Found(NamedTuple):
-    """A generation that is whole, and the nodes that have each rank's piece."""
+    """A complete generation, and the nodes that have each rank's piece."""
 
     generation: Generation
     holders: Mapping[int, list[str]]
 
 
 class RunCopies:
-    """All ranks make it alike. `nodes` has the node of each rank; the first rank of a node sees to its keeper."""
+    """The copies, constructed on every rank. `nodes[rank]` is its node. A node's first rank manages its keeper."""
 
     def __init__(self, folder: Path, run_id: str, rank: int, nodes: list[str]) -> None:
         self._folder, self.nodes, self.node = folder, nodes, nodes[rank]
@@ -46,31 +46,31 @@ class RunCopies:
 
     @property
     def neighbour(self) -> Neighbour | None:
-        """The next machine, in the order of ranks; the last has the first."""
+        """The next machine in the order of ranks. The neighbour of the last is the first."""
         order = list(dict.fromkeys(self.nodes))
         if len(order) == 1:
             return None
         return Neighbour(self._folder, order[(order.index(self.node) + 1) % len(order)])
 
     def wait(self) -> None:
-        """Until the keeper of this node is up. What is wrong with it is an `OSError` or a `WireError`."""
+        """Wait until the keeper of this node is up. Raise an `OSError` or a `WireError` if it fails."""
         if self.is_first_here and self._staying is None:
             self._staying = wait_for_keeper(self._folder, self.node)
 
     def see_to_keeper(self) -> None:
-        """Start the keeper anew if it is gone: what it kept is still there. Another thread may call this."""
+        """Restart the keeper if it is gone; the copies themselves are still there. Another thread may call this."""
         if self.is_first_here and (self._staying is None or not self._staying.is_heard):
             self.close()
             start_keeper(self._folder, self.node, self.memory)
             self.wait()
 
     def stand_by(self) -> None:
-        """Let a process of this node import what ranks need, for when they are started again."""
+        """Start a standby process on this node with all imports done, for a faster restart of ranks."""
         if self.is_first_here and environment.place_under_torchrun() is not None:
             start_server(self._folder, self.node, self._folder / COPIES / f"{self.memory.folder.name}.log")
 
     def found(self, *, since: int) -> list[Found]:
-        """The whole generations of this step or later ones, newest first."""
+        """Return the complete generations of step `since` or later, newest first."""
         return [Found(*each) for each in holders_of(survey(self._folder)).items() if each[0].step >= since]
 
     def reader(self, found: Found) -> Reader:
@@ -78,7 +78,7 @@ class RunCopies:
         return open_generation(found.generation, self.memory, found.holders, keepers)
 
     def forget(self) -> None:
-        """The run is over."""
+        """Delete the copies, because the run is over."""
         forget_copies(self._folder)
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class RunCopies:
 
 
 def open_copies(job: Job, world: World) -> RunCopies | str | None:
-    """The copies of a run, None where it has none, or why they cannot be had. Every rank calls this alike."""
+    """Return the copies of a run, None if they are off, or the reason why they fail. Every rank calls this."""
     if job.copies_every == 0:
         return None
     made: RunCopies | None = None

@@ -1,4 +1,4 @@
-"""What is kept of a run while it trains: checkpoints on disk, and copies in memory between them."""
+"""The saved states of a run: checkpoints on disk, and copies in memory between them."""
 
 from typing import NamedTuple
 
@@ -12,14 +12,14 @@ from shardwise.training.world import World
 
 
 class Kept(NamedTuple):
-    """What was begun between two steps."""
+    """Which saves were begun between two steps."""
 
     saved: bool = False
     copied: bool = False
 
 
 class Safekeeping:
-    """Both of one rank. All ranks call it alike."""
+    """The checkpoints and copies of one rank. All ranks make the same calls."""
 
     def __init__(self, job: Job, world: World, setup: Setup, progress: Progress) -> None:
         self._saver, self._copier = Saver(job, world, setup, progress), Copier(job, world, setup, progress)
@@ -30,7 +30,7 @@ class Safekeeping:
         return self._is_to_be_saved(step) or self._copier.is_due(step)
 
     def look_up(self, step: int) -> Kept:
-        """Between two steps: save and copy, where it is time to."""
+        """Save and copy between two steps, if either is due."""
         is_saved = self._is_to_be_saved(step)
         if is_saved:
             self._saver.save(step)
@@ -40,14 +40,14 @@ class Safekeeping:
         self._saver.save(step)
 
     def finish(self, step: int) -> str | None:
-        """Wait until the checkpoint of the last step is written; return the newest that is whole."""
+        """Wait until the checkpoint of the last step is written. Return the newest complete one."""
         last = self._saver.finish()
-        # Where it could not be written, memory has the newest.
+        # If the last one could not be written, the newest state is in memory.
         self._is_on_disk = last is not None and last.endswith(folder_of(self._saver.root, step).name)
         return last
 
     def close(self, *, is_over: bool, has_failed: bool) -> None:
-        """Let go of threads; where the run is over, or all of it is on disk, of its copies."""
+        """Close threads. If the run is over, or its last step is on disk, delete the copies too."""
         self._saver.close(has_failed=has_failed)
         self._copier.close(is_over=is_over or self._is_on_disk)
 

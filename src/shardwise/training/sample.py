@@ -1,4 +1,4 @@
-"""A text that a model writes: tokens drawn by their likelihoods, from a seed."""
+"""A sampled text: tokens drawn from the model's distribution, with a seed."""
 
 from pathlib import Path
 
@@ -16,16 +16,16 @@ from shardwise.training.data.tokenizer import get_tokenizer
 from shardwise.training.model import make_module, settings_from
 from shardwise.training.outcome import Outcome
 
-#: Larger models are not put together on one processor for a sample.
+#: Larger models are not assembled on one CPU for a sample.
 _LARGEST_SAMPLED = 2_000_000_000
 _PROMPT = "def "
 
-#: Below 1 the likely are made likelier: a small model's text is more readable so.
+#: Below 1, which makes the text of a small model more readable.
 _TEMPERATURE = 0.8
 
 
 def continued(model: Transformer, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
-    """`num_tokens` tokens that follow a prompt."""
+    """Return `num_tokens` tokens that continue a prompt."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(logits: Tensor) -> Tensor:
@@ -36,13 +36,13 @@ def continued(model: Transformer, prompt: list[int], num_tokens: int, seed: int)
 
 
 def sample_of(outcome: Outcome, num_tokens: int, seed: int) -> str | None:
-    """A text by the model of the last checkpoint, if it is small, a transformer of ours, and its tokens can be read."""
+    """Return a text by the last checkpoint's model, if it is our transformer, small, and has a known tokenizer."""
     is_ours, checkpoint = "family" in outcome.model, outcome.result.checkpoint
     if not is_ours or outcome.result.num_parameters > _LARGEST_SAMPLED or checkpoint is None:
         return None
     try:
         tokenizer = get_tokenizer(outcome.data["tokenizer"])
-    except ShardwiseError:  # It is no longer where it was, or cannot be read here: the run is whole without a sample.
+    except ShardwiseError:  # It is gone, or cannot be read here. The run is complete without a sample.
         return None
     model = load_transformer(Path(checkpoint))
     prompt = _PROMPT if outcome.data["source"] == STDLIB else "The "
@@ -55,7 +55,7 @@ def sample_of(outcome: Outcome, num_tokens: int, seed: int) -> str | None:
 
 
 def load_transformer(folder: Path) -> Transformer:
-    """The model of a checkpoint, whole, on the CPU."""
+    """Return the whole model of a checkpoint, on the CPU."""
     reader = Reader(folder)
     model = make_module(settings_from(reader.index.extra.get("model", {}), origin=folder))
     initialise(model, 0, device="cpu")

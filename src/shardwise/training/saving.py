@@ -1,4 +1,4 @@
-"""Checkpoints of a run: begun between two steps, written while the next ones go on."""
+"""Checkpoints of a run: begun between two steps, and written during the next ones."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from shardwise.training.world import World
 
 
 def state_to_save(world: World, setup: Setup) -> tuple[list[Part], dict[str, Any]]:
-    """What this rank holds between two steps, and what a run wants to know again beside it."""
+    """Return the parts that this rank holds between two steps, and the other values needed to resume."""
     setup.held.settle()
     parts = [*setup.held.weights(), *setup.held.optimizer_states(), *random_parts(world)]
     extra = {"model": setup.model, "data": setup.data, **setup.scale.state(), **setup.balancer.state()}
@@ -22,7 +22,7 @@ def state_to_save(world: World, setup: Setup) -> tuple[list[Part], dict[str, Any
 
 
 class Saver:
-    """Saves a run on one rank. All ranks call it alike."""
+    """Saves a run on one rank. All ranks make the same calls."""
 
     def __init__(self, job: Job, world: World, setup: Setup, progress: Progress) -> None:
         self._job, self._world, self._setup, self._progress = job, world, setup, progress
@@ -41,18 +41,18 @@ class Saver:
         self._saved = step
 
     def finish(self) -> str | None:
-        """Wait until what was begun is written; return the newest checkpoint that is whole."""
+        """Wait until the checkpoint in progress is written. Return the newest complete one."""
         with self._progress.working("the last checkpoint is written"):
             self._warn(self._writer.finish())
         last = find_last(self.root)
         return None if last is None else str(last)
 
     def close(self, *, has_failed: bool) -> None:
-        """Let go of the writer's thread."""
+        """Close the writer's thread."""
         self._writer.close(has_failed=has_failed)
 
     def _warn(self, problem: str | None) -> None:
-        """Of a checkpoint that could not be written. All ranks were told of it."""
+        """Warn of a checkpoint that could not be written, or stop. All ranks have the same `problem`."""
         if problem is None:
             return
         last = find_last(self.root)

@@ -1,4 +1,4 @@
-"""The cluster that a run is told of: the plan for it, and which rank sits on which of its devices."""
+"""The cluster that the user names for a run: the plan for it, and the device (seat) of each rank."""
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.file import find_cluster
@@ -12,7 +12,7 @@ from shardwise.units import counted
 
 
 def cluster_of_ranks(word: str | None, count: int) -> Cluster | None:
-    """The cluster that was named, which has a device for each rank."""
+    """Return the named cluster, which must have a device for each rank; None if none is named."""
     if word is None:
         return None
     cluster = find_cluster(word)
@@ -25,18 +25,18 @@ def cluster_of_ranks(word: str | None, count: int) -> Cluster | None:
 
 
 def fitting(word: str | None, count: int) -> str | None:
-    """The same if it has a device for each rank: of a run that has come back with others it describes another time."""
+    """Return `word` if its cluster has a device for each rank. If a run resumes with another count, it is outdated."""
     return word if word is not None and find_cluster(word).num_devices == count else None
 
 
 def choose_plan_on(recipe: Recipe, count: int, word: str | None) -> Plan:
-    """The fastest plan for a recipe's step on so many devices of the cluster that was named, or of this machine."""
+    """Return the fastest plan for a recipe's step on `count` devices of the named cluster, or of this machine."""
     return choose_plan(recipe, count, cluster_of_ranks(word, count))
 
 
 def resize_plan_on(plan: Plan, recipe: Recipe, count: int, word: str | None) -> tuple[Plan, str]:
-    """The plan of a run that has come back with more or fewer ranks than that has, and what is said of it: the same
-    with other replicas where the batch allows it, else what the planner finds."""
+    """Return a plan for a run that resumes with more or fewer ranks than `plan` has, and a sentence about it. It is
+    `plan` with another dp if the batch allows it, else the planner's choice."""
     resized = find_resized(plan, count, recipe.batch)
     how = "the same with other replicas" if resized is not None else "chosen anew"
     found = resized if resized is not None else choose_plan_on(recipe, count, fitting(word, count))
@@ -45,7 +45,7 @@ def resize_plan_on(plan: Plan, recipe: Recipe, count: int, word: str | None) -> 
 
 
 def find_seats(recipe: Recipe, plan: Plan, num_devices: int, word: str | None) -> Seats | None:
-    """Where the ranks of a plan sit on the cluster that was named, if not in plain order."""
+    """Return the seats of a plan's ranks on the named cluster, or None if they are in plain order."""
     if num_devices == 1 and word is not None:
         return None  # One process runs all ranks.
     cluster = cluster_of_ranks(word, num_devices)

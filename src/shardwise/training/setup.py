@@ -1,4 +1,4 @@
-"""A rank made ready: data open, the engine made, and its numbers drawn, read from a folder, or from a checkpoint."""
+"""The setup of a rank: open data, an engine, and its state, initialised or read from a folder or a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ from shardwise.training.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a loop goes round with. `step` is how many steps the checkpoint had done; `model` and `data` what it says of
-    these. `restored` says where its numbers come from; `copies` are those in memory, and `without_copies` why there are
-    none although they are wanted."""
+    """The inputs of the loop. `step` is the number of steps done before the checkpoint. `model` and `data` are their
+    descriptions for checkpoints. `restored` is the source of the state. `copies` are those in memory, and
+    `without_copies` is the reason why there are none although they are wanted."""
 
     engine: Engine
     held: Held
@@ -44,8 +44,8 @@ class Setup:
 
 
 def check_inputs(job: Job) -> None:
-    """Before any rank is started: refuse rows that cannot be shared out, data or a model that cannot be read, and
-    curves that nothing here can draw.
+    """Before any rank is started, refuse rows that cannot be divided over ranks, data or a model that cannot be read,
+    and `tensorboard` if it is not installed.
     """
     subject_of(job.recipe, check_data(job.recipe.data))
     check_rows(job)
@@ -54,7 +54,7 @@ def check_inputs(job: Job) -> None:
 
 
 def make_ready(job: Job, world: World) -> Setup:
-    """Every rank calls this alike."""
+    """Set up this rank. Every rank calls this."""
     recipe = job.recipe
     tokens = open_data(recipe.data, job.folder, world)
     subject = subject_of(recipe, tokens.vocabulary)
@@ -74,7 +74,7 @@ def make_ready(job: Job, world: World) -> Setup:
     opened = open_copies(job, world)
     copies, without = (None, opened) if isinstance(opened, str) else (opened, None)
     restored = restore(job, world, held, subject, scale, balancer, copies)
-    # Masks of dropout follow the step, so that a run which goes on has the same.
+    # Dropout masks depend on the step, so a resumed run has the same masks.
     engine.num_steps = restored.step
     return Setup(
         engine=engine,
@@ -101,7 +101,7 @@ def make_ready(job: Job, world: World) -> Setup:
 
 
 def _example(job: Job, batches: Batches) -> Batch:
-    """A batch to split the module by. Tensor parallelism follows every number of it, and sees as much in few rows."""
+    """Return an example batch to split the module with. Tensor parallelism computes on it, so it gets few rows."""
     batch, plan = batches.at(0), job.plan
     return batch if plan.tp == 1 else {name: each[: plan.dp * plan.microbatches] for name, each in batch.items()}
 

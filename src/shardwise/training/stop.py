@@ -1,7 +1,7 @@
-"""Signals that end a run, heard and remembered: it stops between two steps, when it has saved.
+"""Signals that end a run. They are recorded, and the run stops between two steps, after saving.
 
-Ctrl-C, SIGTERM, SIGHUP (the terminal or the connection is gone), and SIGUSR1: batch systems send it some time before a
-job's limit, and a run that it has stopped ends well, to be started again.
+Ctrl-C, SIGTERM, SIGHUP (the terminal or the connection is gone), and SIGUSR1, which batch systems send some time before
+a job's time limit. A run that SIGUSR1 stops exits successfully, to be started again.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Within it, a first signal is remembered as `number`; a second does what signals do by themselves."""
+    """A context in which the first signal is recorded as `number`. A second one has its default effect."""
 
     def __init__(self) -> None:
         self.number = 0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        # Python lets only the main thread listen.
+        # In Python only the main thread may install signal handlers.
         if threading.current_thread() is threading.main_thread():
             # Under nohup SIGHUP is ignored, and stays so.
             heard = [each for each in _HEARD if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
@@ -46,9 +46,9 @@ class StopSignals:
 
 
 class Forwarded(StopSignals):
-    """Signals go on to the ranks, which save and stop; a second one ends them at once.
+    """Forwards signals to the ranks, which save and stop. A second signal ends them at once.
 
-    So does the first, where the ranks do not listen yet: nothing has been trained that could be lost.
+    So does the first if the ranks have no handlers yet: nothing has been trained that could be lost.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -56,13 +56,13 @@ class Forwarded(StopSignals):
         self._ranks = ranks
 
     def has_ended(self, error: RankError) -> bool:
-        """Whether a rank has failed because it did not listen yet."""
+        """Return whether the error is a rank that this signal ended before its handlers were installed."""
         return bool(self.number) and any(
             word in error.problem for word in (f"was killed by {name_of(self.number)}", KeyboardInterrupt.__name__)
         )
 
     def end(self) -> None:
-        """Do what the signal does by itself."""
+        """Raise the signal again, with its default effect."""
         self._restore()
         signal.raise_signal(self.number)
 

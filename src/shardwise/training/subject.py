@@ -1,10 +1,10 @@
-"""What a recipe trains: a transformer of ours, one of a Hugging Face folder, or a module of the user's own.
+"""The module that a recipe trains: our transformer, a model from a Hugging Face folder, or a user's own module.
 
     shardwise train --set model.source=my_package.my_module:factory
 
-where `factory()` returns a module, or a module and its `loss(output, batch)`. Batches have `input_ids` and `labels`,
-each [rows, sequence], and with data.masks `documents`; the module's `forward` takes what it names of them. Of images
-(data.source=images:224) they have `images`, bytes of [rows, 3, height, width], and `labels`, [rows].
+`factory()` returns a module, or a module and its `loss(output, batch)`. Batches have `input_ids` and `labels`, each
+[rows, sequence], and `documents` with data.masks. The module's `forward` receives those that it names as parameters.
+Batches of images (data.source=images:224) have `images`, uint8 [rows, 3, height, width], and `labels`, [rows].
 """
 
 import copy
@@ -27,14 +27,14 @@ from shardwise.training.recipe import Recipe
 
 _OPTION = "--set model.source="
 _DOCUMENTS = "documents"
-#: What batches have.
+#: The entries of a batch of tokens.
 _ENTRIES = ("input_ids", "labels", _DOCUMENTS)
 
 
 class Own:
-    """A module of the user's, whole on every rank until it is cut: its first values are those that it has.
+    """A user's module, whole on every rank until it is split. Its initial weights are those that it comes with.
 
-    It is asked the same as `Ours`.
+    It has the same interface as `Ours`.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -45,7 +45,7 @@ class Own:
         module, self.loss = self._made()
         if self._size is not None:
             check_images(recipe.data.sequence, self._source, inspect.signature(module.forward).parameters)
-        #: Whether no token is to see another document: as the recipe says, or else where the module can be told.
+        #: Whether attention is masked between documents: as the recipe says, or else if the module takes `documents`.
         self.masks = self._masks_for(module)
         self._hf = describe_hf(module)
 
@@ -58,7 +58,7 @@ class Own:
     def flops_per_token(self, module: nn.Module) -> float:
         if self._size is None:
             return 6.0 * num_parameters(module)
-        # Weights of convolutions are used at many places: images are followed, without numbers; batch norms want two.
+        # Convolutions use each weight at many positions, so FLOPs are counted on meta images; batch norms need two.
         with torch.device("meta"):
             example = self._example(2)
         with FlopCounterMode(display=False) as counter:
@@ -75,7 +75,7 @@ class Own:
         return {"model": module, "example": {name: each for name, each in example.items() if name in takes}}
 
     def _example(self, num_rows: int) -> dict[str, Tensor]:
-        """What batches have, without their numbers."""
+        """Return a batch of zeros."""
         if self._size is not None:
             return {"images": torch.zeros(num_rows, 3, self._size, self._size, dtype=torch.uint8)}
         return dict.fromkeys(_ENTRIES, torch.zeros(num_rows, self._recipe.data.sequence, dtype=torch.int64))
@@ -101,17 +101,17 @@ class Own:
         return _DOCUMENTS in takes if masks is None else masks
 
 
-#: How the module of a run is made, where its first values come from, and what a checkpoint says of it.
+#: It makes the module of a run, knows its initial weights, and describes it for checkpoints.
 Subject = Ours | Own
 
 
 def subject_of(recipe: Recipe, vocabulary: int) -> Subject:
-    """What a recipe trains, on tokens of a vocabulary."""
+    """Return the subject of a recipe, for tokens of this vocabulary size."""
     if recipe.model.source is None and find_size(recipe.data.source) is not None:
         check_images(recipe.data.sequence, None)
     return Own(recipe) if recipe.model.source is not None else Ours(recipe, vocabulary)
 
 
 def _next_token_loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """That of language models, for modules that return logits, bare or among other things."""
+    """Return the loss of a language model, for modules that return logits, or an object with `logits`."""
     return next_token_loss(getattr(output, "logits", output), batch)

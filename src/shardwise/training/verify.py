@@ -1,14 +1,14 @@
-"""Silent corruption: numbers that a device computes wrongly, or that change in its memory, and nobody raises.
+"""Silent data corruption: a device computes wrong values, or values change in its memory, without an error.
 
-Every so many steps, and at a step whose loss or norm jumps or is not finite:
+Every few steps, and at a step whose loss or norm jumps or is not finite:
 
-    repeat    the step's forward and backward are done again, each replica with the rows of the next (`engine/repeat`);
-              with one replica by the same ranks. Gradients of the same rows are compared before weights change
-    judge     if they differ, both are repeated. What differs no more was a passing fault, and the step is taken anew.
-              What still differs is a rank's own: of three replicas two agree, of two it is one or the other
-    weights   replicas hold the same weights: so are their checksums, or one of them has changed in memory
+    repeat    forward and backward are run again, each replica with the rows of the next replica (`engine/repeat`), or
+              with one replica by the same ranks. Gradients of the same rows are compared before the weights change
+    judge     if they differ, both are repeated. If they agree now, the fault was transient, and the step is redone. If
+              they still differ, a rank is at fault: with three replicas, the minority; with two, one of the two
+    weights   replicas must hold the same weights, so checksums that differ mean a change in some rank's memory
 
-Bits are compared where all ranks compute alike, on processors of one kind; elsewhere norms, with a tolerance.
+If all ranks run on CPUs of one kind, bits are compared. Otherwise norms are compared, with a tolerance.
 """
 
 import math
@@ -32,14 +32,14 @@ from shardwise.training.progress import Progress
 from shardwise.training.setup import Setup
 from shardwise.training.world import World
 
-#: How many times the median of the last steps a loss or a norm is that jumps; and of how many steps at least.
+#: A jump is a loss or norm above this multiple of the median; the fewest and the most last steps of the median.
 _JUMP, _NUM_BEFORE, _NUM_KEPT = 3.0, 8, 32
-#: How far norms of gradients may be apart that were computed by different kernels.
+#: The relative difference allowed between gradient norms that different kernels computed.
 _TOLERANCE = 1e-2
 
 
 class _Seat(NamedTuple):
-    """A rank: what part of a replica it has, of which replica, and where it runs."""
+    """A rank: its part of a replica (all coordinates but dp), its replica, and its host."""
 
     part: tuple[tuple[str, int], ...]
     replica: int
@@ -47,21 +47,21 @@ class _Seat(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What a rank has computed for rows: those of the replica so many after its own."""
+    """A rank's fingerprint for the rows of the replica `shift` places after its own."""
 
     shift: int
     found: Fingerprint
 
 
 class Verifier:
-    """Verifies a run on one rank. All ranks call it alike, and come to the same verdict."""
+    """Verifies a run on one rank. All ranks make the same calls and reach the same verdict."""
 
     def __init__(self, job: Job, world: World, setup: Setup, progress: Progress) -> None:
         self._job, self._world, self._setup, self._progress = job, world, setup, progress
         self._every, self._engine = job.watching.verify_every, setup.engine
         self._jumps: dict[str, deque[float]] = {name: deque(maxlen=_NUM_KEPT) for name in ("loss", "norm")}
         self._open, self._prints, self._early = ExitStack(), list[Prints](), list[_Told]()
-        #: Of a step that was held back: why, and what ranks had computed until then.
+        #: For a step that was held back: the reason, and the fingerprints of all ranks until then.
         self._why, self._seen = "", list[Any]()
         self._held: tuple[float, float | None] = (0.0, None)
         if not self._every:
@@ -81,7 +81,7 @@ class Verifier:
         return bool(self._every)
 
     def before(self, step: int, batch: Batch) -> None:
-        """A step is about to be taken, counted from 0."""
+        """Prepare to verify a step, counted from 0, before it is taken."""
         if not self.is_on or self._cannot is not None:
             return
         self._early, self._prints, self._seen = [], [], []
@@ -91,7 +91,7 @@ class Verifier:
         self._engine.states.update.holds = self._holds
 
     def after(self, step: int, batch: Batch) -> StepNumbers | None:
-        """It has been taken, or held back: then it is judged and taken now, and these are its numbers."""
+        """End the verification of a step. One that was held back is judged and taken now; return its numbers."""
         self._open.close()
         engine, update = self._engine, self._engine.states.update
         was_held, update.holds = self.is_on and update.was_held, None
@@ -114,7 +114,7 @@ class Verifier:
         return taken
 
     def check_weights(self, step: int) -> None:
-        """Compare what replicas hold. Raises if they differ: the run goes on from its last checkpoint."""
+        """Compare the weights of replicas. Raise if they differ; the run then resumes from its last checkpoint."""
         plan, engine = self._job.plan, self._engine
         if not self.is_on or plan.zero == 3 or plan.offload.parameters or self._dp * plan.cp == 1:
             return
@@ -148,7 +148,7 @@ class Verifier:
         return _Told(shift, repeat(self._engine, batch, shift=shift))
 
     def _holds(self, loss: float, norm: float | None) -> bool:
-        """Whether weights must not change yet."""
+        """Return whether to hold the update of the weights back."""
         self._why, self._held = self._find_jump(loss, norm) or "", (loss, norm)
         if self._prints:
             self._seen = self._world.gather([_Told(0, self._prints[0].read()), *self._early])
@@ -162,7 +162,7 @@ class Verifier:
         for name, value in found.items():
             before = self._jumps[name]
             if not math.isfinite(value):
-                # A loss that is scaled may overflow now and then.
+                # With a dynamic loss scale, occasional overflow is normal.
                 return f"the {name} is {value}" if self._setup.scale.is_fixed else None
             if len(before) >= _NUM_BEFORE and value > _JUMP * median(before):
                 told = f"the {name} is {value:.4g}, and was {median(before):.4g}"
@@ -170,7 +170,7 @@ class Verifier:
         return told
 
     def _find_wrong(self, told: Sequence[Sequence[_Told]]) -> dict[tuple[object, int], list[tuple[int, Fingerprint]]]:
-        """By part and replica of the rows, who has computed what, of those that are not all the same."""
+        """Return the (rank, fingerprint) votes that disagree, by part and by the replica of the rows."""
         votes = defaultdict[tuple[object, int], list[tuple[int, Fingerprint]]](list)
         for rank, mine in enumerate(told):
             seat = self._seats[rank]
@@ -182,12 +182,12 @@ class Verifier:
         return one.bits == other.bits if self._is_exact else one.is_near(other, _TOLERANCE)
 
     def _judge(self, step: int, batch: Batch) -> bool:
-        """Do it all again, and say who is wrong. Returns, if the step can be taken now, whether somebody was."""
+        """Repeat the step. Stop the run if a rank is still wrong, else return whether one had a transient fault."""
         mine = [self._repeat(step, batch, shift) for shift in range(min(3, self._dp))]
         if self._dp == 1:
             mine.append(self._repeat(step, batch, 0))
         again: list[list[_Told]] = self._world.gather(mine)
-        # Whoever has come to something else than it has come to before.
+        # Ranks whose own result differs from their earlier one.
         changed = [
             rank
             for rank, (before, now) in enumerate(zip(self._seen, again, strict=False))
@@ -256,7 +256,7 @@ class Verifier:
 
 
 def _odd(told: Sequence[tuple[int, int]]) -> list[int]:
-    """The ranks whose number is not that of most; all of them where there is no majority."""
+    """Return the ranks whose number is not the majority's, or all ranks if there is no majority."""
     ((number, count), *others) = Counter(number for _, number in told).most_common()
     if not others:
         return []

@@ -1,7 +1,7 @@
-"""This process among those of a run: which it is, on which device, and what it agrees on with the others.
+"""This process among those of a run: its rank, its device, and values agreed on with the other ranks.
 
-Every rank calls the methods alike. They have a group of their own, so that nothing of an engine's gets between, and a
-watch: a rank that fails inside of `telling` is named by all, wherever they wait.
+Every rank calls the methods in the same order. They use a process group of their own, apart from the engine's, and a
+watch: if a rank fails within `telling`, the others raise an error that names it, wherever they wait.
 """
 
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ _TOLD = "what ranks of a run tell each other"
 
 
 class World:
-    """All processes of a run. Alone, it is one."""
+    """All processes of a run, of which there may be only one."""
 
     def __init__(self) -> None:
         join_if_launched()
@@ -37,27 +37,27 @@ class World:
         return self.rank == 0
 
     def telling(self) -> AbstractContextManager[None]:
-        """A context: the others are told of an error before it goes on to the caller."""
+        """Return a context that reports an error to the other ranks before it propagates."""
         return telling(self._watch)
 
     def guarded(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """A group whose waits end when a rank fails."""
+        """Return the group, whose waits now end when a rank fails."""
         if self._watch is not None:
             self._watch.guard(group)
         return group
 
     def gather(self, given: Any) -> list[Any]:
-        """What each rank gives."""
+        """Return the values of all ranks, by rank."""
         if self._group is None or self._watch is None:
             return [given]
         return gather_objects(given, self._group, self._watch, _TOLD)
 
     def first(self, given: Any) -> Any:
-        """What the first rank gives."""
+        """Return the first rank's value."""
         return self.gather(given if self.is_first else None)[0]
 
     def highest(self, number: float) -> float:
-        """The highest of what ranks give."""
+        """Return the maximum over all ranks."""
         if self._group is None or self._watch is None:
             return number
         numbers: Tensor = torch.tensor([number], dtype=torch.float64)
@@ -66,17 +66,17 @@ class World:
         return float(numbers)
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait until every rank has called this."""
         self.highest(0.0)
 
     def memory_bytes(self) -> int:
-        """What this rank has held at most so far: of its GPU's memory, or of the machine's."""
+        """Return this rank's peak memory so far, of its GPU or else of the machine."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return peak_memory_bytes()
 
     def memory_share(self, num_bytes: float) -> float | None:
-        """The part of the memory of a GPU like this rank's; of a machine's there is none."""
+        """Return the share of this rank's GPU memory, or None on a CPU."""
         if self.device.type != "cuda":
             return None
         return num_bytes / torch.cuda.get_device_properties(self.device).total_memory
@@ -89,7 +89,7 @@ class World:
 
 
 def _device() -> torch.device:
-    """The GPU that was chosen for this process, if there is one for each."""
+    """Return this process's current GPU if there is one for every rank, else the CPU."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if torch.cuda.is_available() and (alone or "nccl" in str(dist.get_backend_config())):
         return torch.device("cuda", torch.cuda.current_device())

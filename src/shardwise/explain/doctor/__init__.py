@@ -1,1 +1,1 @@
-"""The doctor: what holds a run up, in numbers, with what to type against it."""
+"""The doctor: what slows a run down, in numbers, with what to type against it."""

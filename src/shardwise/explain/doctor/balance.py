@@ -1,4 +1,4 @@
-"""Ranks that others wait for: a stage with too much on it, a slower device, a rank that stalls now and then."""
+"""Ranks that others wait for: an overloaded stage, a slower device, a rank that stalls occasionally."""
 
 from collections.abc import Iterator
 from statistics import mean, median

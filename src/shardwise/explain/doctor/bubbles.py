@@ -1,4 +1,4 @@
-"""Bubbles, and which schedule would shrink them; transfers between stages, too many or too small."""
+"""Bubbles, and the schedule that would shrink them; transfers between stages that are too many or too small."""
 
 from collections.abc import Iterator
 from itertools import islice

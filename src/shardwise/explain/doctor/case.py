@@ -1,4 +1,4 @@
-"""What the doctor looks at (a run, its step played again, what instructions usually take), and what it finds."""
+"""The doctor's input (a run, its step simulated again, the usual durations of instructions), and its findings."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +31,11 @@ Alike = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What is wrong, the numbers that say so, what to type, and what it would gain.
+    """A problem with its numbers, what to type against it, and the gain.
 
     `kind` is one of the doctor's words for faults. `gain_seconds` is by how much the step would be shorter, from the
-    trace played again with the fix; None where a fix is for memory, or its gain cannot be played. `about` says what
-    kind of gain it is then.
+    trace simulated again with the fix. It is None if the fix is for memory, or its gain cannot be simulated; then
+    `about` says what kind of gain it is.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case(Summary):
-    """A run on the table."""
+    """A run under examination."""
 
     @cached_property
     def replay(self) -> Replay | None:

@@ -1,4 +1,4 @@
-"""Other cuts of the model into stages: the step that each would make, and the bytes of the fullest rank."""
+"""Alternative splits of the model into stages: the step time of each, and the bytes of the fullest rank."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate

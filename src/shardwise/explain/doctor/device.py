@@ -1,4 +1,4 @@
-"""What holds up a GPU whose streams were seen: a host that launches too late, copies, a stream that others wait for."""
+"""What delays a GPU whose streams were profiled: late launches by the host, copies, a stream that others wait for."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise

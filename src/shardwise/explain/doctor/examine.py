@@ -1,4 +1,4 @@
-"""All that the doctor looks for, and what was found, the gravest first."""
+"""All examinations of the doctor, and their findings, those with the largest gain first."""
 
 from collections.abc import Callable, Iterator, Sequence
 

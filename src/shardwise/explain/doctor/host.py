@@ -1,4 +1,4 @@
-"""What is neither compute nor communication: the batch, the host's own work, the optimizer; and wrong predictions."""
+"""Time outside of compute and communication: the batch, host work, the optimizer; and wrong predictions."""
 
 from collections.abc import Iterator
 

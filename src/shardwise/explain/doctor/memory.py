@@ -1,4 +1,4 @@
-"""Bytes: a rank that holds more than the others, a device that is nearly full, memory that is left unused."""
+"""Memory: a rank that holds more than the others, a nearly full device, unused memory."""
 
 from collections.abc import Iterator
 from statistics import mean, median

@@ -1,4 +1,4 @@
-"""Sums over replicas, gathers of weights, and collectives inside of layers that ranks stand still for."""
+"""Exposed communication: gradient reductions over replicas, gathers of weights, and collectives inside layers."""
 
 from collections.abc import Iterator
 

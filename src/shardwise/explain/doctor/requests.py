@@ -1,4 +1,4 @@
-"""What made requests slow: what they waited for, by the names that `serving/request_trace.py` gives it."""
+"""Why requests were slow: what they waited for, by the names of `serving/request_trace.py`."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Two runs beside each other: what became longer, what shorter, and on which stage."""
+"""A comparison of two runs: which parts became longer or shorter, and on which stage."""
 
 from collections import defaultdict
 from collections.abc import Mapping

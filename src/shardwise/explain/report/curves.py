@@ -1,4 +1,4 @@
-"""The curves of a training run, loss and throughput and what else was noted, as pictures that need no script."""
+"""The curves of a training run (loss, throughput and other metrics), as static SVG without scripts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape as words
@@ -18,7 +18,7 @@ _GIB = 2**30
 
 
 class Chart(NamedTuple):
-    """What one picture shows: its metrics with their words, the unit of its axis, and by what values are divided."""
+    """One chart: its metrics with their labels, the unit of its axis, and the divisor of values."""
 
     title: str
     metrics: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""A trace as the page's script reads it: columns of numbers in base64, times in whole ticks."""
+"""A trace in the encoding of the page's script: columns of numbers in base64, times in integer ticks."""
 
 import sys
 from array import array
@@ -99,7 +99,7 @@ def _lane_columns(activities: Sequence[Activity], clock: "_Clock", texts: dict[s
 
 
 class _Clock:
-    """Times of a trace as whole ticks from its start."""
+    """Times of a trace as integer ticks from its start."""
 
     def __init__(self, trace: Trace) -> None:
         self._start = trace.start

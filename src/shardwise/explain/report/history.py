@@ -1,5 +1,5 @@
-"""A run over time, as a picture that needs no script: when ranks ran and why they ended, checkpoints, copies, slow
-ranks, wrong numbers, and the loss beneath."""
+"""A run over time, as a static picture without scripts: when ranks ran and why they ended, checkpoints, copies, slow
+ranks, corrupt values, and the loss below."""
 
 from collections.abc import Callable, Iterator, Sequence
 from html import escape as words

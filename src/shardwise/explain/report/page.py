@@ -1,4 +1,4 @@
-"""One HTML file that holds everything: style, script and data. It opens from a disk, and asks nothing of a network."""
+"""One self-contained HTML file with style, script and data. It opens from disk and needs no network."""
 
 import json
 from collections.abc import Mapping, Sequence

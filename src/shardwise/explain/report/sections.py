@@ -1,6 +1,6 @@
 """The sections of the page that need no script: bars, tables, the plan, the findings.
 
-What a user wrote goes through `words`, so that nothing of it is read as markup.
+Text of users goes through `words`, which escapes markup.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -29,7 +29,14 @@ from shardwise.sharding.context.attention_calls import AttentionCalls
 from shardwise.sharding.context.kernels import AttentionBlock, LogitScaling, Plain
 from shardwise.sharding.context.mask import Mask, Tokens
 from shardwise.sharding.context.ring import AttentionCall, ring_attention
-from shardwise.sharding.context.sequence_shards import Entry, LocalBatch, SequenceSharding, first_tokens, shard_sequence
+from shardwise.sharding.context.sequence_shards import (
+    Entry,
+    LocalBatch,
+    SequenceSharding,
+    first_tokens,
+    shard_sequence,
+    without_last,
+)
 from shardwise.sharding.dropout import WeightDrop
 from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.split.module_stage import ModuleStage
@@ -68,6 +75,8 @@ class ContextParallel:
         #: `draws`: attention applies dropout. `is_strict`: operations that look like hand-written attention are
         #: refused. Both are off during a trial; a module that a trial has run needs no such guess.
         self.draws = self.is_strict = True
+        #: Why sequences must not be padded, if a trial has found a reason.
+        self.refuses_padding: ShardwiseError | None = None
         self._attention, self._masks = FORMS[form], masks
         self._sharding = SequenceSharding(entries=entries or {}, positions=positions, pads=pads)
         self._name = f"shardwise-context-{next(_NUMBERS)}"
@@ -126,11 +135,22 @@ class ContextParallel:
                 remedy="position_ids in the batch, made from the whole sequences",
             )
         sharding = replace(self._sharding, predicts=predicts)
-        return shard_sequence(batch, rank=self.group.rank, num_ranks=self.group.size, sharding=sharding)
+        part = shard_sequence(batch, rank=self.group.rank, num_ranks=self.group.size, sharding=sharding)
+        if self.refuses_padding is not None and part.tokens.length > part.tokens.num_real:
+            raise ShardwiseError(
+                f"a sequence of {part.tokens.num_real} tokens is padded to {part.tokens.length}, and with padding"
+                f" {self.refuses_padding.problem}",
+                remedy=f"sequences of a multiple of {2 * self.group.size} tokens, or cp=1",
+            )
+        return part
 
     def shortened(self, batch: Batch, num_tokens: int) -> Batch:
         """Return about the first `num_tokens` tokens of a batch, a number that the pieces divide."""
         return first_tokens(batch, num_tokens, 2 * self.group.size, self._sharding)
+
+    def padded(self, batch: Batch) -> Batch | None:
+        """The batch without the last token of its sequences, if these divide and may be padded."""
+        return without_last(batch, 2 * self.group.size, self._sharding)
 
     @contextmanager
     def running(self, batch: Batch) -> Iterator[None]:

@@ -116,6 +116,18 @@ def first_tokens(batch: Batch, num_tokens: int, num_pieces: int, sharding: Seque
     return {name: each.narrow(entries[name].dim, 0, kept) if name in entries else each for name, each in batch.items()}
 
 
+def without_last(batch: Batch, num_pieces: int, sharding: SequenceSharding) -> Batch | None:
+    """All sequences without their last token, if they divided with it and can be padded without it."""
+    entries = _entries_of(batch, sharding)
+    length = _length_of(batch, entries)
+    can_be_padded = sharding.pads and any(each.ignores for each in entries.values())
+    if length % num_pieces or length == num_pieces or not can_be_padded:
+        return None
+    return {
+        name: each.narrow(entries[name].dim, 0, length - 1) if name in entries else each for name, each in batch.items()
+    }
+
+
 def _entries_of(batch: Batch, how: SequenceSharding) -> dict[str, Entry]:
     """Return the entries of a batch that have one value per token."""
     known: dict[str, Entry | int | None] = {**ENTRIES, **how.entries}

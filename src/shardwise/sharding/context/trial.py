@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,12 +51,20 @@ class _Course:
     counted: dict[str, Tensor] = field(default_factory=dict)
 
 
-@leaves_classes
-def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Loss | None) -> bool:
-    """Refuse a module that computes other numbers on parts of sequences. Return False if it could not be tried.
+class Alike(NamedTuple):
+    """Whether a module could be tried on parts of sequences; and why it cannot have padded ones, if it cannot."""
 
-    `make` returns a context like the one that the module will have, and `batch` is a microbatch. All ranks of the group
-    must call this together.
+    is_tried: bool
+    padded: ShardwiseError | None = None
+
+
+@leaves_classes
+def try_parts(module: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Loss | None) -> Alike:
+    """Refuse a module whose result on parts of sequences differs from that on whole ones.
+
+    Padding is tried as well: `x.flip(1)` maps the pieces of one rank onto each other, but not if the last one is
+    padded. That is no reason to refuse a module whose sequences never need it. `make` returns a context like the one
+    that the module will have, and `batch` is a microbatch. All ranks of the group call this alike.
     """
     device, dtypes = fitting(module, lambda _: None, home_of(batch))
     passing = _passing(module, batch)
@@ -73,8 +81,27 @@ def are_parts_alike(module: nn.Module, make: Callable[[], ContextParallel], batc
                 except Exception:  # It may run in another dtype, or with more tokens.
                     continue
                 _compare(another(twin), make(), given, tried, whole, _TOLERANCE[dtype])
-                return True
-    return False
+                return Alike(True, _refused_padded(twin, make, given, tried, _TOLERANCE[dtype]))
+    return Alike(False)
+
+
+def _refused_padded(
+    twin: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Loss | None, most: float
+) -> ShardwiseError | None:
+    """Compare the loss of sequences that are a token shorter, so that they are padded."""
+    shorter = make().padded(batch)
+    if shorter is None or loss is None:
+        return None
+    try:
+        whole = _run(another(twin), shorter, loss)
+    except Exception:
+        return None
+    if whole.raised is None:
+        try:
+            _compare(another(twin), make(), shorter, loss, whole, most)
+        except ShardwiseError as error:
+            return error.with_traceback(None)  # Its frames hold the copy of the module.
+    return None
 
 
 def _leave_balance_out(twin: nn.Module) -> None:

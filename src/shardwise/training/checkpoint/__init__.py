@@ -1,1 +1,1 @@
-"""Checkpoints that know no plan: begin with `parts.py`, which says what a rank holds, and `index.py`, the format."""
+"""Checkpoints independent of the plan. Begin with `parts.py`, what a rank holds, and `index.py`, the format."""

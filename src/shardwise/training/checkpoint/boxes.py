@@ -1,7 +1,7 @@
-"""Where numbers lie in a whole tensor: boxes, each a start and a size for every dim.
+"""Positions in a whole tensor, as boxes: each has a start and a size for every dim.
 
-A rank may hold some rows of a matrix, some columns, every third head, or a run of the flattened numbers of any of them.
-Each of them is a few boxes of the whole, and boxes are all that a file has to know: nothing of the plan is in it.
+A rank may hold some rows of a matrix, some columns, every third head, or a contiguous run of the flattened elements of
+any of them. Each is a few boxes of the whole tensor. A file stores only boxes, and nothing of the plan.
 
     numbers 3 to 13, flattened, of 4 x 4      . . . a        a  1 x 1 at (0, 3)
                                               b b b b        b  2 x 4 at (1, 0)
@@ -36,14 +36,14 @@ class Box(NamedTuple):
         return prod(self.size)
 
     def find_overlap(self, other: "Box") -> "Box | None":
-        """What two boxes have in common."""
+        """Return the intersection of two boxes, or None."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         size = tuple(end - begin for begin, end in zip(start, stop, strict=True))
         return Box(start, size) if all(each > 0 for each in size) else None
 
     def within(self, outer: "Box") -> tuple[slice, ...]:
-        """The slices of this box in the numbers of one around it."""
+        """Return the slices of this box within the tensor of an enclosing one."""
         return tuple(
             slice(start - first, start - first + size)
             for start, first, size in zip(self.start, outer.start, self.size, strict=True)
@@ -55,7 +55,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def run_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes of a run of flattened numbers, in the order of the numbers."""
+    """Yield the boxes of a contiguous run of flattened elements, in the order of the elements."""
     if start >= stop:
         return
     if not shape:
@@ -76,10 +76,10 @@ def run_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def placed(local: Box, numbers: Tensor, places: Sequence[Places]) -> Iterator[tuple[Box, Tensor]]:
-    """A box of a rank's own tensor as boxes of the whole, each with its numbers.
+    """Yield a box of a rank's own tensor as boxes of the whole tensor, each with its elements.
 
-    `numbers` has the shape of the box. `places[dim]` says where each index of the rank's tensor lies in the whole;
-    beyond its end there is padding, which lies nowhere.
+    `numbers` has the shape of the box. `places[dim]` maps each index of the rank's tensor to its index in the whole.
+    Indices beyond its end are padding, which has no place in the whole.
     """
     runs = [list(_runs(each, start, size)) for each, start, size in zip(places, local.start, local.size, strict=True)]
 
@@ -94,7 +94,7 @@ def placed(local: Box, numbers: Tensor, places: Sequence[Places]) -> Iterator[tu
 
 
 def _runs(places: Places, start: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Stretches of a dim that lie together in the whole: where in the box, where in the whole, and how long."""
+    """Yield the stretches of a dim that are contiguous in the whole: offset in the box, start in the whole, length."""
     held = places[start : start + size]
     breaks = np.flatnonzero(np.diff(held) != 1) + 1
     at = 0
@@ -104,14 +104,13 @@ def _runs(places: Places, start: int, size: int) -> Iterator[tuple[int, int, int
 
 
 def all_places(shape: Sequence[int]) -> list[Places]:
-    """Where the indices of a tensor that is whole lie."""
+    """Return the places of a tensor that is not split: every index is its own."""
     return [np.arange(size, dtype=np.int64) for size in shape]
 
 
 def views(numbers: Tensor, shape: Sequence[int], start: int, places: Sequence[Places]) -> Iterator[tuple[Box, Tensor]]:
-    """What a rank has of its own tensor of a shape, from the flattened number `start` on, as boxes of the whole.
-
-    The tensors are views: what is written to them is written to `numbers`.
+    """Yield a rank's elements, those of its tensor of this shape from the flattened index `start` on, as boxes of the
+    whole. The tensors are views: writes to them are writes to `numbers`.
     """
     numbers_flat = numbers.detach().view(-1)
     at = 0

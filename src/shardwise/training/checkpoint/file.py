@@ -1,4 +1,4 @@
-"""A safetensors file of a checkpoint, mapped. Nothing of it is given out that was not compared with its checksums."""
+"""A memory-mapped safetensors file of a checkpoint. Data is verified against its checksums before it is returned."""
 
 import json
 import mmap
@@ -18,25 +18,25 @@ from shardwise.training.checkpoint.blocks import checksum, touched
 from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.index import FileOutline, Stored, without
 
-#: safetensors' words for types.
+#: The dtype names of safetensors.
 TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _LENGTH = struct.Struct("<Q")
-# For fewer blocks no threads are started.
+# For fewer blocks than this no threads are started.
 _FEW_BLOCKS = 8
 
 
 def header_of(content: dict[str, Any]) -> bytes:
-    """The first bytes of a file: how long the description is, and the description."""
+    """Return the first bytes of a file: the length of the JSON header, and the header, padded to 8 bytes."""
     text = json.dumps(content).encode()
     text += b" " * (-len(text) % 8)
     return _LENGTH.pack(len(text)) + text
 
 
 class StoredFile:
-    """A file that is open. `outline` is what the index says of it; old ones say nothing. `bytes_compared` counts."""
+    """An open file. `outline` is its entry in the index, None in format 1. `bytes_compared` counts verified bytes."""
 
     def __init__(self, path: Path, outline: FileOutline | None) -> None:
         self._path, self.bytes_compared = path, 0
@@ -67,18 +67,18 @@ class StoredFile:
         return header
 
     def read(self, stored: Stored, dtype: torch.dtype, part: Box, block_bytes: int | None) -> Tensor:
-        """A part of a box, in the memory of the file. What was stored without blocks is one block."""
+        """Return a part of a box, in the mapped memory. Without `block_bytes` the whole box is one block."""
         at, num_bytes = self._place(stored, dtype)
         if not num_bytes:
             return torch.empty(part.size, dtype=dtype)
         self._compare(stored, at, num_bytes, part, dtype.itemsize, block_bytes or num_bytes)
         numbers = torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes, offset=at)
-        if at % dtype.itemsize:  # Numbers begin where numbers may.
+        if at % dtype.itemsize:  # The dtype needs an aligned address.
             numbers = numbers.clone()
         return numbers.view(dtype).view(stored.box.size)[part.within(stored.box)]
 
     def _place(self, stored: Stored, dtype: torch.dtype) -> tuple[int, int]:
-        """Where a box begins in the file, and its bytes, by the header."""
+        """Return the offset of a box in the file and its number of bytes, from the header."""
         try:
             place = self._places[stored.key]
             start, stop = map(int, place["data_offsets"])
@@ -91,7 +91,7 @@ class StoredFile:
         return self._data + start, num_bytes
 
     def _compare(self, stored: Stored, at: int, num_bytes: int, part: Box, item_bytes: int, block_bytes: int) -> None:
-        """Compare the blocks in which the part lies, those that were not compared before."""
+        """Verify the blocks that contain the part, except those verified before."""
         compared, memory = self._compared.setdefault(stored.key, set()), memoryview(self._memory)
         runs = touched(part, stored.box, item_bytes, block_bytes)
         blocks = sorted({block for run in runs for block in run} - compared)
@@ -112,7 +112,7 @@ class StoredFile:
 
 
 def _checksums(memory: memoryview, ends: Sequence[tuple[int, int]]) -> list[int]:
-    """Those of stretches of memory, by as many threads as torch has here: a core does 1 to 3 GB/s."""
+    """Return the checksums of ranges of memory, with as many threads as torch has. One core does 1 to 3 GB/s."""
 
     def one(end: tuple[int, int]) -> int:
         return checksum(memory[slice(*end)])

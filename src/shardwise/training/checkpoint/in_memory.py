@@ -1,10 +1,10 @@
-"""A checkpoint whose files are in the memory of machines: written there by a thread, brought to a neighbour, and read.
+"""A checkpoint in the memory of machines: written there by a thread, sent to a neighbour, and read back.
 
-    training   step | copy | step | step | step ...                 only the copy stops it (`snapshot.py`)
+    training   step | copy | step | step | step ...                 only the copy blocks it (`snapshot.py`)
     writer            `-- own memory -- neighbour's memory --'       a thread of its own on every rank
 
-The files are those of a checkpoint. The index is not written: it is put together from the ranks' pieces when somebody
-reads, on whichever machines these are then.
+The files are those of a checkpoint, without the index. A reader assembles the index from the pieces of all ranks,
+wherever these are by then.
 """
 
 import json
@@ -31,13 +31,13 @@ from shardwise.training.checkpoint.write import Mark, Writer, merge, write_files
 
 
 class Neighbour(NamedTuple):
-    """The machine that has a copy of what this one has: where its keeper listens stands in the folder of the run."""
+    """The machine that holds copies of this one's pieces. The address of its keeper is in the folder of the run."""
 
     folder: Path
     node: str
 
     def bring(self, generation: Generation, paths: list[Path]) -> None:
-        """Bring files, in this order. The keeper may have been started anew since it was last asked."""
+        """Send files, in this order. The keeper is looked up each time, as it may have been restarted."""
         keeper = find_keeper(self.folder, self.node)
         if keeper is None:
             raise OSError(f"nobody keeps copies on {self.node}")
@@ -46,8 +46,8 @@ class Neighbour(NamedTuple):
 
 
 class CopyWriter(Writer):
-    """Writes this rank's share of each generation to memory. What went wrong with the neighbour alone is `apart`: the
-    copy counts on its own machine."""
+    """Writes this rank's share of each generation to memory. If only the transfer to the neighbour fails, `apart` has
+    the reason, and the copy on this machine is valid."""
 
     def __init__(
         self, memory: Memory, neighbour: Neighbour | None, *,
@@ -63,7 +63,7 @@ class CopyWriter(Writer):
 
     @property
     def num_bytes(self) -> int:
-        """What this rank writes of each generation."""
+        """The bytes of each generation that this rank writes."""
         return sum(size for entry, box, size in self._described if (entry, box) in self._mine)
 
     def generation(self, step: int) -> Generation:
@@ -98,7 +98,7 @@ class CopyWriter(Writer):
 def open_generation(
     generation: Generation, memory: Memory, holders: Mapping[int, list[str]], keepers: Mapping[str, Keeper]
 ) -> Reader:
-    """A reader of a generation whose pieces are here or at these nodes: those that are elsewhere are brought."""
+    """Return a reader of a generation whose pieces are here or at these nodes. Missing pieces are fetched."""
 
     def locate(file: str) -> Path:
         path, rank = memory.path(generation, file), int(re.split(r"[-.]", file)[1])

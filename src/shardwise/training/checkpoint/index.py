@@ -1,18 +1,18 @@
-"""The format: a folder for each checkpoint, a safetensors file of each rank that wrote, and an index of all boxes.
+"""The format: a folder for each checkpoint, with a safetensors file from each writing rank, and an index of all boxes.
 
     checkpoints/
         step-00000100/
-            index.json               which tensors there are, whole shapes, in which file each box lies, checksums
+            index.json               all tensors, their whole shapes, the file of each box, checksums
             rank-00000.safetensors   boxes, each under the name of its tensor
             rank-00000-2.safetensors second boxes of tensors of which the rank had several
             rank-00001.safetensors
-        step-00000200.4f1c.saving/   not complete yet; whoever finds one after a kill may delete it
+        step-00000200.4f1c.saving/   incomplete; one left after a kill may be deleted
 
-The folder gets its name when all is written. Nothing in it says under which plan it was made. Every byte has a
-checksum: those of boxes, block by block, and those of the files' headers are in the index, which ends with a digest of
-itself. All files of a checkpoint carry the mark of the run that wrote them.
+The folder is renamed to its final name when all is written. It contains nothing of the plan. Every byte has a checksum.
+The index has those of the boxes, block by block, and of the file headers, and ends with a digest of itself. All files
+of a checkpoint carry the mark of the run that wrote them.
 
-Checkpoints of the format 1 are still read. They have one checksum for a box, and none of the index.
+Checkpoints of format 1 can still be read. They have one checksum for each box, and none for the index.
 """
 
 import json
@@ -59,7 +59,7 @@ class Entry:
 
 
 class FileOutline(NamedTuple):
-    """What the index knows of a file."""
+    """The entry of a file in the index."""
 
     num_bytes: int
     header_checksum: int
@@ -67,9 +67,9 @@ class FileOutline(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """All that a checkpoint says of itself. `extra` is what the run wants to know again: data position and the like.
+    """The index of a checkpoint. `extra` are other values needed to resume: descriptions, the loss scale and the like.
 
-    `run` marks the run that wrote it. Of the format 1 there is neither that nor `files`, and a box is one block.
+    `run` marks the run that wrote it. Format 1 has neither `run` nor `files`, and a box is one block.
     """
 
     step: int
@@ -85,7 +85,7 @@ class Index:
 
 
 def bytes_of(numbers: Tensor) -> Any:
-    """Those of a tensor on the CPU; copied only if it has gaps."""
+    """Return the bytes of a CPU tensor, copied only if it is not contiguous."""
     flat = numbers.detach().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
@@ -95,25 +95,25 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def saved_steps(root: Path) -> list[int]:
-    """The steps that have a complete checkpoint, in order."""
+    """Return the steps that have a complete checkpoint, in order."""
     names = [_NAME.fullmatch(path.name) for path in root.glob("step-*")] if root.is_dir() else []
     return sorted(int(name[1]) for name in names if name is not None)
 
 
 def find_last(root: Path) -> Path | None:
-    """The newest complete checkpoint."""
+    """Return the newest complete checkpoint, or None."""
     steps = saved_steps(root)
     return folder_of(root, steps[-1]) if steps else None
 
 
 def clean(root: Path) -> None:
-    """Delete what was being written when a run was killed. Only when nobody writes."""
+    """Delete the incomplete checkpoints of killed runs. Call this only while no process writes."""
     for path in root.glob(f"step-*{SAVING}"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest. A folder loses its name first, so that none is ever half there."""
+    """Delete all but the newest `keep`. A folder is renamed first, so that a checkpoint is never partly deleted."""
     for step in saved_steps(root)[:-keep]:
         path = folder_of(root, step)
         going = path.with_name(path.name + SAVING)
@@ -122,7 +122,7 @@ def prune(root: Path, keep: int) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file that ends with the digest of all before it. Whoever sees the file sees all of it."""
+    """Write a file that ends with the digest of all before it. It appears under its name only when complete."""
     text = json.dumps(content).encode()[:-1]
     with replacing(path) as file:
         file.write(text + _ending(text))
@@ -131,7 +131,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_digest(raw: bytes) -> None:
-    """Raise a `ValueError` at what `write_json` has not written so."""
+    """Raise a `ValueError` if the bytes do not end with the digest that `write_json` writes."""
     length = len(_ending(b""))
     if raw[-length:] != _ending(raw[:-length]):
         raise ValueError("its digest is not the one that was written")
@@ -142,7 +142,7 @@ def _ending(text: bytes) -> bytes:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Write the index of a checkpoint whose files are there."""
+    """Write the index of a checkpoint whose files are written."""
     content = {
         "format": FORMAT,
         "run": index.run,
@@ -156,7 +156,7 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def told(entries: Mapping[str, Entry]) -> dict[str, Any]:
-    """Entries in JSON's types."""
+    """Return entries in JSON types."""
     return {
         name: {
             "shape": entry.shape,
@@ -191,12 +191,12 @@ def read_files(content: Mapping[str, Any]) -> dict[str, FileOutline]:
 
 
 def without(folder: Path) -> str:
-    """What to type against a checkpoint that cannot be read."""
+    """Return the remedy for a checkpoint that cannot be read."""
     return f"rm -r {folder}: the run goes on from the one before it"
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a checkpoint. One that is not as it was written is refused."""
+    """Read the index of a checkpoint. Raise if it is damaged."""
     path, like = folder / INDEX, "a folder like runs/NAME/checkpoints/step-00000100"
     try:
         with os_errors_as(f"{folder} is no checkpoint: {path.name} cannot be read", remedy=like):

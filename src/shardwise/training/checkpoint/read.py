@@ -1,4 +1,4 @@
-"""A checkpoint read under any plan: each rank reads, of the boxes that overlap what it holds, only that part."""
+"""Reading a checkpoint under any plan. Each rank reads only the overlaps of stored boxes with the parts it holds."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,13 +18,13 @@ from shardwise.training.world import World
 
 
 class Reader:
-    """A checkpoint that is open. What is read of it was compared with its checksums.
+    """An open checkpoint. Everything read from it is verified against its checksums.
 
-    `bytes_read` counts what was asked for, `bytes_kept` what became of it, `bytes_compared` what was read to be sure.
+    `bytes_read` counts bytes requested from files, `bytes_kept` those of the results, `bytes_compared` those verified.
     """
 
     def __init__(self, folder: Path, index: Index | None = None, locate: Callable[[str], Path] | None = None) -> None:
-        """Without an index, the folder has one; `locate` finds files that are not in it."""
+        """Without `index`, read that of the folder. `locate` returns the path of a file that may be elsewhere."""
         self.folder, self.index = folder, read_index(folder) if index is None else index
         self._locate = locate or (lambda file: folder / file)
         self.bytes_read = self.bytes_kept = self.bytes_compared = 0
@@ -39,11 +39,11 @@ class Reader:
 
     @property
     def weights(self) -> dict[str, Entry]:
-        """The module's own entries."""
+        """The entries of the module: parameters and buffers."""
         return {name: entry for name, entry in self.index.entries.items() if "/" not in name}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse a checkpoint of another model, and say which tensors differ."""
+        """Refuse a checkpoint of another model, and name the tensors that differ."""
         there = {name: entry.shape for name, entry in self.weights.items()}
         lacking = [name for name in shapes if name not in there]
         extra = [name for name in there if name not in shapes]
@@ -61,7 +61,7 @@ class Reader:
             )
 
     def verify(self, beginning: str = "") -> None:
-        """Read all, and compare it with the checksums; or only the entries whose names begin so."""
+        """Read and verify all entries, or those whose names begin with `beginning`."""
         for name, entry in self.index.entries.items():
             if name.startswith(beginning):
                 missing = whole_box(entry.shape).num_numbers
@@ -71,7 +71,7 @@ class Reader:
                 self._check_count(name, missing)
 
     def fill(self, part: Part) -> None:
-        """Read a part into its memory, whatever its type and device."""
+        """Read a part into its memory, of any dtype and device."""
         missing = part.box.num_numbers
         entry = self.index.entries[part.entry]
         for stored in entry.boxes:
@@ -84,7 +84,7 @@ class Reader:
         self.bytes_kept += part.numbers.numel() * part.numbers.element_size()
 
     def whole(self, name: str) -> Tensor:
-        """A whole tensor on the CPU, in the type that it was saved in. One that lies in one box is not copied."""
+        """Return a whole tensor on the CPU, in its saved dtype. A tensor stored as one box is not copied."""
         entry = self.index.entries[name]
         box = whole_box(entry.shape)
         for stored in entry.boxes:
@@ -97,7 +97,7 @@ class Reader:
         return target
 
     def _read(self, entry: Entry, stored: Stored, box: Box) -> Tensor:
-        """A part of a stored box."""
+        """Return a part of a stored box."""
         if stored.file not in self._files:
             self._files[stored.file] = StoredFile(self._locate(stored.file), self.index.files.get(stored.file))
         numbers = self._files[stored.file].read(stored, self._dtype(entry), box, self.index.block_bytes)
@@ -122,7 +122,7 @@ class Reader:
 
 @torch.no_grad()
 def load(reader: Reader, held: Held) -> None:
-    """Give an engine the weights and the optimizers' states of a checkpoint. Every rank calls this alike."""
+    """Load weights and optimizer states of a checkpoint into an engine. Every rank calls this."""
     reader.check(held.shapes)
     held.settle()
     load_weights(reader, held)
@@ -133,8 +133,8 @@ def load(reader: Reader, held: Held) -> None:
 
 @torch.no_grad()
 def look_through(reader: Reader, held: Held) -> None:
-    """Read and compare all that `load` will want, without the other ranks: what is missing or damaged is found before
-    any of them counts on it. Weights are overwritten by it."""
+    """Read and verify everything that `load` needs, without communication, so that missing or damaged data is found
+    before any rank relies on it. This overwrites weights."""
     reader.check(held.shapes)
     held.settle()
     load_weights(reader, held)
@@ -144,13 +144,13 @@ def look_through(reader: Reader, held: Held) -> None:
 
 @torch.no_grad()
 def load_weights(reader: Reader, held: Held) -> None:
-    """The weights that this rank holds. Copies of them elsewhere are still as they were."""
+    """Load the weights that this rank holds. Copies of them elsewhere are not updated."""
     for part in held.weights():
         reader.fill(part)
 
 
 class _ReadState(NamedTuple):
-    """What an optimizer is to remember of a weight."""
+    """The optimizer state of a weight, read but not yet loaded."""
 
     of: Updated
     state: dict[str, Tensor]
@@ -164,7 +164,7 @@ class _ReadState(NamedTuple):
 
 
 def _read_optimizers(reader: Reader, held: Held) -> Iterator[_ReadState]:
-    """The optimizers' states. A parameter of which the checkpoint has none begins anew."""
+    """Yield the optimizer states. A parameter without state in the checkpoint starts with none."""
     keys: dict[str, list[str]] = {}
     for entry in reader.index.entries:
         if entry.startswith(OPTIMIZER):
@@ -185,10 +185,10 @@ def _read_optimizers(reader: Reader, held: Held) -> Iterator[_ReadState]:
 
 
 def load_random(reader: Reader, world: World, *, looks_at_all: bool = True) -> None:
-    """Random numbers go on as they were. A rank that was not there before has its own, from the step.
+    """Restore this rank's RNG states. A rank that the checkpoint does not have is seeded from the step.
 
-    Those of ranks that are no more are nobody's, and damaged like all others: the first rank looks at all of them,
-    where they lie in one place.
+    No rank reads the states of ranks that no longer exist, although these may be damaged too. So the first rank
+    verifies all of them, if all are in one place.
     """
     if world.is_first and looks_at_all:
         reader.verify(RANDOM)

@@ -1,9 +1,9 @@
-"""What a checkpoint is written from: copies of parts, made between two steps.
+"""Snapshots: copies of parts, made between two steps, from which a checkpoint is written.
 
-    training   step | copy | step | step ...        a GPU with room copies in its own memory, in milliseconds
+    training   step | copy | step | step ...        a GPU with free memory copies within it, in milliseconds
     writer            `-- to the host, chunk by chunk, and into the file --'
 
-Without that room the copy goes to pinned memory of the host, and the next step waits for it.
+Without enough free memory the copy goes to pinned host memory, and the next step waits for it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,24 +16,24 @@ from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.index import bytes_of
 from shardwise.training.checkpoint.parts import Part
 
-#: What is brought over at a time. Far larger than what a transfer costs by itself, far smaller than a model.
+#: The size of one device-to-host transfer: large enough to hide its latency, and far smaller than a model.
 _CHUNK_BYTES = 64 * 2**20
-#: What is left free on a GPU beside a copy and what steps have taken at most: memory comes in pieces.
+#: The share of a GPU's memory left free, besides the copy and the peak of the steps, because of fragmentation.
 _MARGIN = 0.05
 
 
 class Snapshot:
-    """The parts of one checkpoint at a time. The memory of copies on the host is used again."""
+    """The parts of one checkpoint at a time. Host memory is reused for the next one."""
 
     def __init__(self) -> None:
         self.parts: Sequence[Part] = ()
         self._on_host: dict[tuple[str, Box], Tensor] = {}
         self._copied: torch.cuda.Event | None = None
-        #: What was allocated at most before there was any copy.
+        #: The peak of allocated memory before the first copy.
         self._most: int | None = None
 
     def take(self, parts: Iterable[Part]) -> None:
-        """Copy parts. What a GPU has not copied yet is copied before anything changes it: all in one stream."""
+        """Copy parts. GPU copies are asynchronous, but on the stream of the steps, so they precede any update."""
         given = list(parts)
         stays = self._find_room(given)
         try:
@@ -51,16 +51,16 @@ class Snapshot:
                 self._copied.synchronize()
 
     def wait(self) -> None:
-        """Until the copies are made. The writer's thread calls this."""
+        """Wait until the copies are complete. The writer's thread calls this."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def release(self) -> None:
-        """It has been written: give a GPU its memory back."""
+        """Release the GPU memory of the copies, after they are written."""
         self.parts = ()
 
     def _find_room(self, parts: Sequence[Part]) -> bool:
-        """Whether copies can stay on the GPU while steps go on there."""
+        """Return whether the copies fit on the GPU beside the next steps."""
         on_gpu = [part.numbers for part in parts if part.numbers.is_cuda]
         if not on_gpu:
             return False
@@ -87,14 +87,14 @@ class Snapshot:
 
 
 class Chunks:
-    """The bytes of tensors in pieces; those of a GPU come by way of pinned memory, on a stream of their own."""
+    """The bytes of tensors in pieces. GPU tensors pass through pinned memory, on a stream of their own."""
 
     def __init__(self) -> None:
         self._stage: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def of(self, numbers: Tensor) -> Iterator[Any]:
-        """Pieces, each good until the next."""
+        """Yield pieces, each valid until the next one."""
         if not numbers.is_cuda:
             yield bytes_of(numbers)
             return

@@ -1,13 +1,13 @@
-"""A checkpoint written while training goes on.
+"""Asynchronous checkpoints, written while training continues.
 
-    training   step | copy | step | step | step ...         only the copy stops it (`snapshot.py`)
+    training   step | copy | step | step | step ...         only the copy blocks it (`snapshot.py`)
     writer            `---- file, checksums, rename ----'    a thread of its own on every rank
 
-All ranks describe their parts once, and of those that several hold one rank is chosen to write each. A rank that has
-written its file says so by a small file of its own; the first rank's writer waits for all of them, writes the index and
-gives the folder its name. So a kill at any moment leaves the last good one, and nothing but a common folder is needed.
-All that ranks write bears the mark of the run, a word that its first rank has drawn: what another run has left, or is
-writing to the same place, is never taken for a part of this one's.
+All ranks exchange descriptions of their parts once. A part that several ranks hold is assigned to one of them to write.
+A rank that has written its data also writes a small JSON file. The first rank's writer waits for these of all ranks,
+writes the index, and renames the folder to its final name. So a kill at any moment leaves the last complete checkpoint,
+and the ranks need only a common folder. Everything written carries the mark of the run, a random word that its first
+rank draws. So files that another run has left, or is writing there, are never mistaken for parts of this checkpoint.
 """
 
 import contextlib
@@ -44,17 +44,17 @@ from shardwise.training.checkpoint.parts import Part
 from shardwise.training.checkpoint.snapshot import Chunks, Snapshot
 
 _POLL_SECONDS, _ASK_SECONDS = 0.01, 0.1
-# A rank whose disk takes not even an empty file cannot say so. The others give up on it after this long.
+# A rank whose disk does not accept even an empty file cannot report its failure. It is given up after this long.
 _PATIENCE_SECONDS = 600.0
-# And after so long without a sign of writing, once the run has failed: whoever was killed writes no more.
+# Once the run has failed, ranks are given up after this long without writes: killed ranks write no more.
 _QUIET_SECONDS = 1.0
 
-#: What identifies a part among those of all ranks.
+#: A part, as ranks describe it to each other: entry, box, number of bytes.
 Description = tuple[str, Box, int]
 
 
 def share_out(described: Sequence[Sequence[Description]]) -> list[set[tuple[str, Box]]]:
-    """Which parts each rank writes: each is written once, by the one of its holders that has least to write so far."""
+    """Assign each part to one rank to write: the holder with the fewest bytes so far. Return the parts by rank."""
     holders: dict[tuple[str, Box], list[int]] = {}
     sizes: dict[tuple[str, Box], int] = {}
     for rank, parts in enumerate(described):
@@ -63,7 +63,7 @@ def share_out(described: Sequence[Sequence[Description]]) -> list[set[tuple[str,
             sizes[entry, box] = num_bytes
     load = [0] * len(described)
     chosen: list[set[tuple[str, Box]]] = [set() for _ in described]
-    # Those that only one rank has come first: they leave no choice.
+    # Parts with a single holder come first: they leave no choice.
     for part in sorted(holders, key=lambda part: (len(holders[part]), -sizes[part], part)):
         rank = min(holders[part], key=load.__getitem__)
         chosen[rank].add(part)
@@ -74,23 +74,23 @@ def share_out(described: Sequence[Sequence[Description]]) -> list[set[tuple[str,
 class Writer:
     """Writes this rank's share of checkpoints, one at a time, in a thread of its own.
 
-    `gather(value)` gives what each rank gives, and is called by all alike.
+    `gather(value)` returns the values of all ranks. All ranks call it.
     """
 
     def __init__(self, root: Path, *, rank: int, num_ranks: int, keep: int, gather: Callable[[Any], list[Any]]) -> None:
         self._root, self._rank, self._num_ranks, self._keep, self._gather = root, rank, num_ranks, keep, gather
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-checkpoint")
-        self._snapshot = Snapshot()  # Of what this rank writes.
+        self._snapshot = Snapshot()  # Of the parts that this rank writes.
         self._under_way: Future[str | None] | None = None
         self._has_failed = threading.Event()
         self._described: list[Description] = []
         self._mine: set[tuple[str, Box]] = set()
-        #: How long the thread was at the last one.
+        #: How long the thread took for the last checkpoint.
         self.seconds = 0.0
         self._run: str = gather(secrets.token_hex(8))[0]
 
     def save(self, step: int, parts: Sequence[Part], extra: Mapping[str, Any]) -> str | None:
-        """Begin to save. Returns what went wrong with the one before, on whichever rank. Every rank calls this."""
+        """Begin to save. Return the problem with the previous checkpoint, of any rank. Every rank calls this."""
         problem = self.finish()
         self.agree(parts)
         self._snapshot.take(part for part in parts if (part.entry, part.box) in self._mine)
@@ -98,10 +98,10 @@ class Writer:
         return problem
 
     def finish(self) -> str | None:
-        """Wait for what is being written. Returns what went wrong, on whichever rank. Every rank calls this."""
+        """Wait for the checkpoint being written. Return its problem, of any rank, or None. Every rank calls this."""
         if self._under_way is None:
             return None
-        # All ask each other meanwhile: a rank that is gone is seen by that, and by nothing else here.
+        # Ranks gather repeatedly while they wait: only this detects a rank that is gone.
         told: list[tuple[bool, str | None]] = [(False, None)]
         while not all(is_done for is_done, _ in told):
             is_done = bool(wait([self._under_way], _ASK_SECONDS).done)
@@ -110,14 +110,14 @@ class Writer:
         return next((problem for _, problem in told if problem is not None), None)
 
     def close(self, *, has_failed: bool = False) -> None:
-        """End the thread, when it has written what it was given. If the run has failed, ranks may be gone whose parts
-        will never come: they are waited for only as long as something is written."""
+        """Stop the thread after it has finished writing. If the run has failed, parts of lost ranks will never come, so
+        the thread waits only as long as ranks still write."""
         if has_failed:
             self._has_failed.set()
         self._thread.shutdown()
 
     def agree(self, parts: Sequence[Part]) -> None:
-        """Who writes what. It is asked anew only if some rank holds other parts than last time."""
+        """Decide which rank writes which part. This is repeated only if a rank's parts have changed."""
         described: list[Description] = [(part.entry, part.box, part.numbers.nbytes) for part in parts]
         if any(self._gather(described != self._described)):
             self._described = described
@@ -148,7 +148,7 @@ class Writer:
         return self._complete(step, folder, final, extra) if self._rank == 0 else None
 
     def _complete(self, step: int, folder: Path, final: Path, extra: dict[str, Any]) -> str | None:
-        """Wait for the others, write the index, and give the folder its name."""
+        """Wait for the other ranks, write the index, and rename the folder to its final name."""
         names = [f"rank-{rank:05}" for rank in range(self._num_ranks)]
         patience = _Patience(folder)
         while not all((folder / f"{name}.json").exists() for name in names):
@@ -173,7 +173,7 @@ class Writer:
         return None
 
     def _collect(self, step: int, paths: Iterable[Path]) -> tuple[dict[str, Entry], dict[str, FileOutline]]:
-        """What all ranks have written. A part of another run, or of another step, is a `ValueError`."""
+        """Return the entries and files of all ranks. Raise a `ValueError` for a part of another run or step."""
         entries: dict[str, Entry] = {}
         files: dict[str, FileOutline] = {}
         for path in paths:
@@ -189,7 +189,7 @@ class Writer:
 
 
 class _Patience:
-    """How long other ranks are waited for, by what they write to a folder."""
+    """How long to wait for other ranks, depending on what they write to a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._deadline = folder, time.monotonic() + _PATIENCE_SECONDS
@@ -200,7 +200,7 @@ class _Patience:
         now = time.monotonic()
         if not run_has_failed:
             return now > self._deadline
-        with contextlib.suppress(FileNotFoundError):  # One was given another name meanwhile, and that is a sign too.
+        with contextlib.suppress(FileNotFoundError):  # A file was renamed meanwhile, which is a sign of writing too.
             found = {(path.name, path.stat().st_size) for path in self._folder.iterdir()}
             if found != self._seen:
                 self._seen, self._quiet_since = found, now
@@ -208,7 +208,7 @@ class _Patience:
 
 
 class Mark(NamedTuple):
-    """Of which run and step a file is. It stands in the file itself."""
+    """The run and the step of a file, stored in its header."""
 
     run: str
     step: int
@@ -217,8 +217,8 @@ class Mark(NamedTuple):
 def write_files(
     folder: Path, name: str, parts: Sequence[Part], mark: Mark
 ) -> tuple[dict[str, Entry], dict[str, FileOutline]]:
-    """Write parts to `name.safetensors`; further boxes of an entry that is in it already go to `name-2.safetensors`,
-    and so on. So a tensor has its own name in every file, and `torch.distributed.checkpoint` finds its boxes too."""
+    """Write parts to `name.safetensors`. The second box of an entry goes to `name-2.safetensors`, and so on. So each
+    file stores a box under its tensor's own name, where `torch.distributed.checkpoint` finds it too."""
     groups: list[list[Part]] = []
     seen: dict[str, int] = {}
     for part in parts:
@@ -235,7 +235,7 @@ def write_files(
 
 
 def write_parts(path: Path, parts: Sequence[Part], mark: Mark) -> tuple[dict[str, Entry], FileOutline]:
-    """Write a safetensors file, tensor by tensor, each read once. What comes back says what is in it."""
+    """Write a safetensors file, reading each tensor once. Return its entries and its outline for the index."""
     header = header_of(_described(parts, mark))
     entries: dict[str, Entry] = {}
     chunks = Chunks()
@@ -255,8 +255,8 @@ def write_parts(path: Path, parts: Sequence[Part], mark: Mark) -> tuple[dict[str
 
 
 def _described(parts: Sequence[Part], mark: Mark) -> dict[str, Any]:
-    """What safetensors wants to know of each tensor, and what else is said of the file."""
-    # `HuggingFaceStorageReader` of torch.distributed.checkpoint looks here for where a box begins in its tensor.
+    """Return the safetensors header: the description of each tensor, and metadata of the file."""
+    # `HuggingFaceStorageReader` of torch.distributed.checkpoint reads the offset of a box in its tensor from here.
     offsets = {part.entry: {"saved_offsets": part.box.start} for part in parts}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     header: dict[str, Any] = {"__metadata__": {**metadata, "run": mark.run, "step": str(mark.step)}}
@@ -274,7 +274,7 @@ def _described(parts: Sequence[Part], mark: Mark) -> dict[str, Any]:
 
 
 def merge(entries: dict[str, Entry], more: Mapping[str, Entry]) -> None:
-    """Add boxes to those that are there."""
+    """Add the boxes of `more` to `entries`."""
     for name, entry in more.items():
         before = entries.get(name)
         boxes = entry.boxes if before is None else (*before.boxes, *entry.boxes)
@@ -282,7 +282,7 @@ def merge(entries: dict[str, Entry], more: Mapping[str, Entry]) -> None:
 
 
 def _give_up(folder: Path, rank: int, problem: str) -> None:
-    """Make room, and tell the first rank. On a full disk a file without content may still be made."""
+    """Free disk space, and report the failure to the first rank. A full disk may still accept an empty file."""
     failed = folder / f"rank-{rank:05}.failed"
     with contextlib.suppress(OSError):
         for path in folder.glob(f"rank-{rank:05}*.safetensors"):
@@ -294,13 +294,13 @@ def _give_up(folder: Path, rank: int, problem: str) -> None:
 
 
 def _give_name(folder: Path, final: Path) -> bool:
-    """Give a folder its name, if there is none: of the same step, saved again after a restart, the first is as good."""
+    """Rename a folder unless `final` exists: if a restarted run saves a step again, the first checkpoint is as good."""
     if not final.exists():
         with contextlib.suppress(FileExistsError):
             try:
                 folder.rename(final)
                 return True
-            except OSError:  # Not every system has one word for a folder that is not empty.
+            except OSError:  # Systems differ in the error for a target folder that is not empty.
                 if not final.exists():
                     raise
     shutil.rmtree(folder)
@@ -308,7 +308,7 @@ def _give_name(folder: Path, final: Path) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename outlast a power cut."""
+    """Make a rename durable across a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,1 +1,1 @@
-"""Tokens: made into files, mapped into memory, and dealt out in an order that depends on a seed alone."""
+"""Token files: written, memory-mapped, and read in an order that depends on the seed alone."""

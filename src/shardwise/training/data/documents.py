@@ -1,4 +1,4 @@
-"""Documents, one after the other: from text files, JSON lines and Parquet, or from Python's own standard library."""
+"""Documents from text files, JSON lines and Parquet, or from Python's standard library."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError, os_errors_as
 
-#: The source that every machine has.
+#: The source that exists on every machine.
 STDLIB = "stdlib"
 _TEXT_ROWS = 1024
 _LEFT_OUT = frozenset(
@@ -19,9 +19,9 @@ _LEFT_OUT = frozenset(
 
 
 def documents_of(source: str, *, field: str = "text") -> Iterator[bytes]:
-    """The documents of a source: `stdlib`, a folder of text files, or a file, of a kind that its ending says.
+    """Yield the documents of a source: `stdlib`, a folder, or a file whose suffix says its kind.
 
-    `field` is the key of JSON lines, and the column of Parquet, that has the text.
+    `field` is the key in JSON lines, or the column in Parquet, that has the text.
     """
     if source == STDLIB:
         yield from _of_library()
@@ -38,12 +38,12 @@ def documents_of(source: str, *, field: str = "text") -> Iterator[bytes]:
 
 
 def _of_library() -> Iterator[bytes]:
-    """The modules of the standard library, shuffled by their names, so that any part of them is like any other. What is
-    installed beside them, tests and tables are left out."""
+    """Yield the modules of the standard library, shuffled by a hash of their names, so that all parts of the data are
+    alike. Installed packages, tests and tables are left out."""
     root = sysconfig.get_paths()["stdlib"]
     inside: list[str] = []
     for folder, folders, files in os.walk(root):
-        # What is installed is often ten times as much: it is not even looked through.
+        # Installed packages are often ten times as large, so their folders are not walked.
         folders[:] = [each for each in folders if each not in _LEFT_OUT]
         inside += [Path(folder, each).relative_to(root).as_posix() for each in files if each.endswith(".py")]
     for path in sorted(inside, key=lambda path: blake2b(path.encode()).digest()):

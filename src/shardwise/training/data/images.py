@@ -1,8 +1,8 @@
-"""Images of random numbers, in place of a token file: what they show nobody learns, but all that it takes is done.
+"""Random images in place of a token file. There is nothing to learn, but training does all of its work.
 
     data.source=images:224      3 x 224 x 224 bytes an image, of one of 1000 classes; a row is an image
 
-An image and its class follow from its number alone.
+An image and its class are generated from its index alone.
 """
 
 import re
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError
 
-#: As many as ImageNet has.
+#: The sizes of ImageNet.
 NUM_IMAGES, NUM_CLASSES = 1_281_167, 1000
 _SOURCE = re.compile(r"images:(\d+)")
 
 
 def find_size(source: str) -> int | None:
-    """The height of the images that a source names; None if it is none of images."""
+    """Return the height of a source's images, or None if the source is not `images:`."""
     if source.partition(":")[0] != "images":
         return None
     found = _SOURCE.fullmatch(source)
@@ -37,14 +37,14 @@ def find_size(source: str) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRows:
-    """Some of the images, one behind the other."""
+    """A contiguous range of the images."""
 
     size: int
     first_row: int
     num_rows: int
 
     def batch(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
-        """`images`, [rows, 3, size, size], bytes, and `labels`, [rows]."""
+        """Return `images`, uint8 [rows, 3, size, size], and `labels`, [rows]."""
         shape, numbers = (3, self.size, self.size), (rows + self.first_row).tolist()
         images, labels = np.empty((len(rows), *shape), np.uint8), np.empty(len(rows), np.int64)
         for place, number in enumerate(numbers):
@@ -56,7 +56,7 @@ class ImageRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomImages:
-    """All of them. It is asked the same as `Tokens`."""
+    """All images, with the interface of `Tokens`."""
 
     size: int
     vocabulary: int = NUM_CLASSES
@@ -69,11 +69,11 @@ class RandomImages:
 
     @property
     def nbytes(self) -> int:
-        """What of them is read from a file."""
+        """The bytes read from a file: none."""
         return 0
 
     def parts(self, *, held_out: float, batch: int) -> tuple[ImageRows, ImageRows]:
-        """Those to train on, and the last ones, which are for evaluation: at least one batch, if any are held out."""
+        """Return the images to train on, and those for evaluation: the last ones, at least a batch if any."""
         kept = 0 if held_out == 0 else max(batch, round(NUM_IMAGES * held_out))
         first = NUM_IMAGES - kept
         if first < batch:
@@ -87,7 +87,7 @@ class RandomImages:
 
 
 def check_images(sequence: int, source: str | None, takes: Mapping[str, Any] | None = None) -> None:
-    """Refuse to give images to what reads tokens. `takes` is what the module's forward takes, once that is known."""
+    """Refuse images for a module that reads tokens. `takes` are the parameters of its forward, once known."""
     if source is None:
         raise ShardwiseError(
             "data.source has images, and the model is a transformer that reads tokens",

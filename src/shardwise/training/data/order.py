@@ -1,9 +1,9 @@
-"""The order of samples: a permutation of any size, from a seed alone, in no memory.
+"""The order of samples: a permutation of any size, computed from the seed alone, without memory.
 
-A Feistel network makes a permutation of 4**n numbers out of a round function that need not be one; numbers that fall
-beyond the size are sent through again until they fall within (Black and Rogaway, "Ciphers with Arbitrary Finite
-Domains", 2002, method 3). Neither a plan nor a number of ranks is asked, so any of them reads the same samples; and the
-thousandth sample is found without the 999 before it, so a run goes on exactly where it was.
+A Feistel network makes a permutation of 4**n numbers from a round function that need not be one. Results beyond the
+size are permuted again until they are within it (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002,
+method 3). The order does not depend on the plan or the number of ranks, so all plans read the same samples. The
+thousandth sample is found without the 999 before it, so a run resumes exactly where it stopped.
 """
 
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ Numbers = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Samples 0 to `size` - 1, every one once in an epoch, in another order in each."""
+    """The samples 0 to `size` - 1, each once an epoch, in a different order in each epoch."""
 
     size: int
     seed: int
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        """The samples at places `first` and on, counted from the beginning of the run."""
+        """Return the `count` samples at positions `first` and on, counted from the beginning of the run."""
         places = np.arange(first, first + count, dtype=np.int64)
         found = np.empty(count, dtype=np.int64)
         for epoch in np.unique(places // self.size):

@@ -1,9 +1,9 @@
-"""Rows for a model: stretches of a token file, their labels, and which document each token is of.
+"""Rows for a model: contiguous tokens of a file, their labels, and the document of each token.
 
 tokens      a a a a b b b b b b c c      three documents, rows of 4
 row 0       a a a a                      labels  a a a -       the last of a document has no next token
-row 1       b b b b                      labels  b b b b       what follows is in row 2, and is the label all the same
-row 2       b b c c                      labels  b - c -       positions begin anew at c, which sees no b
+row 1       b b b b                      labels  b b b b       the last label is the first token of row 2
+row 2       b b c c                      labels  b - c -       positions restart at c, which does not attend to b
 """
 
 from collections import deque
@@ -22,9 +22,9 @@ from shardwise.training.data.images import ImageRows, RandomImages
 from shardwise.training.data.order import Order
 from shardwise.training.data.tokens import Tokens
 
-#: A label that is not learned.
+#: The label of a position without a target.
 IGNORED = -100
-#: Batches that are read before they are asked for.
+#: The number of batches to prefetch.
 _NUM_AHEAD = 3
 
 Batch = dict[str, Tensor]
@@ -32,7 +32,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The rows of a part of a token file: all that are whole."""
+    """The complete rows of a part of a token file."""
 
     source: Tokens
     sequence: int
@@ -41,7 +41,7 @@ class Rows:
     masks: bool
 
     def batch(self, rows: NDArray[np.int64]) -> Batch:
-        """Rows as tensors: `input_ids`, `labels` and, if masked, `documents`, each [rows, sequence]."""
+        """Return rows as tensors: `input_ids`, `labels` and, if masked, `documents`, each [rows, sequence]."""
         tokens, ends = self.source.tokens, self.source.ends
         starts = (rows + self.first_row) * self.sequence
         places = starts[:, None] + np.arange(self.sequence)
@@ -49,7 +49,7 @@ class Rows:
         next_places = np.minimum(places + 1, len(tokens) - 1)
         following = tokens[next_places].astype(np.int64)
         for found, where in ((ids, places), (following, next_places)):
-            # A large file is not read whole before it is trained on: what is damaged shows here.
+            # A large file is not verified before training, so damage is found here.
             if found.max() >= self.source.vocabulary:
                 raise self.source.beyond(int(where[np.unravel_index(found.argmax(), found.shape)]))
         documents = np.searchsorted(ends, places, side="right")
@@ -65,7 +65,7 @@ AnyRows = Rows | ImageRows
 def training_and_held_out(
     source: Tokens | RandomImages, *, sequence: int, held_out: float, masks: bool, batch: int
 ) -> tuple[AnyRows, AnyRows]:
-    """The rows to train on, and the last ones, which are for evaluation: at least one batch, if any are held out."""
+    """Return the rows to train on, and those for evaluation: the last ones, at least a batch if any are held out."""
     if isinstance(source, RandomImages):
         return source.parts(held_out=held_out, batch=batch)
     count = source.num_tokens // sequence
@@ -94,8 +94,8 @@ class Batches:
 
 
 class Prefetcher:
-    """The batches of steps `first` and on, in order, read ahead by a thread. An error while reading is raised where the
-    batch is asked for. With `pins` they are in pinned memory: a GPU fetches such a batch while it computes."""
+    """The batches of the steps from `first` to before `last`, in order, prefetched by a thread. An error in reading is
+    raised by `next`. With `pins` they are in pinned memory, from which a GPU copies while it computes."""
 
     def __init__(self, read: Callable[[int], Batch], first: int, last: int, *, pins: bool = False) -> None:
         self._read, self._steps, self._pins = read, iter(range(first, last)), pins

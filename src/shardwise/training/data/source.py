@@ -1,4 +1,4 @@
-"""Token files from documents, and that of a run: the user's own, or one made of the standard library."""
+"""Token files made from documents, and the token file of a run: the user's, or one of the standard library."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ from shardwise.training.data.tokens import Tokens, TokenWriter, open_tokens
 from shardwise.training.recipe import DataChoice
 from shardwise.training.world import World
 
-#: Data up to this size is compared with its checksums before it is trained on.
+#: Data up to this size is verified before training.
 _VERIFIED_BYTES = 1 << 28
 
 
 def check_data(choice: DataChoice, *, verify: bool = True) -> int:
-    """Refuse data that cannot be read; how many words it has. Without `verify` its header alone is looked at."""
+    """Refuse data that cannot be read. Return its vocabulary size. Without `verify`, only the header is read."""
     if choice.source == STDLIB:
         return ByteTokenizer.vocabulary
     size = find_size(choice.source)
@@ -29,7 +29,7 @@ def check_data(choice: DataChoice, *, verify: bool = True) -> int:
 
 
 def open_data(choice: DataChoice, folder: Path, world: World) -> Tokens | RandomImages:
-    """The token file of a run, or its images. That of the standard library is made once, in the run's folder."""
+    """Open the token file of a run, or its images. That of `stdlib` is written once, to the run's folder."""
     size = find_size(choice.source)
     if size is not None:
         return RandomImages(size=size)
@@ -45,7 +45,7 @@ def open_data(choice: DataChoice, folder: Path, world: World) -> Tokens | Random
 def make_tokens(
     sources: Sequence[str], path: Path, tokenizer: Tokenizer, *, field: str = "text", limit_bytes: int | None = None
 ) -> Tokens:
-    """Write the documents of some sources, one after the other, and open the file. At most `limit_bytes` are read."""
+    """Write the documents of all sources to a token file, and open it. At most `limit_bytes` are read."""
     left = limit_bytes
     writer = TokenWriter(path, vocabulary=tokenizer.vocabulary, tokenizer=tokenizer.name)
     with os_errors_as(f"{path} cannot be written", remedy="another place for it"), writer:
@@ -63,7 +63,7 @@ def make_tokens(
 
 
 def _beginning(document: bytes, num_bytes: int, tokenizer: Tokenizer) -> bytes:
-    """So many bytes of a document; where tokens are made of characters, no half of one at the end."""
+    """Return the first bytes of a document. Unless tokens are bytes, do not split a character at the end."""
     taken = document[: max(0, num_bytes)]
     if tokenizer.name != BYTES and len(taken) < len(document):
         while taken and document[len(taken)] & 0b1100_0000 == 0b1000_0000:

@@ -10,7 +10,7 @@ BYTES = "bytes"
 
 
 class ByteTokenizer:
-    """Every byte is a token. `name` is how it is found again; `vocabulary` is one more than the largest token."""
+    """Every byte is a token. `name` is for `get_tokenizer`; `vocabulary` is the largest token plus one."""
 
     name = BYTES
     vocabulary = 256
@@ -60,5 +60,5 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def get_tokenizer(word: str) -> Tokenizer:
-    """The tokenizer of this name, or in this file or folder."""
+    """Return the tokenizer of this name, or in this file or folder."""
     return ByteTokenizer() if word == BYTES else FileTokenizer(Path(word))

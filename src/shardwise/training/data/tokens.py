@@ -1,6 +1,6 @@
-"""Token files: tokens one after the other, where each document ends, and a checksum of every block. Mapped, not read.
+"""Token files: a sequence of tokens, the ends of documents, and a checksum of every block. They are memory-mapped.
 
-The format is safetensors', so that anything can look inside: `tokens` (uint8, uint16 or uint32), `ends` (int64: where
+The format is safetensors, for which there are many readers: `tokens` (uint8, uint16 or uint32), `ends` (int64: where
 each document ends, in tokens), `checksums` (uint32: CRC-32 of each block of `tokens`), and the rest as metadata.
 """
 
@@ -24,7 +24,7 @@ from shardwise.output import replacing
 
 FORMAT = "shardwise tokens 1"
 BLOCK_BYTES = 1 << 20
-# The header is written last, when the sizes are known, into room that was left for it.
+# The header is written last, when the sizes are known, into space that was reserved for it.
 _HEADER_BYTES = 4096
 _AGAIN = "shardwise data INPUT --save FILE makes it again"
 _TYPES: dict[str, type[np.unsignedinteger[Any]]] = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32}
@@ -33,7 +33,7 @@ _WORDS = {np.dtype(kind).str: word for word, kind in _TYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """A token file that is open. `digest` is of all that is in it."""
+    """An open token file. `digest` covers all of its contents."""
 
     path: Path
     tokens: NDArray[np.unsignedinteger[Any]]
@@ -58,7 +58,7 @@ class Tokens:
         return len(self.ends)
 
     def verify(self) -> None:
-        """Read all, and compare with the checksums, the digest and the vocabulary."""
+        """Read all tokens, and compare them with the checksums, the digest and the vocabulary."""
         if _digest_of(self.tokens.dtype.str, self.ends, self.checksums) != self.digest:
             at = self.offset + self.tokens.nbytes
             raise ShardwiseError(
@@ -81,7 +81,7 @@ class Tokens:
                 raise self.beyond(block * size + int(beyond[0]))
 
     def beyond(self, place: int) -> ShardwiseError:
-        """The error for a token that the vocabulary does not have."""
+        """Return the error for a token beyond the vocabulary."""
         return ShardwiseError(
             f"{self.path} has the token {self.tokens[place]} at byte {self.offset + place * self.tokens.itemsize}, and"
             f" its vocabulary has {self.vocabulary}",
@@ -90,7 +90,7 @@ class Tokens:
 
 
 class TokenWriter:
-    """Writes a token file document by document, beside its place, and moves it there when it is complete."""
+    """Writes a token file document by document to a temporary file, and renames it when it is complete."""
 
     def __init__(self, path: Path, *, vocabulary: int, tokenizer: str) -> None:
         self._path, self._vocabulary, self._tokenizer = path, vocabulary, tokenizer
@@ -157,7 +157,7 @@ class TokenWriter:
                 "digest": digest,
             },
             "tokens": _outline(self._word, self.num_tokens, 0, num_bytes),
-            # Not a tensor of anybody's: safetensors wants every byte to be somebody's.
+            # Unused: safetensors requires every byte to belong to a tensor.
             "padding": _outline("U8", padding, num_bytes, first),
             "ends": _outline("I64", len(ends), first, second),
             "checksums": _outline("U32", len(checksums), second, second + checksums.nbytes),
@@ -175,7 +175,7 @@ def _outline(word: str, length: int, start: int, stop: int) -> dict[str, object]
 
 
 def _digest_of(kind: str, ends: NDArray[np.int64], checksums: NDArray[np.uint32]) -> str:
-    """Of all that is in a file: the checksums stand for the tokens."""
+    """Return the digest of a file's contents. The checksums stand for the tokens."""
     digest = blake2b(digest_size=16)
     for each in (_WORDS[kind].encode(), ends.tobytes(), checksums.tobytes()):
         digest.update(each)
@@ -183,7 +183,7 @@ def _digest_of(kind: str, ends: NDArray[np.int64], checksums: NDArray[np.uint32]
 
 
 def open_tokens(path: Path) -> Tokens:
-    """Map a token file. What is wrong with its header or its length is said here; `verify` reads the rest."""
+    """Map a token file. Its header and its length are checked here; `verify` reads the rest."""
     header, size = _read_header(path)
     try:
         metadata = header["__metadata__"]

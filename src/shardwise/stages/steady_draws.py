@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwise.stages.checkpoints import nothing_recomputed
+from shardwise.stages.split.flow import draws
 from shardwise.stages.split.script_values import names_in_classes
 from shardwise.torch_private import EagerDispatchMode
 
@@ -34,7 +35,7 @@ class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if not draws(func, args, kwargs):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name == "native_dropout":

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.nets.settings import Heads, Mlp, Settings
+from shardwise.nets.transformer import Transformer
 from shardwise.ranks.simulated import SimulatedGroup
 from shardwise.sharding.stand_in import another
 from shardwise.sharding.tensor import Sharding, shard
@@ -132,6 +134,19 @@ class Started(Feed):
                 self.scale.copy_(1 / x.std((0, 1)))
             self.has_started = True
         return super().forward(x * self.scale)
+
+
+def test_torchs_attention_is_no_draw_and_sequences_are_shared_out() -> None:
+    """torch marks it as one that draws even if it drops nothing: `sp=true` was off for every transformer."""
+    heads = Heads(num_heads=4, num_kv_heads=2, head_dim=4)
+    module = Transformer(Settings(vocabulary=32, width=16, num_layers=2, length=8, attention=heads, mlp=Mlp(width=24)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sharding = shard(
+            module, SimulatedGroup(0, 2), example={"input_ids": torch.arange(16).view(2, 8)}, sequence=True
+        )
+    assert sharding.is_along_sequence
+    assert "layers.0.attention.q_proj" in sharding.cut
 
 
 class Blocks(nn.Module):

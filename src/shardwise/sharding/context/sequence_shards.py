@@ -111,20 +111,21 @@ def first_tokens(batch: Batch, num_tokens: int, num_pieces: int, sharding: Seque
     entries = _entries_of(batch, sharding)
     length = _length_of(batch, entries)
     kept = max(min(num_tokens, length) // num_pieces, 1) * num_pieces
-    if kept >= length:
-        return batch
-    return {name: each.narrow(entries[name].dim, 0, kept) if name in entries else each for name, each in batch.items()}
+    return batch if kept >= length else _narrowed(batch, entries, kept)
 
 
 def without_last(batch: Batch, num_pieces: int, sharding: SequenceSharding) -> Batch | None:
     """All sequences without their last token, if they divided with it and can be padded without it."""
     entries = _entries_of(batch, sharding)
     length = _length_of(batch, entries)
-    can_be_padded = sharding.pads and any(each.ignores for each in entries.values())
-    if length % num_pieces or length == num_pieces or not can_be_padded:
+    if length % num_pieces or length == num_pieces or not (sharding.pads and _can_ignore(entries, sharding)):
         return None
+    return _narrowed(batch, entries, length - 1)
+
+
+def _narrowed(batch: Batch, entries: Mapping[str, Entry], length: int) -> Batch:
     return {
-        name: each.narrow(entries[name].dim, 0, length - 1) if name in entries else each for name, each in batch.items()
+        name: each.narrow(entries[name].dim, 0, length) if name in entries else each for name, each in batch.items()
     }
 
 
@@ -180,11 +181,16 @@ def _length_of(batch: Batch, entries: Mapping[str, Entry]) -> int:
     return next(iter(lengths.values()))
 
 
+def _can_ignore(entries: Mapping[str, Entry], how: SequenceSharding) -> bool:
+    """Return whether padding tokens can be left out of the loss."""
+    return how.predicts or any(entry.ignores for entry in entries.values())
+
+
 def _num_added(length: int, num_ranks: int, entries: Mapping[str, Entry], how: SequenceSharding) -> int:
     """Return how many padding tokens make the sequence divide."""
     num_pieces = 2 * num_ranks
     num_added = -length % num_pieces
-    can_ignore = how.predicts or any(entry.ignores for entry in entries.values())
+    can_ignore = _can_ignore(entries, how)
     if num_added and not (how.pads and can_ignore):
         below = length + num_added - num_pieces
         sizes = " or ".join(str(size) for size in (below, length + num_added) if size)

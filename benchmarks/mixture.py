@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
@@ -94,7 +95,7 @@ def measure(step: Callable[[], Any], *, warm: int = 3, steps: int = 6) -> None:
     for _ in range(warm):
         loss = step()
     torch.cuda.synchronize()
-    num_waits = waits_in(step)
+    waits = waits_in(step)
     torch.cuda.reset_peak_memory_stats()
     begun = perf_counter()
     for _ in range(steps):
@@ -105,20 +106,22 @@ def measure(step: Callable[[], Any], *, warm: int = 3, steps: int = 6) -> None:
         "tokens_per_second": round(ROWS * LENGTH / seconds),
         "step_ms": round(seconds * 1e3, 1),
         "gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
-        "waits_in_a_step": num_waits,
+        "waits_in_a_step": sum(waits.values()),
+        "waits_at": dict(waits),
         "loss": round(float(loss), 4),
     }
     print(json.dumps(numbers), flush=True)
 
 
-def waits_in(step: Callable[[], Any]) -> int:
-    """How often the host waits for the GPU in a step, as torch tells it."""
+def waits_in(step: Callable[[], Any]) -> Counter[str]:
+    """How often the host waits for the GPU in a step, and in which lines, as torch tells it."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         step()
         torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing CUDA operation" in str(each.message) for each in told)
+    waits = [each for each in told if "synchronizing CUDA operation" in str(each.message)]
+    return Counter(f"{Path(each.filename).name}:{each.lineno}" for each in waits)
 
 
 def ours(layers: int, *, compile: bool, is_dense: bool = False) -> None:

@@ -316,8 +316,8 @@ def measure(name: str, cases: Sequence[str], weights: str | None, keep: Callable
     for case in ("one", "32", "256"):
         if case not in cases:
             continue
-        # Graphs of prompts are captured at their third time: the last of three is what is kept.
-        often = 1 if case == "256" else 3
+        # Graphs of prompts are captured at their third time: the last of four is what is kept.
+        often = 1 if case == "256" else 4
         for turn in ("cold", *often * ("first",), *often * ("again",)):
             if turn == "first":
                 engine.scheduler.pool.forget()

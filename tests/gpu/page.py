@@ -49,9 +49,6 @@ s; the message lists the interfaces of the machine and what to set. So far that 
 - the NCCL calls of ranks, compared with what CPUs record ([nccl.md](nccl.md));
 - bad input, commands as a user types them, and all tests that need a GPU.
 
-In the run below, plans with `sp=true` kept whole sequences between layers: a trial took torch's attention for a random
-draw, which is fixed since. With sequences in parts, they passed in the run before it (2026-11-18, commit 739f93a).
-
 It needs torch and, for some models, `transformers` and `pytest`. It installs nothing, and says what it skips. It writes
 `build/gpu_tests.jsonl` and this page. `make test-gpu SECONDS=560` stops in time, with status 3, and continues when it
 is called again. `python -m tests.gpu --only faults` runs one part.

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from tests.gpu.record import ROOT
@@ -28,6 +29,13 @@ class Piece:
     @property
     def name(self) -> str:
         return " ".join((self.part, *(each for each in self.options if not each.startswith("--"))))
+
+    def values(self, option: str) -> tuple[str, ...]:
+        """What follows an option, up to the next."""
+        if option not in self.options:
+            return ()
+        behind = self.options[self.options.index(option) + 1 :]
+        return tuple(takewhile(lambda each: not each.startswith("--"), behind))
 
 
 class Room:
@@ -70,12 +78,19 @@ class Room:
         return min(processes, self._size)  # What needs more than there is runs alone.
 
 
-def run_at_once(pieces: Sequence[Piece], processes: int, record: Path, seconds: float) -> None:
-    """Run all of them, as many at a time as there is room for. What they say comes line by line, with their names."""
+def run_at_once(
+    pieces: Sequence[Piece], processes: int, record: Path, seconds: float, *, needs: Callable[[Piece], float]
+) -> None:
+    """Run all of them, as many at a time as there is room for, but none that needs more seconds than are left. What
+    they say comes line by line, with their names."""
     deadline, room, waiting = time.monotonic() + seconds, Room(processes), list(pieces)
     threads = []
     while waiting:
-        thread = threading.Thread(target=_run, args=(room.take(waiting), record, deadline, room))
+        piece = room.take(waiting)
+        if time.monotonic() + needs(piece) > deadline:
+            room.give(piece.processes)
+            continue
+        thread = threading.Thread(target=_run, args=(piece, record, deadline, room))
         thread.start()
         threads.append(thread)
     for thread in threads:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.__main__ import MODULES, PARTS, files_for_gpus, pieces
+from tests.gpu.__main__ import MODULES, PARTS, files_for_gpus, is_done, pieces
+from tests.gpu.every_plan import wanted_rows
 from tests.gpu.page import PAGE, page, read
 from tests.gpu.record import Record
 from tests.parity.cases import CASES
@@ -76,6 +77,18 @@ def test_the_pieces_that_run_beside_each_other_are_all_of_it() -> None:
     assert {each.part for each in every} == set(PARTS)
     assert {each.options[1] for each in every if each.part == "pytest"} == set(files_for_gpus())
     assert {each.options[1] for each in every if each.part == "plans"} == {str(count) for count in CASES}
+
+
+def test_a_piece_is_begun_until_the_record_has_all_of_it(tmp_path: Path) -> None:
+    record, every = Record(tmp_path / "record"), pieces(PARTS)
+    assert not any(is_done(each, record) for each in every)
+    for row in wanted_rows(with_families=False, counts=[4], precisions=["bf16"], only="")[1:]:
+        record.add(row.name, {})
+    record.add("nccl: nccl", {"status": 0})
+    record.add("pytest: tests/nets/test_gpu.py", {"status": 0})
+    assert {each.name for each in every if is_done(each, record)} == {"nccl", "pytest tests/nets/test_gpu.py"}
+    record.add(wanted_rows(with_families=False, counts=[4], precisions=["bf16"], only="")[0].name, {})
+    assert "plans 4 bf16" in {each.name for each in every if is_done(each, record)}
 
 
 def test_a_record_has_what_several_processes_wrote(tmp_path: Path) -> None:

@@ -139,3 +139,18 @@ def something_else_in_training(parallelize: Parallelize) -> Result:
 
 def start_with(parallelize: Parallelize, model: nn.Module, loss: Any) -> Any:
     return parallelize(model, loss=loss, optimizer=sgd, example=batch(0))
+
+
+MIXED = dict.fromkeys(("dp", "pp"), "have the loss of the whole, but not the gradient of")
+
+
+@program(MIXED)
+def gradients_of_rows_are_centred(parallelize: Parallelize) -> Result:
+    """`h.register_hook(lambda g: g - g.mean(0))`: rows see each other in the backward alone."""
+    return trained(start(parallelize, net(hooked(lambda gradient: gradient - gradient.mean(0)))))
+
+
+@program(MIXED)
+def a_straight_through_mean_of_rows(parallelize: Parallelize) -> Result:
+    """`h + m - m.detach()`, with the mean of all rows: its value is `h`, and its gradient is not."""
+    return trained(start(parallelize, net(lambda _, h: h + h.mean(0) - h.mean(0).detach())))

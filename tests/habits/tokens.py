@@ -1,5 +1,7 @@
 """What modules do with tokens, under cp: what treats each by itself is right, what mixes them is refused by name."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -61,6 +63,47 @@ class Routes(Block):
         return super().forward(x * first - x.tanh() * second)
 
 
+class Pairs(Block):
+    """Every other token is added twice: right while a rank's pieces are of an even length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + x[:, ::2].repeat_interleave(2, 1)[:, : x.shape[1]])
+
+
+class Threes(Block):
+    """The same by threes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = functional.pad(x, (0, 0, 0, -x.shape[1] % 3))
+        return super().forward(x + padded[:, ::3].repeat_interleave(3, 1)[:, : x.shape[1]])
+
+
+class Long(Block):
+    """Long sequences are centred, and short ones are not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(dim=1, keepdim=True) if x.shape[1] > 12 else x)
+
+
+class Centres(Block):
+    """The gradient of each token without the mean of all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x * 1.0
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient - gradient.mean(dim=1, keepdim=True))  # type: ignore[no-untyped-call]
+        return super().forward(hidden)
+
+
+class MayFlip(Flips):
+    """The tokens in reverse are added once a script says so."""
+
+    flips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.flips else Block.forward(self, x)
+
+
 def with_block(parallelize: Parallelize, block: type[Block]) -> Result:
     return trained(start(parallelize, Net(block=block).double()))
 
@@ -79,7 +122,7 @@ def the_mean_of_tokens(parallelize: Parallelize) -> Result:
 
 def _of(num_tokens: int) -> dict[str, Tensor]:
     """A batch of sequences of this length."""
-    return {name: torch.cat([each] * 4, dim=1)[:, :num_tokens] for name, each in batch(0).items()}
+    return {name: torch.cat([each] * 6, dim=1)[:, :num_tokens] for name, each in batch(0).items()}
 
 
 def _shorter_later(parallelize: Parallelize, block: type[Block], *lengths: int) -> Result:
@@ -105,6 +148,43 @@ def a_shorter_batch(parallelize: Parallelize) -> Result:
     return _shorter_later(parallelize, Block, 8, 7)
 
 
+@program({"cp": "12 tokens has pieces of 3, which is no multiple of 2, and then .*other numbers"}, only="cp")
+def every_other_token_and_a_longer_batch(parallelize: Parallelize) -> Result:
+    """`x[:, ::2]`: of 8 tokens each piece has its own, of 12 it has not."""
+    return _shorter_later(parallelize, Pairs, 8, 12)
+
+
+@program(OTHERS, only="cp")
+def tokens_by_threes(parallelize: Parallelize) -> Result:
+    """Pieces of 3 tokens show nothing: longer ones are tried too."""
+    engine = parallelize(Net(block=Threes).double(), loss=cross_entropy, optimizer=sgd, example=_of(16))
+    return {"loss": engine.train_step(_of(16))}
+
+
+@program(OTHERS, only="cp")
+def long_sequences_do_something_else(parallelize: Parallelize) -> Result:
+    """`if x.shape[1] > 12:`, and trials begin with 12 tokens."""
+    engine = parallelize(Net(block=Long).double(), loss=cross_entropy, optimizer=sgd, example=_of(16))
+    return {"loss": engine.train_step(_of(16))}
+
+
+@program({"cp": "the gradient of .*a part of a sequence gives other numbers"}, only="cp")
+def gradients_of_tokens_are_centred(parallelize: Parallelize) -> Result:
+    """A hook mixes tokens in the backward alone."""
+    return with_block(parallelize, Centres)
+
+
+@program({"cp": "is padded to 8, and with padding .*a part of a sequence gives other numbers"}, only="cp")
+def tokens_in_reverse_from_the_second_step_on(parallelize: Parallelize) -> Result:
+    """A value that a script sets, with which only padded sequences go wrong."""
+    model = Net(block=MayFlip).double()
+    engine = parallelize(model, loss=cross_entropy, optimizer=sgd, example=_of(8))
+    engine.train_step(_of(8))
+    for each in model.layers:
+        vars(each)["flips"] = True
+    return {f"loss {length}": engine.train_step(_of(length)) for length in (8, 7)}
+
+
 @program(OTHERS, only="cp")
 def places_counted_in_the_forward(parallelize: Parallelize) -> Result:
     """Every rank would count from 0."""
@@ -121,3 +201,17 @@ def attention_without_a_softmax(parallelize: Parallelize) -> Result:
 def a_router_as_wide_as_a_part(parallelize: Parallelize) -> Result:
     """Looks like attention, and each token is treated by itself."""
     return with_block(parallelize, Routes)
+
+
+def hardest(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    losses = functional.cross_entropy(output.flatten(0, 1), given["labels"].flatten(), reduction="none")
+    return losses.topk(losses.numel() // 2).values.mean()
+
+
+@program({"cp": "a part of a sequence gives other numbers than the whole"}, only="cp")
+def the_hardest_half_of_tokens(parallelize: Parallelize) -> Result:
+    """OHEM: of the hardest tokens of these sequences each rank has half, by chance."""
+    ids = torch.randint(12, (4, 9), generator=torch.Generator().manual_seed(0))
+    given = {"x": ids[:, :-1], "labels": ids[:, 1:]}
+    engine = parallelize(Net().double(), loss=hardest, optimizer=sgd, example=given)
+    return {"loss": engine.train_step(given)}

@@ -87,6 +87,8 @@ def _parts(
     context = sharded.attach_context(module, options)
     if context is not None:
         context.attach_stages(split)
+        if settings is not None:
+            settings.context = context
     parts = Parts(
         module=module, plan=plan, split=split, schedule=computed,
         loss=weighed, options=options, sharded=sharded, order=order, shapes=shapes,

@@ -41,8 +41,8 @@ class Sharded:
         alike = Alike(is_tried=False)
         if plan.cp > 1 and options.verify:
             alike = try_parts(module, partial(self._make_context, options), microbatch, loss)
-        #: Whether parts of sequences are known to give what the whole gives; and why padded ones do not.
-        self.is_tried, self._refuses_padding = alike
+        #: Whether parts of sequences are known to give what the whole gives; and of which they do not.
+        self.is_tried, self._unfit = alike
         #: How experts lie on ranks, where they are shared out or have replicas.
         self.experts: ExpertSharding | None = None
         if plan.dp * plan.cp > 1:
@@ -68,7 +68,7 @@ class Sharded:
             return None
         self.context = self._make_context(options)
         self.context.is_strict = not self.is_tried
-        self.context.refuses_padding = self._refuses_padding
+        self.context.unfit = self._unfit
         self.context.attach(module)
         return self.context
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
-from shardwise.sharding.context.parallel import ContextParallel
+from shardwise.sharding.context.parallel import ContextParallel, Unfit
 from shardwise.sharding.context.trial import try_parts
 from shardwise.sharding.stand_in import converted, fitting, stand_in
 from shardwise.sharding.tensor.shard import Apart, find_apart
@@ -69,6 +69,8 @@ class _Found(NamedTuple):
     tried: Tried = Tried(LossKind.UNTRIED)
     apart: Apart = Apart()
     read: Mapping[str, frozenset[str]] = {}
+    #: Under cp, the sequences that cannot be in parts; None if that is unknown.
+    unfit: Unfit | None = None
 
 
 class _Set(NamedTuple):
@@ -139,6 +141,7 @@ class TriedAgain:
         #: What trials are made in.
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.make_context: Callable[[], ContextParallel] | None = None
+        self.context: ContextParallel | None = None
         #: What the loss of the module itself is; and what has its parts weighed otherwise, None where ranks, with rows
         #: of their own, may not agree on it.
         self.tried = Tried(LossKind.UNTRIED)
@@ -203,6 +206,7 @@ class TriedAgain:
             self._copy.set(found)
         if outcome is not None:
             self._weigh_as(outcome, "it is set as it was once, and")
+            _fit(self.context, outcome)
         if self._counted.is_due:
             self._look_ahead(batch)
 
@@ -276,7 +280,7 @@ class TriedAgain:
             now = self._trials(batch)
         except Exception:  # Whoever trains says what is wrong.
             return
-        told = [self._told(each) for each in found]
+        told = [_told(each, self._holders[each.holder]) for each in found]
         told += [
             f"batch[{key!r}] ({_words(_word_of(was))}, then {_words(_word_of(batch[key]))})"
             for key, was in self._words.items()
@@ -284,14 +288,10 @@ class TriedAgain:
         ]
         names = some(told)
         self._compare(f"{names} was set since the engine was made, and with it", self._at_first, now)
-        self._outcomes[self._kinds.now] = now
         if self.make_context is not None:
-            self._try_sequences(names, batch)
-
-    def _told(self, each: _Set) -> str:
-        holder = self._holders[each.holder]
-        name = f"{holder.name}.{each.key}" if holder.name else each.key
-        return f"{name} ({_words(each.was)}, then {_words(each.now)})"
+            now = now._replace(unfit=self._try_sequences(names, batch))
+        self._outcomes[self._kinds.now] = now
+        _fit(self.context, now)
 
     def _compare(self, begin: str, before: _Found, now: _Found) -> None:
         if before.tried.problem is None and now.tried.problem is not None and before.tried.kind is not LossKind.UNTRIED:
@@ -314,10 +314,10 @@ class TriedAgain:
                 remedy=f"{_AGAIN}; or return total, number",
             )
 
-    def _try_sequences(self, names: str, batch: Batch) -> None:
+    def _try_sequences(self, names: str, batch: Batch) -> Unfit:
         assert self.make_context is not None, "sequences are shared out"
         try:
-            try_parts(self._copy.again(), self.make_context, unmarked(batch), self._loss)
+            return try_parts(self._copy.again(), self.make_context, unmarked(batch), self._loss).unfit
         except ShardwiseError as error:
             raise ShardwiseError(
                 f"{names} was set since the engine was made, and with it {error.problem}", remedy=error.remedy
@@ -353,7 +353,8 @@ class TriedAgain:
                 copy, self._plan.tp, self._tensor, sequence=self._plan.sp, example=given, loss=self._loss
             )
             found = found._replace(apart=apart)
-        return found
+        # Those of the values that were there at first; a trial of others comes to its own.
+        return found if self._at_first is not None or self.context is None else found._replace(unfit=self.context.unfit)
 
     @contextmanager
     def _as_before(self, found: list[_Set]) -> Iterator[None]:
@@ -377,6 +378,17 @@ def _twin(module: nn.Module) -> nn.Module:
     for name, each in twin.named_modules():
         vars(each).update(shared_by(module.get_submodule(name)))
     return twin
+
+
+def _told(each: _Set, holder: Holder) -> str:
+    name = f"{holder.name}.{each.key}" if holder.name else each.key
+    return f"{name} ({_words(each.was)}, then {_words(each.now)})"
+
+
+def _fit(context: ContextParallel | None, now: _Found) -> None:
+    """Have sequences refused that a trial with these values has found to be computed wrongly."""
+    if context is not None and now.unfit is not None:
+        context.unfit = now.unfit
 
 
 def _check_cuts(begin: str, before: _Found, now: _Found, plan: Plan) -> None:

@@ -3,6 +3,7 @@
 Parts of a batch (replicas, microbatches, parts of sequences) begin their backward with another gradient than the whole
 batch does, and their sum is scaled at the end. That is correct as long as twice the gradient above gives twice the
 gradient below. This holds for all of torch's own operations, but not necessarily for a user's hooks and functions.
+These may also mix rows that the forward does not, for which gradients of parts are compared (`slope_trial.py`).
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
+from shardwise.stages.gradient_products import products_of
+from shardwise.stages.split.names_reached import names_reached
 from shardwise.torch_private import PythonNode, function_of, hooks_of
 
 #: What to write instead.
@@ -22,6 +25,8 @@ NOT_IN_PROPORTION = (
 )
 #: Gradients are compared for initial gradients of 1 and of this. A power of two does not change the mantissa.
 _FACTOR = -(2.0**16)
+#: What makes numbers constants to autograd; and a larger module is not tried for it, as that takes a backward.
+_CONSTANT, _MANY = frozenset({"detach", "detach_", "no_grad"}), 2**27
 
 
 class SeenHooks(TorchFunctionMode):
@@ -39,20 +44,38 @@ class SeenHooks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def find_bent(module: nn.Module, loss: Tensor | None, hooks: SeenHooks) -> str | None:
-    """Describe a nonlinearity of the backward; None if there is none. It runs only if user code takes part."""
-    if loss is None or loss.grad_fn is None:
-        return None
+def users_part(module: nn.Module, loss: Tensor, hooks: SeenHooks) -> list[str]:
+    """Describe the user's code that takes part in the backward of a loss."""
+    if loss.grad_fn is None:
+        return []
     names = [name for name, each in module.named_modules() if any("backward" in kind for kind in hooks_of(each))]
-    functions = _functions_below(loss.grad_fn)
-    if not (names or functions or hooks.are_there):
+    found = [f"a backward hook of {each}" for each in names]
+    found += [f"{each}.backward" for each in _functions_below(loss.grad_fn)]
+    return found + (["a hook of a tensor in the forward"] if hooks.are_there else [])
+
+
+def makes_constants(module: nn.Module, loss: Any) -> bool:
+    """Whether a forward or a loss names what makes numbers constants to autograd."""
+    is_small = sum(each.numel() for each in module.parameters()) <= _MANY
+    return is_small and not names_reached(module, loss).isdisjoint(_CONSTANT)
+
+
+def gradients_told(module: nn.Module, loss: Tensor) -> dict[str, tuple[float, float]]:
+    """For parameters by name: a product of the gradient, and the magnitude that rounding is relative to."""
+    found = products_of(loss, module)
+    if found is None:
+        return {}
+    return dict(zip(found.names, zip(found.products.tolist(), found.sizes.tolist(), strict=True), strict=True))
+
+
+def find_bent(module: nn.Module, loss: Tensor, whose: Sequence[str]) -> str | None:
+    """Describe a nonlinearity of the backward; None if there is none. It runs only if user code takes part."""
+    if not whose:
         return None
     parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
     plain, scaled = (_gradients(loss, list(parameters.values()), factor) for factor in (1.0, _FACTOR))
     for name, one, other in zip(parameters, plain, scaled, strict=True):
         if one is not None and other is not None and not _are_in_proportion(one, other):
-            whose = [f"a backward hook of {each}" for each in names] + [f"{each}.backward" for each in functions]
-            whose += ["a hook of a tensor in the forward"] if hooks.are_there else []
             return (
                 f"the backward is not in proportion to the gradient that it begins with: {_FACTOR:g} times the gradient"
                 f" of the loss gives another multiple of the gradient of {name} ({' or '.join(whose[:3])}), and parts"

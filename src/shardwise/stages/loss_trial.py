@@ -40,7 +40,7 @@ from shardwise.stages.loss_kind import (
 from shardwise.stages.loss_parts import fits_by, mismatch
 from shardwise.stages.no_collectives import NoCollectives
 from shardwise.stages.rows import RowRule, Seen, nodes, take_rows, tensors_in, unmarked
-from shardwise.stages.slope_trial import slopes_of
+from shardwise.stages.slope_trial import by_parameters, slopes_of
 from shardwise.stages.spread_outputs import WAYS, spread
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.trial_rows import FIRST, IGNORED, NUM_ROWS, UNKNOWN, is_mask, three_rows, two_and_one, with_hidden
@@ -267,7 +267,8 @@ def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Trie
         tried = _of_backward(tried, whole, bent)
         if tried.problem is not None:
             return tried
-        if whole.total == runs[0].total or trial.run_in_training(three)[0].total != whole.total:
+        is_same = whole.total == runs[0].total and not whole.gradients
+        if is_same or trial.run_in_training(three)[0].total != whole.total:
             return tried  # It does the same in both modes, or something else whenever it is called.
         large, small = (trial.run_in_training(each)[0] for each in two_and_one(three, seen))
         if whole.writes and not (_are_left_alike(whole, large) and _are_left_alike(whole, small)):
@@ -279,8 +280,16 @@ def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Trie
         return tried
     if not all(map(is_finite, now)) or (whole.number is not None and not _fits(LossKind.SUM, *runs)):
         return tried
-    fits = _fits_as(tried, three, seen, now)
-    return tried if fits else tried._replace(problem=f"in training mode {mismatch(*now)}")
+    if not _fits_as(tried, three, seen, now):
+        return tried._replace(problem=f"in training mode {mismatch(*now)}")
+    for name, slopes in by_parameters(now) if tried.kind is not LossKind.BESIDE and not tried.apart else ():
+        if not _fits_as(tried, three, seen, slopes):
+            return tried._replace(
+                problem=f"parts of a batch have the loss of the whole, but not the gradient of {name}: rows see each"
+                " other in the backward alone (hooks, an autograd.Function, a number of all rows that is detached)",
+                remedy=REMEDY_OF_PARTS,
+            )
+    return tried
 
 
 def _are_left_alike(one: Run, other: Run) -> bool:

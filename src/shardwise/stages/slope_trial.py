@@ -6,7 +6,7 @@ where the rows of an output are. Instead they are multiplied by numbers from the
 number per run, a slope. The slopes of parts have to combine to that of the whole, as their losses do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ from shardwise.stages.trial_run import Run, Runs, Trial
 
 #: The difference, relative to the largest number, up to which numbers count as equal; and which share is "most".
 _NEAR, _MOST = 0.05, 0.75
+#: The factor on the tolerance for gradients of parameters, which are sums of many more numbers than a loss is.
+_SLACK = 100.0
 
 
 class _Slopes(NamedTuple):
@@ -59,6 +61,19 @@ def slopes_of(trial: Trial, batches: Sequence[Batch], runs: Runs) -> list[Runs]:
             )
             made.append((whole, large, small))
     return made
+
+
+def by_parameters(runs: Runs) -> Iterator[tuple[str, Runs]]:
+    """For each parameter, three runs in training mode with a product of its gradient in place of totals."""
+    for name in runs[0].gradients:
+        pairs = [each.gradients[name] for each in runs if name in each.gradients]
+        largest, size = max(abs(total) for total, _ in pairs), max(size for _, size in pairs)
+        if len(pairs) == len(runs) and 0 < largest < float("inf"):
+            whole, large, small = (
+                run._replace(total=total, tolerance=_SLACK * run.tolerance * size / largest)
+                for run, (total, _) in zip(runs, pairs, strict=True)
+            )
+            yield name, (whole, large, small)
 
 
 def _slopes(trial: Trial, batch: Batch, run: Run, numbers: Sequence[tuple[Tensor, bool]]) -> _Slopes:

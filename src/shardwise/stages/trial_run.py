@@ -1,15 +1,16 @@
 """Compute one loss of some rows: in evaluation or training mode, of a given output, or with some values hidden."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import some
-from shardwise.stages.backward_trial import SeenHooks, find_bent
+from shardwise.stages.backward_trial import SeenHooks, find_bent, gradients_told, makes_constants, users_part
 from shardwise.stages.decisions import Decisions, find_decision
 from shardwise.stages.full_precision import full_precision
 from shardwise.stages.label_counts import LabelCounts
@@ -48,6 +49,9 @@ class Run(NamedTuple):
     has_left: bool = False
     #: The values of buffers after the run, if some were written.
     left: list[Tensor] = []  # noqa: RUF012 - of a tuple, and never written
+    #: In training mode, if the backward may mix rows that the forward does not: numbers that tell the gradients, with
+    #: the magnitude that rounding is relative to.
+    gradients: Mapping[str, tuple[float, float]] = {}
 
 
 Runs = tuple[Run, Run, Run]
@@ -77,6 +81,7 @@ class Trial:
         Batch norms stay in evaluation mode: that they normalise over the rows of a part is known.
         """
         bent: list[str | None] = []
+        gradients: dict[str, tuple[float, float]] = {}
         hooks = SeenHooks()
 
         @contextmanager
@@ -84,11 +89,18 @@ class Trial:
             with steady_for(self.module), hooks:
                 yield
 
-        found = self.run(
-            batch, training=True, within=steadily,
-            look=lambda total: bent.append(find_bent(self.module, total, hooks)),
-        )  # fmt: skip
-        return found._replace(output=None), bent[0]
+        def look(total: Tensor) -> None:
+            whose = users_part(self.module, total, hooks)
+            bent.append(find_bent(self.module, total, whose))
+            if bent[0] is None and (whose or self._makes_constants):
+                gradients.update(gradients_told(self.module, total))
+
+        found = self.run(batch, training=True, within=steadily, look=look)
+        return found._replace(output=None, gradients=gradients), bent[0]
+
+    @cached_property
+    def _makes_constants(self) -> bool:
+        return makes_constants(self.module, self.loss)
 
     def run(
         self, batch: Batch, ignored: float = 0.0, *, seed: int = 0, output: Any = None, training: bool = False,

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from shardwise.sharding.context.sequence_shards import (
     LocalBatch,
     SequenceSharding,
     first_tokens,
+    length_of,
     shard_sequence,
     without_last,
 )
@@ -45,6 +46,30 @@ from shardwise.torch_private import BatchNormModule
 
 FORMS = {"ring": ring_attention, "all-to-all": all_to_all_attention}
 _NUMBERS = count()
+
+
+class Unfit(NamedTuple):
+    """Sequences that a module cannot have in parts, though it can those that a trial has begun with: padded ones, and
+    those whose pieces are no multiple of `piece` tokens (`x[:, ::2]`). Each with its reason."""
+
+    padded: ShardwiseError | None = None
+    others: ShardwiseError | None = None
+    piece: int = 1
+
+    def check(self, tokens: Tokens) -> None:
+        num_pieces = 2 * tokens.num_ranks
+        if self.padded is not None and tokens.length > tokens.num_real:
+            raise ShardwiseError(
+                f"a sequence of {tokens.num_real} tokens is padded to {tokens.length}, and with padding"
+                f" {self.padded.problem}",
+                remedy=f"sequences of a multiple of {num_pieces} tokens, or cp=1",
+            )
+        if self.others is not None and tokens.length // num_pieces % self.piece:
+            raise ShardwiseError(
+                f"a sequence of {tokens.length} tokens has pieces of {tokens.length // num_pieces}, which is no"
+                f" multiple of {self.piece}, and then {self.others.problem}",
+                remedy=f"sequences of a multiple of {num_pieces * self.piece} tokens, or cp=1",
+            )
 
 
 class ContextParallel:
@@ -75,8 +100,8 @@ class ContextParallel:
         #: `draws`: attention applies dropout. `is_strict`: operations that look like hand-written attention are
         #: refused. Both are off during a trial; a module that a trial has run needs no such guess.
         self.draws = self.is_strict = True
-        #: Why sequences must not be padded, if a trial has found a reason.
-        self.refuses_padding: ShardwiseError | None = None
+        #: The sequences that a trial has found to be computed wrongly.
+        self.unfit = Unfit()
         self._attention, self._masks = FORMS[form], masks
         self._sharding = SequenceSharding(entries=entries or {}, positions=positions, pads=pads)
         self._name = f"shardwise-context-{next(_NUMBERS)}"
@@ -136,12 +161,7 @@ class ContextParallel:
             )
         sharding = replace(self._sharding, predicts=predicts)
         part = shard_sequence(batch, rank=self.group.rank, num_ranks=self.group.size, sharding=sharding)
-        if self.refuses_padding is not None and part.tokens.length > part.tokens.num_real:
-            raise ShardwiseError(
-                f"a sequence of {part.tokens.num_real} tokens is padded to {part.tokens.length}, and with padding"
-                f" {self.refuses_padding.problem}",
-                remedy=f"sequences of a multiple of {2 * self.group.size} tokens, or cp=1",
-            )
+        self.unfit.check(part.tokens)
         return part
 
     def shortened(self, batch: Batch, num_tokens: int) -> Batch:
@@ -151,6 +171,10 @@ class ContextParallel:
     def padded(self, batch: Batch) -> Batch | None:
         """The batch without the last token of its sequences, if these divide and may be padded."""
         return without_last(batch, 2 * self.group.size, self._sharding)
+
+    def num_tokens(self, batch: Batch) -> int:
+        """The length of the sequences of a batch."""
+        return length_of(batch, self._sharding)
 
     @contextmanager
     def running(self, batch: Batch) -> Iterator[None]:

@@ -114,6 +114,11 @@ def first_tokens(batch: Batch, num_tokens: int, num_pieces: int, sharding: Seque
     return batch if kept >= length else _narrowed(batch, entries, kept)
 
 
+def length_of(batch: Batch, sharding: SequenceSharding) -> int:
+    """Return how many tokens the sequences of a batch have."""
+    return _length_of(batch, _entries_of(batch, sharding))
+
+
 def without_last(batch: Batch, num_pieces: int, sharding: SequenceSharding) -> Batch | None:
     """All sequences without their last token, if they divided with it and can be padded without it."""
     entries = _entries_of(batch, sharding)

@@ -2,15 +2,17 @@
 
 Attention sees the tokens of all ranks. Any other operation that mixes tokens (a shift, a mean over them, positions
 counted in the forward) would silently mix only those of one rank. So a copy with random weights (`stand_in.py`) is run
-on a few tokens: whole on every rank, then by all ranks together, each on its part. The outputs of modules and the loss
-are compared. Dropout is off in both runs.
+on a few tokens: whole on every rank, then by all ranks together, each on its part. The outputs of modules, the loss and
+its gradients are compared: a hook may mix tokens in the backward alone. So is the loss with outputs of one rank's
+tokens that are larger: of a loss over the hardest tokens each rank may have half by chance. Dropout is off in all runs.
+
+What holds for these sequences may not hold for others. So the loss is compared for longer ones, for padded ones, and
+for ones whose pieces have another length: `x[:, ::2]` takes every other token of a piece.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from copy import copy
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,41 +23,34 @@ from shardwise.errors import ShardwiseError
 from shardwise.nets.moe import MoE
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.block_watch import BlockWatch
-from shardwise.sharding.context.parallel import ContextParallel
+from shardwise.sharding.context.parallel import ContextParallel, Unfit
+from shardwise.sharding.context.trial_course import SequenceCourse, run_course
 from shardwise.sharding.stand_in import another, converted, fitting, stand_in, tensors_in
 from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
-from shardwise.stages.split.python_state import leaves_classes, left_as_it_was
+from shardwise.stages.split.python_state import leaves_classes
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout, sets_seed
 from shardwise.torch_private import pytree
 from shardwise.units import format_percent
 
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 #: About how many tokens of a sequence are tried.
 _TOKENS = 12
-
-
-@dataclass(kw_only=True)
-class _Course:
-    """The results of a forward: the output of each module in order of completion, the output, and the loss."""
-
-    made: list[tuple[str, Tensor]] = field(default_factory=list)
-    output: list[Tensor] = field(default_factory=list)
-    #: The loss as a sum and its count; or the exception that the loss raised.
-    loss: tuple[float, float] | None = None
-    raised: Exception | None = None
-    #: Integer buffers, which may count tokens.
-    counted: dict[str, Tensor] = field(default_factory=dict)
+#: Longer sequences are tried with at most about this many products of a parameter and a token: seconds, or less.
+_PRODUCTS = {"cpu": 2**33, "cuda": 2**38}
+#: Gradients are sums of more numbers than outputs are: the factor on the tolerance.
+_SLACK = 10.0
+#: The outputs of the first rank's tokens are multiplied by this.
+_LARGER = 8.0
 
 
 class Alike(NamedTuple):
-    """Whether a module could be tried on parts of sequences; and why it cannot have padded ones, if it cannot."""
+    """Whether a module could be tried on parts of sequences; and which sequences it cannot have in parts."""
 
     is_tried: bool
-    padded: ShardwiseError | None = None
+    unfit: Unfit = Unfit()
 
 
 @leaves_classes
@@ -63,8 +58,9 @@ def try_parts(module: nn.Module, make: Callable[[], ContextParallel], batch: Bat
     """Refuse a module whose result on parts of sequences differs from that on whole ones.
 
     Padding is tried as well: `x.flip(1)` maps the pieces of one rank onto each other, but not if the last one is
-    padded. That is no reason to refuse a module whose sequences never need it. `make` returns a context like the one
-    that the module will have, and `batch` is a microbatch. All ranks of the group call this alike.
+    padded. That is no reason to refuse a module whose sequences never need it; and so for pieces of another length.
+    `make` returns a context like the one that the module will have, and `batch` is a microbatch. All ranks of the group
+    call this alike.
     """
     device, dtypes = fitting(module, lambda _: None, home_of(batch))
     passing = _passing(module, batch)
@@ -75,30 +71,58 @@ def try_parts(module: nn.Module, make: Callable[[], ContextParallel], batch: Bat
                 try:
                     twin = stand_in(module, lambda _: None, passing, dtype=dtype, device=device, seed=1)
                     _leave_balance_out(twin)
-                    whole = _run(another(twin), given, tried)
+                    whole = run_course(another(twin), given, tried, larger=_larger(make(), given))
                     if whole.raised is not None:
                         continue
                 except Exception:  # It may run in another dtype, or with more tokens.
                     continue
-                _compare(another(twin), make(), given, tried, whole, _TOLERANCE[dtype])
-                return Alike(True, _refused_padded(twin, make, given, tried, _TOLERANCE[dtype]))
+                most = _TOLERANCE[dtype]
+                _compare(another(twin), make(), given, tried, whole, most)
+                _try_longer(twin, make, converted(batch, dtype, device), given, tried, most)
+                return Alike(True, _unfit(twin, make, given, tried, most))
     return Alike(False)
 
 
-def _refused_padded(
-    twin: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Loss | None, most: float
+def _try_longer(
+    twin: nn.Module, make: Callable[[], ContextParallel], batch: Batch, tried: Batch, loss: Loss | None, most: float
+) -> None:
+    """Refuse a module that does something else with longer sequences than were tried: `if x.shape[1] > 100:`."""
+    rows = max((len(each) for each in tensors_in(batch) if each.dim()), default=1)
+    products = _PRODUCTS.get(home_of(batch).type, _PRODUCTS["cpu"])
+    longest = products // max(1, rows * sum(each.numel() for each in twin.parameters()))
+    if longest > make().num_tokens(tried) and loss is not None:
+        longer = make().shortened(batch, longest)
+        if make().num_tokens(longer) > make().num_tokens(tried):
+            error = _refused(twin, make, longer, loss, most)
+            if error is not None:
+                raise error
+
+
+def _unfit(twin: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Loss | None, most: float) -> Unfit:
+    """Compare the loss of sequences that are a token shorter, and so are padded, and of those whose pieces are."""
+    padded, num_tokens = make().padded(batch), make().num_tokens(batch)
+    num_pieces = 2 * make().group.size
+    if loss is None or num_tokens % num_pieces:
+        return Unfit()
+    others = make().shortened(batch, num_tokens - num_pieces) if num_tokens > num_pieces else None
+    return Unfit(
+        padded=None if padded is None else _refused(twin, make, padded, loss, most),
+        others=None if others is None else _refused(twin, make, others, loss, most),
+        piece=num_tokens // num_pieces,
+    )
+
+
+def _refused(
+    twin: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Loss, most: float
 ) -> ShardwiseError | None:
-    """Compare the loss of sequences that are a token shorter, so that they are padded."""
-    shorter = make().padded(batch)
-    if shorter is None or loss is None:
-        return None
+    """Why these sequences cannot be in parts, if they cannot."""
     try:
-        whole = _run(another(twin), shorter, loss)
+        whole = run_course(another(twin), batch, loss)
     except Exception:
         return None
     if whole.raised is None:
         try:
-            _compare(another(twin), make(), shorter, loss, whole, most)
+            _compare(another(twin), make(), batch, loss, whole, most)
         except ShardwiseError as error:
             return error.with_traceback(None)  # Its frames hold the copy of the module.
     return None
@@ -127,50 +151,16 @@ def _passing(module: nn.Module, batch: Batch) -> Mapping[str, Hashable]:
     return watch.passing
 
 
-def _run(module: nn.Module, batch: Batch, loss: Loss | None) -> _Course:
-    course = _Course()
-    args, kwargs = Signature(module).arguments(batch)
-    draws = SteadyDraws(has_seed=sets_seed(module))
-    with torch.no_grad(), _noting(module, course.made), SteadyDropout(), draws:
-        output = module(*args, **kwargs)
-        course.counted = {name: each.clone() for name, each in module.named_buffers() if _may_count(name, each)}
-        course.output = [_whole(each).detach().clone() for each in tensors_in(output)]
-        if loss is not None:
-            try:
-                with left_as_it_was(loss):
-                    total, count = loss(output, copy(batch))
-                course.loss = float(total), float(count)
-            except Exception as error:  # Perhaps on this rank only: the others wait for it, so go on.
-                course.raised = error
-    return course
-
-
-def _may_count(name: str, buffer: Tensor) -> bool:
-    """Whether a buffer may count tokens. The `load` of our routers does not matter: it is summed over ranks."""
-    return not buffer.is_floating_point() and not buffer.is_complex() and name.rpartition(".")[2] != "load"
-
-
-def _whole(each: Tensor) -> Tensor:
-    """Gather logits that are sharded over tp."""
-    gather = getattr(each, "whole", None)
-    return each if gather is None else gather()
-
-
-@contextmanager
-def _noting(module: nn.Module, made: list[tuple[str, Tensor]]) -> Iterator[None]:
-    def note(name: str, returned: Any) -> None:
-        if type(returned) is Tensor:
-            made.append((name, returned.detach().clone()))
-
-    with ExitStack() as hooks:
-        for name, each in module.named_modules():
-            handle = each.register_forward_hook(lambda _, __, returned, name=name: note(name, returned))
-            hooks.callback(handle.remove)
-        yield
+def _larger(context: ContextParallel, batch: Batch) -> Tensor:
+    """Factors for the tokens of a sequence and its padding: larger ones for those of the first rank."""
+    size = context.group.size
+    factors = torch.ones(-(-context.num_tokens(batch) // (2 * size)) * 2 * size, device=home_of(batch))
+    factors[zigzag_shard(torch.arange(len(factors)), 0, 0, size).to(factors.device)] = _LARGER
+    return factors
 
 
 def _compare(
-    twin: nn.Module, context: ContextParallel, batch: Batch, loss: Loss | None, whole: _Course, most: float
+    twin: nn.Module, context: ContextParallel, batch: Batch, loss: Loss | None, whole: SequenceCourse, most: float
 ) -> None:
     """Run this rank's part, and refuse the module if any rank's result differs."""
     context.draws = context.is_strict = False
@@ -178,7 +168,8 @@ def _compare(
     part = context.cut(batch)
     try:
         with context.running(part):
-            course = _run(twin, part, loss)
+            course = run_course(twin, part, loss, larger=_part_of_larger(whole, context, batch))
+            gradient, far = _far_gradient(whole, course, context.group, most)
     except ShardwiseError:
         raise
     except Exception as error:
@@ -203,13 +194,39 @@ def _compare(
         if not wrong and found is not None and found.shape == expected.shape and not torch.equal(found, expected):
             wrong, apart = f"the buffer {name}", math.inf
     try:
-        _agree(twin, wrong, apart, whole.loss, course.loss, group, home_of(batch), most)
+        _agree(twin, wrong, apart, whole, course, group, most)
+        if gradient:
+            raise _difference(f"the gradient of {gradient} of {type(twin).__name__}", far, group)
     except ShardwiseError:
         raised = course.raised
         if raised is None:
             raise
         what = f"with a part of a sequence its loss raises {type(raised).__name__}: {raised}"
         raise _refusal(type(twin).__name__, what, group) from raised
+
+
+def _part_of_larger(whole: SequenceCourse, context: ContextParallel, batch: Batch) -> Tensor | None:
+    if whole.gradients is None and whole.moved is None:
+        return None
+    return zigzag_shard(_larger(context, batch), 0, context.group.rank, context.group.size)
+
+
+def _far_gradient(whole: SequenceCourse, part: SequenceCourse, group: Group, most: float) -> tuple[str, float]:
+    """Return the parameter whose gradient the parts of all ranks do not give, and by how much; "" if they give all."""
+    expected = whole.gradients
+    if expected is None or group.size == 1:
+        return "", 0.0
+    has_graph = torch.tensor([float(part.total is not None)], dtype=torch.float64, device=expected.products.device)
+    _wait(group.all_reduce(has_graph, dist.ReduceOp.MIN))
+    if not has_graph:  # A rank without a backward would let the others wait in theirs.
+        return "", 0.0
+    found = part.gradients
+    products = torch.full_like(expected.products, math.inf) if found is None else found.products
+    _wait(group.all_reduce(products, dist.ReduceOp.SUM))
+    errors = (products - expected.products).abs() / expected.sizes.clamp_min(1e-30)
+    largest = int(errors.argmax())
+    error = float(errors[largest])
+    return (expected.names[largest], error) if error > _SLACK * most else ("", 0.0)
 
 
 def _first_difference(
@@ -239,27 +256,42 @@ def _part_of(whole: Tensor, part: Tensor, length: int, group: Group) -> Tensor |
 
 
 def _agree(
-    twin: nn.Module, wrong: str, error: float, whole: tuple[float, float] | None, part: tuple[float, float] | None,
-    group: Group, device: torch.device, most: float,
-) -> None:  # fmt: skip
+    twin: nn.Module, wrong: str, error: float, whole: SequenceCourse, part: SequenceCourse, group: Group, most: float
+) -> None:
     """Refuse the module on all ranks if it is wrong on one."""
-    total, count = part or (0.0, 0.0)
-    sums = torch.tensor([total, count], dtype=torch.float64, device=device)
+    losses = [part.loss or (0.0, 0.0), part.moved or (0.0, 0.0)]
+    device = next((each.device for each in whole.output), torch.device("cpu"))
+    sums = torch.tensor([*losses[0], *losses[1], float(part.moved is not None)], dtype=torch.float64, device=device)
     worst = torch.tensor([error], dtype=torch.float64, device=device)
     for each, kind in ((sums, dist.ReduceOp.SUM), (worst, dist.ReduceOp.MAX)):
-        work = group.all_reduce(each, kind) if group.size > 1 else None
-        if work is not None:
-            work.wait()
-    total, count = sums.tolist()
-    apart = abs(total / count - whole[0] / whole[1]) / max(abs(whole[0] / whole[1]), 1e-30) if whole and count else 0.0
+        if group.size > 1:
+            _wait(group.all_reduce(each, kind))
+    total, count, moved, moved_count, num_moved = sums.tolist()
+    apart = _apart(total, count, whole.loss)
     largest = max(float(worst), apart if apart > most else 0.0)
+    name = type(twin).__name__
     if largest:
-        place = f"{wrong} of {type(twin).__name__}" if wrong else type(twin).__name__
-        raise _refusal(
-            place,
-            f"a part of a sequence gives other numbers than the whole, by {format_percent(min(largest, 9.99))}",
-            group,
-        )
+        raise _difference(f"{wrong} of {name}" if wrong else name, largest, group)
+    apart = _apart(moved, moved_count, whole.moved) if num_moved == group.size else 0.0
+    if apart > most:
+        raise _difference(f"the loss of {name}, with other outputs", apart, group)
+
+
+def _apart(total: float, count: float, whole: tuple[float, float] | None) -> float:
+    """How far a sum over all ranks, divided by its count, is from that of the whole."""
+    if not whole or not count or not whole[1]:
+        return 0.0
+    return abs(total / count - whole[0] / whole[1]) / max(abs(whole[0] / whole[1]), 1e-30)
+
+
+def _difference(place: str, largest: float, group: Group) -> ShardwiseError:
+    by = format_percent(min(largest, 9.99))
+    return _refusal(place, f"a part of a sequence gives other numbers than the whole, by {by}", group)
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
 
 
 def _refusal(place: str, what: str, group: Group) -> ShardwiseError:

@@ -1,0 +1,50 @@
+"""A few numbers that tell the gradients of a loss, which parts of a batch or of sequences can be compared by.
+
+A hook, an `autograd.Function` or `x + m - m.detach()` may mix rows or tokens in the backward alone: the loss of parts
+is that of the whole then, and its gradient is not. Of each small parameter the gradient is multiplied by fixed numbers
+and summed, which is linear as the gradient is: products of parts combine as their losses do.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.stages.checkpoints import nothing_recomputed
+
+#: Parameters with at most this many elements are used: a module has such between any two larger ones.
+_SMALL = 2**20
+#: Gradients below this share of the largest are rounding.
+_LEAST = 1e-3
+
+
+class Products(NamedTuple):
+    """For each small parameter the product, and the magnitude that rounding is relative to."""
+
+    names: list[str]
+    products: Tensor
+    sizes: Tensor
+
+
+def products_of(total: Tensor, module: nn.Module) -> Products | None:
+    """Return them for a loss with its graph, which is kept; None if it has no gradient."""
+    found = {name: each for name, each in module.named_parameters() if each.requires_grad and each.numel() <= _SMALL}
+    if not total.requires_grad or not found:
+        return None
+    with nothing_recomputed():
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(
+            total.sum(), list(found.values()), allow_unused=True, retain_graph=True
+        )
+    generator, products, norms = torch.Generator(total.device), [], []
+    for number, each in enumerate(gradients):
+        flat = total.new_zeros(1).double() if each is None else _real(each.detach()).flatten().double()
+        fixed = torch.randn(flat.shape, generator=generator.manual_seed(number), dtype=flat.dtype, device=flat.device)
+        products.append(flat @ fixed)
+        norms.append(flat.norm())
+    sizes = torch.stack(norms)
+    return Products(list(found), torch.stack(products), sizes.clamp_min(_LEAST * float(sizes.max())))
+
+
+def _real(each: Tensor) -> Tensor:
+    return torch.view_as_real(each) if each.is_complex() else each

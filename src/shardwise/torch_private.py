@@ -398,7 +398,7 @@ PythonNode: Any = torch._C._FunctionBase
 
 
 def function_of(node: Node) -> Any:
-    """The `autograd.Function` whose backward a node written in Python is; None of others. No public way."""
+    """Return the `autograd.Function` of a node written in Python; None for other nodes. No public way."""
     return getattr(type(node), "_forward_cls", None)
 
 
@@ -408,7 +408,7 @@ def num_outputs(node: Node) -> int:
 
 
 def current_node() -> Any:
-    """The node whose backward this thread is in. No public way: only nodes of one's own are given to one."""
+    """Return the node whose backward this thread is in. No public way: only one's own nodes are passed in."""
     return torch._C._current_autograd_node()
 
 

@@ -74,7 +74,7 @@ class _Task:
         self._is_alone = bool(self._memory) and len(self._devices) == 1
 
     def ways(self) -> Iterator[tuple[Way, str]]:
-        """The ways to make room, in the order in which they are tried, and why.
+        """Yield the ways to save memory, in the order in which they are tried, with the reason.
 
         The planner is asked when it is its turn.
         """
@@ -106,7 +106,7 @@ class _Task:
         return find_loads(self._module, example, moments=self._options.moments)
 
     def _stream(self, way: Way, made: Arrangement) -> None:
-        """Not everything fits on the devices: the rest comes to them from the host."""
+        """Stream from the host what does not fit on the devices."""
         options = self._options
         room = sum(place.room_bytes for place in self._memory)
         host = HostWeights(self._module, way.units, room - way.offloaded_bytes, self._memory[0], options.folder)
@@ -200,7 +200,7 @@ class _Task:
 
 
 def _by_place(stages: Sequence[Sequence[Load]], ranks: Sequence[int], places: Sequence[Place]) -> list[list[Load]]:
-    """The units of each place, of all of its stages."""
+    """Return the units of each place, of all of its stages."""
     found: list[list[Load]] = [[] for _ in places]
     for stage, rank in zip(stages, ranks, strict=True):
         found[rank] += stage
@@ -208,7 +208,7 @@ def _by_place(stages: Sequence[Sequence[Load]], ranks: Sequence[int], places: Se
 
 
 def _owners(found: Split, places: Sequence[Place]) -> dict[str, Place]:
-    """The place of each parameter and buffer: that of the first stage that holds it."""
+    """Return the place of each parameter and buffer: that of the first stage that holds it."""
     where: dict[str, Place] = {}
     for stage, place in zip(found.stages, places, strict=True):
         assert stage is not None, "all stages are in this process"
@@ -218,6 +218,6 @@ def _owners(found: Split, places: Sequence[Place]) -> dict[str, Place]:
 
 
 def _at_home(example: Batch, module: nn.Module) -> Batch:
-    """A batch where the module's weights are before they are placed."""
+    """Return a batch on the device of the module's weights before they are placed."""
     home = next((each.device for each in module.parameters()), home_of(example))
     return {name: moved(each, home) for name, each in example.items()}

@@ -218,7 +218,7 @@ def _numbered(microbatch: Batch, number: int, device: torch.device) -> _Microbat
 
 
 def _handed(value: Tensor, device: torch.device) -> Tensor:
-    """The same numbers outside any graph, on another device, which want a gradient if they did."""
+    """Return the same values on another device, detached; they require a gradient if the originals did."""
     return value.detach().to(device).requires_grad_(value.requires_grad)
 
 

@@ -277,7 +277,8 @@ def num_hooks(modules: Iterable[nn.Module]) -> int:
 
 
 def get_compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What a module runs in place of its plain call, hooks and all. `Module.compile` is the public way to set it."""
+    """Return the function that replaces a module's call, hooks included. `Module.compile` is the public way to set
+    it."""
     return module._compiled_call_impl
 
 
@@ -287,7 +288,8 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:
-    """A module's call with its hooks, whatever stands in its place. `Module.__call__` is public and goes there too."""
+    """Return a module's call with its hooks, even if it was replaced. `Module.__call__` is public and goes there
+    too."""
     return module._call_impl
 
 
@@ -296,7 +298,7 @@ def plain_call(module: nn.Module) -> Callable[..., Any]:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """What tells two storages apart while both live. `data_ptr` is public, and 0 for all on the meta device."""
+    """Return an id of a storage, unique while it lives. `data_ptr` is public, and 0 for all on the meta device."""
     return int(storage._cdata)
 
 
@@ -431,15 +433,15 @@ def is_input_wanted(ctx: Any, number: int) -> bool:
 
 
 def checkpoint_here() -> Any:
-    """What a `torch.utils.checkpoint` of somebody's keeps what is computed now with, or runs it again for; None if it
-    is in none. No public way: it is known by who is given what autograd saves."""
+    """Return the hook of the `torch.utils.checkpoint` that keeps, or recomputes, what is computed now; None outside
+    one. No public way: it is recognised by the hooks for saved tensors."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
 
 
 def checkpoint_frame(hook: Any) -> tuple[Any, bool]:
-    """The checkpoint that a hook of `checkpoint_here` belongs to, one object for its first run and for its second, and
-    whether this is the second; None where torch does not tell. No public way: it is what the hook closes over."""
+    """Return the checkpoint of a hook from `checkpoint_here`, one object for its first run and its second, and whether
+    this is the second; None if torch does not say. No public way: it is in the hook's closure."""
     plain = inspect.unwrap(hook)
     held = dict(zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True))
     if "frame" in held:
@@ -479,7 +481,7 @@ current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None) or (
 
 
 def cpu_backend(group: torch.distributed.ProcessGroup) -> Any:
-    """What a group sends tensors of the CPU with. The public group does too, after a way through torch's dispatcher."""
+    """Return the backend that sends a group's CPU tensors. The public group does too, after torch's dispatcher."""
     return group._get_backend(torch.device("cpu"))
 
 
@@ -495,7 +497,7 @@ GET_BACKEND = "_get_backend"  # How a group is asked for the backend of a device
 
 
 def default_backend(device: torch.device) -> Any:
-    """What the default group sends a device's tensors with. `get_backend_config` is public, and gives text."""
+    """Return the backend that sends a device's tensors in the default group. `get_backend_config` is public: text."""
     return torch.distributed.distributed_c10d._get_default_group()._get_backend(device)
 
 
@@ -530,7 +532,7 @@ def find_gpu_backend(group: torch.distributed.ProcessGroup) -> Any | None:
 
 
 def default_store() -> Store:
-    """The store that the default group was made with. Public only for whoever made it."""
+    """Return the store that the default group was made with. Public only for its creator."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 

@@ -83,7 +83,7 @@ class _Prices:
         self._links: dict[str, tuple[Link, Link]] = {}
 
     def seconds(self, works: Sequence[_Work], *, is_pipelined: bool, on_host_bytes: int = 0) -> float:
-        """What a batch takes. The host updates weights of `on_host_bytes`."""
+        """Return the time of a batch. The host updates weights of `on_host_bytes`."""
         together = max if is_pipelined else sum
         forward = together([each.cost / (self._flops * each.place.speed) for each in works])
         inward, outward = [0.0], [0.0]
@@ -123,7 +123,7 @@ class _Prices:
 
 
 def decide(question: OffloadQuestion) -> tuple[Sequence[Way], str]:
-    """The ways that there is room for, the fastest first, those that read a disk last; and what each would take."""
+    """Return the ways that fit, the fastest first, those that read a disk last; and the time of each."""
     prices = _Prices(question)
     candidates: list[Callable[[], Way | None]] = []
     for part in _parts_to_try(question):
@@ -159,7 +159,7 @@ def _parts_to_try(question: OffloadQuestion) -> list[float | None]:
 
 
 def parts_of(loads: Mapping[Place, Sequence[Load]], part: float | None, num_in_flight: int) -> dict[Place, float]:
-    """What part of its activations each place sends."""
+    """Return the share of activations that each place offloads."""
     found = {}
     for place, some in loads.items():
         sent = find_part(part, some, num_in_flight, place)
@@ -175,7 +175,7 @@ def parts_of(loads: Mapping[Place, Sequence[Load]], part: float | None, num_in_f
 
 
 def _with_activations_offloaded(question: OffloadQuestion, prices: _Prices, part: float | None) -> Way:
-    """All weights on the devices."""
+    """Return the way with all weights on the devices."""
     loads, devices = question.loads, question.devices
     ranks = range(min(len(devices), len(loads.calls)))
     runs = lay_out(loads.calls, devices, ranks, num_in_flight=1, inseparable=loads.inseparable, part=part)
@@ -237,7 +237,7 @@ def _with_streams(question: OffloadQuestion, prices: _Prices, part: float | None
 
 
 def _with_host_computing(question: OffloadQuestion, prices: _Prices) -> Way:
-    """The host is a place like the others."""
+    """Return the way with the host as a place like the others."""
     places, loads = [*question.devices, *question.memory], question.loads
     runs = lay_out(loads.calls, places, range(len(places)), num_in_flight=1, inseparable=loads.inseparable)
     works = [
@@ -277,7 +277,7 @@ def _reason(question: OffloadQuestion, ways: Sequence[Way], refusals: Sequence[N
 
 
 def _checkpointed(question: OffloadQuestion, prices: _Prices) -> float | None:
-    """What a step would take if every unit were computed again in the backward, and kept nothing but what it is given.
+    """Return the time of a step with every unit recomputed in the backward, keeping only its inputs.
 
     None if that has no room, or would keep about as much.
     """

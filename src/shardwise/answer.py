@@ -57,7 +57,7 @@ class Answer:
 
 
 def canvas_on(stream: TextIO) -> Canvas:
-    """The canvas that a stream makes, as the terminal and the user's environment want it."""
+    """Return the canvas for a stream, by its terminal and the user's environment."""
     return Canvas(stream=stream, width=environment.width_of(stream), colour=environment.wants_colour(stream))
 
 

@@ -328,7 +328,7 @@ class TriedAgain:
             return self._all_trials(batch)
 
     def _all_trials(self, batch: Batch) -> _Found:
-        """All of them, on a copy of the copy."""
+        """Make all of them, on a copy of the copy."""
         found, twin = _Found(), meta_twin(self._copy.module)
         if self._has_parts or self._comes:
             device, dtypes = fitting(twin, lambda _: None, home_of(batch))

@@ -110,7 +110,7 @@ def _is_gone(storage: StorageWeakRef) -> bool:
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one behind the last."""
+    """Return the first byte of a tensor in its storage, and the one after its last."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():

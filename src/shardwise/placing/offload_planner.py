@@ -148,8 +148,7 @@ def decide(question: OffloadQuestion) -> tuple[Sequence[Way], str]:
 
 
 def _parts_to_try(question: OffloadQuestion) -> list[float | None]:
-    """What may be done with activations: leave them where they are (0), send the part that was asked for, or (None)
-    what there is no room for."""
+    """Return the shares of activations to try: none (0), the requested share, or (None) as much as does not fit."""
     asked = question.options.activations_on_host
     if not trains(question.module) or asked == 0.0:
         return [0.0]

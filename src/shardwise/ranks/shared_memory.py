@@ -256,7 +256,7 @@ def meet(group: dist.ProcessGroup) -> dict[int, Pair]:
 
 
 def _listen(stack: contextlib.ExitStack, num_ranks: int) -> tuple[socket.socket | None, tuple[str, str] | None]:
-    """A socket that others of this machine can call, and its address; neither where that is not to be had."""
+    """Return a socket for other processes of this machine, and its address; None for both if that is impossible."""
     machine = Path("/proc/sys/kernel/random/boot_id")
     if not all(hasattr(*each) for each in _NEEDED) or not machine.exists():
         return None, None

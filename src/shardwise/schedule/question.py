@@ -117,7 +117,7 @@ def read_stage_times(path: Path, num_ranks: int, pair: float | None = None) -> t
 
 
 def read_file(path: Path, what: str, remedy: str) -> str:
-    """The text of a file that a user names. `what` is what errors call it."""
+    """Return the text of a user's file. `what` is its name in errors."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
@@ -135,7 +135,7 @@ def _text_rows(text: str) -> list[tuple[str, list[str]]]:
 
 
 def _json_rows(text: str, path: Path) -> list[tuple[str, list[str]]]:
-    """A list with `[1, 1.2, 0.8]` or `{"F": 1, "I": 1.2, "W": 0.8}` for each stage."""
+    """Return a list with `[1, 1.2, 0.8]` or `{"F": 1, "I": 1.2, "W": 0.8}` for each stage."""
     try:
         entries = json.loads(text)
         if not isinstance(entries, list):

@@ -169,7 +169,7 @@ class DataParallel:
         return self.wholes.gradient(name, self._gradients.used)
 
     def held(self) -> Held:
-        """The bytes that this rank holds now."""
+        """Return the bytes that this rank holds now."""
         return self.updates.held(self.buckets)
 
     def keep_gradients(self) -> None:

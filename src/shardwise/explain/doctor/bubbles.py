@@ -16,7 +16,7 @@ _NO_MORE_MEMORY = 1.05
 
 
 def find_bubble(case: Case) -> Iterator[Finding]:
-    """A pipeline whose ranks idle for want of input, where another schedule or more microbatches would help."""
+    """Yield a pipeline whose ranks idle for lack of input, if another schedule or more microbatches would help."""
     replay = case.replay
     if replay is None or case.bubble_seconds < _LARGE_BUBBLE * case.step_seconds or len(replay.stage_seconds) < 2:
         return

@@ -20,7 +20,7 @@ _MOST_MARKS = 400
 
 
 def history(run: Run) -> str:
-    """The section, as HTML; nothing where the run has no journal."""
+    """Return the section, as HTML; empty if the run has no journal."""
     told = run.history
     if told is None:
         return ""
@@ -117,7 +117,7 @@ def _clock(seconds: int, step: int) -> str:
 
 
 def _loss(told: History, x: _Scale, top: float, bottom: float) -> list[str]:
-    """A stroke for each time that ranks were started."""
+    """Return a mark for each start of the ranks."""
     shown = told.losses[:: -(-len(told.losses) // _MOST_MARKS)]
     low, high = min(loss for _, loss in shown), max(loss for _, loss in shown)
     height = bottom - top - 20

@@ -89,7 +89,7 @@ class Segment:
 
 
 def key_of(tensor: Tensor) -> int:
-    """What tells the memory of two tensors apart, for as long as both are kept."""
+    """Return an id of a tensor's memory, unique as long as both are kept."""
     return storage_id(tensor.untyped_storage())
 
 
@@ -98,7 +98,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of nested lists, tuples and mappings."""
+    """Return the tensors of nested lists, tuples and mappings."""
     leaves = pytree.tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -242,7 +242,7 @@ def _no(*_: Any) -> bool:
 
 
 def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a product by group gives, without numbers. Two matrices make one for each group."""
+    """Return the result of a grouped product, without values. Two matrices give one for each group."""
     left, right = args[0], args[1]
     if left.dim() == 2 and right.dim() == 2:
         offsets = args[2] if len(args) > 2 else kwargs["offs"]

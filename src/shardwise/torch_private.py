@@ -130,7 +130,7 @@ def scaled_mm(
 
 
 def schema_of(operator: Any) -> Any:
-    """The names, defaults and mutations of an operator's arguments. No public way."""
+    """Return the names, defaults and mutations of an operator's arguments. No public way."""
     return operator._schema
 
 
@@ -150,7 +150,7 @@ def foreach_divide(tensors: list[Tensor], divisor: Tensor) -> None:
 
 
 def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each tensor, in one kernel. `torch.linalg.vector_norm` is public, and one kernel for each."""
+    """Return the 2-norm of each tensor, in one kernel. `torch.linalg.vector_norm` is public: one kernel for each."""
     return list(torch._foreach_norm(tensors, 2, dtype=dtype))  # type: ignore[call-arg, unused-ignore]
 
 
@@ -209,12 +209,12 @@ def without_subclasses() -> AbstractContextManager[None]:
 
 
 def parameter_slots(module: nn.Module) -> dict[str, Any]:
-    """The dictionary in which a module holds its own parameters. `named_parameters` is public and cannot be written."""
+    """Return a module's dictionary of its own parameters. `named_parameters` is public and cannot be written."""
     return cast(dict[str, Any], module._parameters)
 
 
 def buffer_slots(module: nn.Module) -> dict[str, Any]:
-    """The dictionary in which a module holds its own buffers. `named_buffers` is public and cannot be written."""
+    """Return a module's dictionary of its own buffers. `named_buffers` is public and cannot be written."""
     return cast(dict[str, Any], module._buffers)
 
 
@@ -234,7 +234,7 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 
 def forward_hooks(module: nn.Module) -> Iterator[tuple[Callable[..., Any], bool]]:
-    """A module's forward hooks, and whether each takes keyword arguments. Public is only to call the module."""
+    """Yield a module's forward hooks, and whether each takes keyword arguments. The public way is only to call it."""
     for key, hook in module._forward_hooks.items():
         yield hook, key in module._forward_hooks_with_kwargs
 
@@ -246,7 +246,7 @@ def has_hooks_of_places(module: nn.Module) -> bool:
 
 
 def hooks_of(module: nn.Module) -> list[str]:
-    """The kinds of hooks that a module has of its own. Public is only to call it."""
+    """Return the kinds of hooks that a module has itself. The public way is only to call it."""
     kinds = {
         "forward": module._forward_hooks,
         "forward pre": module._forward_pre_hooks,
@@ -257,7 +257,7 @@ def hooks_of(module: nn.Module) -> list[str]:
 
 
 def every_hook_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """The hooks of a module's calls and of their backwards. Public is only to call it."""
+    """Yield the hooks of a module's calls and of their backwards. The public way is only to call it."""
     yield from module._forward_hooks.values()
     yield from module._forward_pre_hooks.values()
     yield from module._backward_hooks.values()
@@ -450,12 +450,12 @@ def checkpoint_frame(hook: Any) -> tuple[Any, bool]:
 
 
 def is_in_checkpoint() -> bool:
-    """Whether what is computed now is in a `torch.utils.checkpoint` of somebody's."""
+    """Whether what is computed now is inside a `torch.utils.checkpoint`."""
     return checkpoint_here() is not None
 
 
 def backward_id() -> int:
-    """The number of the backward that this thread is in, -1 in none. No public way."""
+    """Return the number of the backward that this thread is in, -1 for none. No public way."""
     return int(torch._C._current_graph_task_id())
 
 
@@ -466,7 +466,7 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def saved_tensor_hooks() -> object:
-    """The innermost `saved_tensors_hooks` of this thread, to see whether it is still the same. No public way to ask."""
+    """Return the innermost `saved_tensors_hooks` of this thread, to see if it is still the same. No public way."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
@@ -516,7 +516,7 @@ class DeviceProfiler:
         self.profile.__enter__()
 
     def stop(self) -> list[Any]:
-        """What Kineto has seen, when the device is done."""
+        """Return what Kineto has recorded, when the device is done."""
         self.profile.__exit__(None, None, None)
         return list(self.profile.kineto_results.events())
 
@@ -565,7 +565,7 @@ def is_watched() -> bool:
 
 
 def aot_eager(graph: Any, inputs: list[Any], compile_backward: Callable[..., Any]) -> Any:
-    """A backend of `torch.compile` that runs graphs as they are, with a compiler of ours for the backward.
+    """Return a backend of `torch.compile` that runs graphs unchanged, with our own compiler for the backward.
 
     Public are backends by name, and they compile both. `compile_backward` is called with what compiles a graph.
     """

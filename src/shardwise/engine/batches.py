@@ -84,7 +84,7 @@ class Batches:
 
     @staticmethod
     def _draws(parts: Parts) -> bool | None:
-        """Whether forwards may draw by torch's generators; None where layers are cut, and nobody has tried them."""
+        """Whether forwards may draw from torch's generators; None if layers are cut, and were not tried."""
         tensor = parts.sharded.tensor
         return tensor is None or tensor.draws or (False if parts.options.verify else None)
 

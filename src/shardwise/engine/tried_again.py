@@ -274,7 +274,7 @@ class TriedAgain:
                     self._at_first = self._outcomes[frozenset()] = self._trials({**batch, **self._words})
             self._copy.set(found)
             now = self._trials(batch)
-        except Exception:  # Whoever trains says what is wrong.
+        except Exception:  # Training will report what is wrong.
             return
         told = [self._told(each) for each in found]
         told += [

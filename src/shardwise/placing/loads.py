@@ -173,7 +173,7 @@ def _kept_bytes(
 
 
 def _refuse_results(names: Sequence[str]) -> None:
-    """Tensors that want a gradient and are left in attributes: whoever reads them has those of one microbatch."""
+    """Tensors in attributes that require a gradient: code that reads them gets those of one microbatch."""
     if names:
         raise ShardwiseError(
             f"the forward leaves tensors with a gradient in {some(names)}: with several microbatches that is of one of"

@@ -180,7 +180,7 @@ class MicrobatchPass:
             sent = interpreter.io.sender(instruction)()
             mail.post((stage, peer, microbatch), [_handed(each, target) for each in sent])
         elif kind in RECEIVES:
-            # It runs beside computation: nobody waits for it but what needs it.
+            # It runs beside computation: only its users wait for it.
             expected.setdefault((stage, microbatch), []).append(instruction)
 
 

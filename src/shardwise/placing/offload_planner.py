@@ -76,7 +76,7 @@ class _Work:
 
 
 class _Prices:
-    """What computation and links take, measured when somebody asks for the first time."""
+    """The times of computation and links, measured on first use."""
 
     def __init__(self, question: OffloadQuestion) -> None:
         self._question = question
@@ -152,7 +152,7 @@ def _parts_to_try(question: OffloadQuestion) -> list[float | None]:
     asked = question.options.activations_on_host
     if not trains(question.module) or asked == 0.0:
         return [0.0]
-    if asked is None:  # Without an example nobody knows how large they are.
+    if asked is None:  # Without an example their size is unknown.
         return [0.0, None] if question.loads.are_measured else [0.0]
     return [asked]
 
@@ -243,7 +243,7 @@ def _with_host_computing(question: OffloadQuestion, prices: _Prices) -> Way:
         _Work(place=place, cost=sum(loads.calls[call].cost for call in run))
         for place, run in zip(places, runs, strict=True)
     ]
-    seconds = float("inf")  # Without an example nobody knows.
+    seconds = float("inf")  # Unknown without an example.
     if loads.are_measured:
         seconds = prices.seconds(works, is_pipelined=question.is_pipelined)
     return Way(words="if the host computes", seconds=seconds, host_computes=True)

@@ -164,7 +164,7 @@ class Ranks:
             theirs.close()
 
     def _begin(self, process: Any) -> None:
-        """Start a rank. The server that it is forked from may have been ended by whoever ends processes."""
+        """Start a rank. The fork server that it comes from may have been killed from outside."""
         try:
             process.start()
         except (EOFError, ConnectionError) as error:

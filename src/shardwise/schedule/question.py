@@ -18,7 +18,7 @@ from shardwise.units import counted
 #: Beyond this an answer takes minutes.
 _MOST_RANKS = 1024
 
-#: Beyond these, sums of times lose what a drawing shows. Any unit will do, so nobody needs them.
+#: Beyond these, sums of times lose digits that a drawing shows. Any unit can be chosen, so they are not needed.
 _LEAST, _MOST = 1e-12, 1e12
 
 

@@ -96,7 +96,8 @@ def find_stalls(case: Case) -> Iterator[Finding]:
 
 
 def _slow_devices(case: Case) -> list[tuple[int, float, str]]:
-    """Ranks slower than those who do the same, or than predicted while the others are not: rank, factor, than whom."""
+    """Return ranks slower than others with the same work, or than predicted while others are not: rank, factor,
+    others."""
     found = []
     for ranks in case.same:
         busy = {rank: usual_busy(case.trace.compute[rank]) for rank in ranks}

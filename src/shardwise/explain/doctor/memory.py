@@ -58,7 +58,7 @@ def _less_uneven(case: Case, fullest: int, even_bytes: float) -> tuple[str, str]
     now, bytes_now = case.replay.usual_seconds, case.fullest_bytes
     cuts = [each for each in other_cuts(case) if each.fullest_bytes <= (1 - WORTH_BYTES) * bytes_now]
     if not case.is_nearly_full:
-        # Whoever has room wants no slower step, and would be told to move the layers back.
+        # With free memory a slower step is no improvement, and the next advice would be to move the layers back.
         cuts = [each for each in cuts if each.seconds <= now * (1 + 1e-9)]
     best = min(cuts, key=lambda cut: (cut.seconds, cut.fullest_bytes), default=None)
     if best is None:

@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._back = self.segments[0]
         # Views of parameters share their storage. Casts do not, and are added as they are made.
         self._sources = {key_of(tensor): key_of(tensor) for tensor in parameters.values()}
-        # Storages, not tensors: autograd copies a gradient that somebody else holds too.
+        # Storages, not tensors: autograd copies a gradient that other code holds too.
         self._kept_alive: list[Any] = [tensor.untyped_storage() for tensor in parameters.values()]
         self._saved: set[int] = set()
         self._makers: dict[int, Segment] = {}

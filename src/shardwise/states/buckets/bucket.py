@@ -222,7 +222,7 @@ class Bucket:
 
     @property
     def is_touched(self) -> bool:
-        """Whether somebody has written to the module's parameters in a way that the optimizer would not see."""
+        """Whether the module's parameters were written to in a way that the optimizer would not see."""
         if self.weights.is_sharded or self.is_offloaded or not self._has_places:
             return False
         if self.master is not None and self._versions != [version_of(each) for each in self.weights.parameters]:

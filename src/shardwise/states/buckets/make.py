@@ -115,7 +115,7 @@ class _Members:
         return sum(each.nbytes for each in self.parameters.values())
 
     def can_offload(self, users: Users) -> bool:
-        """Whether it can live on the host: what nobody adds gradients to later, and only units use."""
+        """Whether it can live on the host: no gradients are added to it later, and only units use it."""
         is_own = self.key.tie is None and not self.key.is_partial and len(self.key.stages) == 1
         return is_own and all(id(each) in users for each in self.parameters.values())
 

@@ -130,7 +130,7 @@ class StreamedBlock:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether its parameters lie where they were put: nobody has given one of them other memory."""
+        """Whether its parameters still have the memory that they were given."""
         if self.host is None:
             return True
         base = self.host.data_ptr()

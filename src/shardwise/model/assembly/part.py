@@ -50,8 +50,8 @@ def linear(
     bias: bool = False,
     transposed: bool = False,
 ) -> tuple[Parameter, ...]:
-    """The parameters of a projection, or of several that are stored as one: a weight, stored as outputs x inputs unless
-    `transposed`, and perhaps a bias."""
+    """Return the parameters of a projection, or of several that are stored as one: a weight, stored as outputs x inputs
+    unless `transposed`, and perhaps a bias."""
     outputs = (outputs,) if isinstance(outputs, Width) else outputs
     num_outputs = sum(width.elements for width in outputs)
     out_dim = 1 if transposed else 0

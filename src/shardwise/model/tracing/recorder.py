@@ -147,7 +147,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def _keeper(self, key: int) -> Segment:
-        """Who a kept tensor belongs to: whoever keeps it first, but for what was made between blocks for all of them.
+        """Return the owner of a kept tensor: the first block that keeps it, except for tensors made between blocks for
+        all.
 
         A rotation's angles are kept by the first layer and used by every one. A layer's own input is its own.
         """

@@ -418,7 +418,7 @@ def is_wanted(node: Node) -> bool:
     """Whether the pass of autograd that this thread is in goes on to a node. No public way."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # It says so of a leaf whose gradient was asked for by name.
+    except RuntimeError:  # Raised for a leaf whose gradient was requested by name.
         return True
 
 
@@ -460,7 +460,7 @@ def backward_id() -> int:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Have a function called when the backward is over that this thread is in. Torch's own FSDP does it so."""
+    """Call a function when the backward that this thread is in is over. Torch's own FSDP does the same."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
@@ -506,7 +506,8 @@ class DeviceProfiler:
     leave out streams and what launched what."""
 
     def __init__(self) -> None:
-        # Who launched what is told by calls of CUDA: torch's own numbers beside them cost a fifth of a look (H200).
+        # Launches are attributed by CUDA calls: torch's own numbers in addition cost a fifth of the time of a look
+        # (H200).
         config = torch._C._profiler._ExperimentalConfig(disable_external_correlation=True)
         self.profile: Any = torch.autograd.profiler.profile(
             use_device="cuda", use_kineto=True, use_cpu=False, experimental_config=config
@@ -618,7 +619,8 @@ def functorch_settings(**settings: bool) -> AbstractContextManager[None]:
 
 
 class RecompileLimits:
-    """How often torch may compile one function anew: as often as any living owner needs, and as it was when none lives.
+    """The limit of torch's recompilations of a function: the highest of all living owners, and the original if none
+    lives.
 
     The public way is `torch.compile(recompile_limit=...)`, which 2.13 has and 2.11 has not.
     """

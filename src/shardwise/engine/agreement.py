@@ -84,7 +84,7 @@ def tried_by_first(gather: Gather, rank: int, device: torch.device, attempt: Cal
 
 
 def agree_on_refusal(gather: Gather, error: ShardwiseError | None, draws: bool) -> None:
-    """Let all ranks raise what speaks against the cut on any of them. All call this alike.
+    """Let all ranks raise the error against the cut of any of them. All call this alike.
 
     `draws`: forwards draw from Python's generators outside of units, and these must be at one place on all ranks.
     """

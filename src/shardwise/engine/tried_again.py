@@ -300,7 +300,7 @@ class TriedAgain:
         _check_cuts(begin, before, now, self._plan)
 
     def _weigh_as(self, now: _Found, begin: str) -> None:
-        """Have parts of the loss weighed as trials have come to, if that is not how it is done."""
+        """Weight parts of the loss as found by the trials, if they are weighted otherwise."""
         first = self._at_first
         if first is None or LossKind.UNTRIED in (first.tried.kind, now.tried.kind):
             return

@@ -34,7 +34,7 @@ from shardwise.units import format_seconds
 MARK = ".seen-by-all"
 _PORTS = range(20_000, 30_000)
 _PACKAGES = ("torch", "numpy", "safetensors")
-#: The largest difference between clocks: nodes that are asked at once answer within so many seconds.
+#: The largest difference between clocks: nodes that are asked at once answer within this many seconds.
 _MOST_SECONDS_APART = 60.0
 
 

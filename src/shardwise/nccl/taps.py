@@ -44,7 +44,7 @@ def put_instead() -> Iterator[Instead]:
 
 @contextmanager
 def recording(*, rehearses: bool = True, limit_seconds: float = 60.0) -> Iterator[Recorder]:
-    """Within it, what this process asks of its groups is noted; what it touches, within `touching` alone."""
+    """Record the operations of this process's groups within the context; accessed memory within `touching` only."""
     recorder = Recorder(rehearses=rehearses, limit_seconds=limit_seconds)
     with put_instead() as instead:
         for method, kind in GROUP_METHODS.items():

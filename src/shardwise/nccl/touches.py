@@ -120,7 +120,7 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 
 class TouchMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the operators that this thread runs while `listens` says so."""
+    """Records the operators that this thread runs while `listens` is true."""
 
     def __init__(self, memories: Memories, listens: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

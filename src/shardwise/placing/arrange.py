@@ -147,7 +147,7 @@ class _Task:
     def _fill_stages(
         self, places: Sequence[Place], batch: Batch, part: float | None, made: Arrangement
     ) -> dict[str, Place]:
-        """In a pipeline: the stages of the schedule, cut where they are even, or where there is room."""
+        """Fill the stages of the schedule, cut evenly, or where there is room."""
         module, options, count = self._module, self._options, self._options.microbatches
         example, *others = (_at_home(each, module) for each in cut_rows(batch, min(count, rows_of(batch))))
         ranks = make_schedule(options, len(places), count).placement.ranks
@@ -185,7 +185,7 @@ class _Task:
     def _offloaded(
         self, held: Sequence[Sequence[Load]], places: Sequence[Place], part: float | None, num_in_flight: int
     ) -> PlacedActivationOffload | None:
-        """Have places send the part of their activations that there is no room for, or that was asked for."""
+        """Let places offload the share of their activations that does not fit, or that was requested."""
         room = sum(place.room_bytes for place in self._memory) if self._memory else None
         # A module that is to be trained later sends what was asked for. Its activations are not known by now.
         parts = dict.fromkeys(places, self._options.activations_on_host or 0.0)

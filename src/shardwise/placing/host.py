@@ -51,7 +51,7 @@ class Unit:
 
     @property
     def held(self) -> Load:
-        """What it asks of its place, but for what is on its way."""
+        """The memory that it needs at its place, except for units in transit."""
         states = {self.name: self.fixed_bytes + (0 if self.is_streamed else self.own_bytes)}
         return replace(self.load, states=states)
 
@@ -122,7 +122,7 @@ def held_loads(units: Sequence[Unit], *, trains: bool) -> list[Load]:
 
 
 def _on_their_way(units: Sequence[Unit], *, trains: bool) -> Load:
-    """Weights, and in training their gradients, of as many units as are on their way."""
+    """Return the weights, and in training their gradients, of as many units as are in transit."""
     largest = sorted(unit.weight_bytes for unit in units)[-NUM_AHEAD:]
     num_bytes = (2 if trains else 1) * sum(largest) if any(each.is_streamed for each in units) else 0
     return Load(unit="on its way", cost=0.0, states={"on its way": num_bytes}, kept_bytes=0)

@@ -52,7 +52,7 @@ def trains(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleLoads:
-    """Everything that a module asks of its places: units, their calls in order, and calls between which is no cut."""
+    """All needs of a module: units, their calls in order, and calls that must not be separated."""
 
     units: Mapping[str, nn.Module]
     calls: list[Load]

@@ -79,7 +79,7 @@ class CrossDeviceMode(TorchFunctionMode):
 
 
 class InputMover:
-    """Hooks on a module and its units, where there is more than one device. `remove` takes them away.
+    """Hooks on a module and its units, if there is more than one device. `remove` removes them.
 
     In the threads of a pipeline all is where it is needed, and nothing is done here.
     """

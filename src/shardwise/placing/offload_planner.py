@@ -40,7 +40,7 @@ class Way:
     parts: Mapping[Place, float] = field(default_factory=dict)
     offloaded_bytes: int = 0
     host_computes: bool = False
-    #: Whether weights are read from disk: what that takes is not known, so it is for want of another way.
+    #: Whether weights are read from disk: the time of that is unknown, so it is the last resort.
     reads_disk: bool = False
 
 

@@ -119,7 +119,7 @@ class _InFlight:
         return joint.filled(tensors)
 
     def backward(self) -> list[Tensor]:
-        """Run the backwards, and return the gradients of the inputs that want one."""
+        """Run the backwards, and return the gradients of the inputs that require one."""
         if self.microbatch_pass is None:
             raise ShardwiseError(
                 "the backward of this forward has been run, and nothing was kept for a second one",

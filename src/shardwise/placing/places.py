@@ -13,9 +13,9 @@ from shardwise.cluster.local import available_bytes
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.units import counted, parse_bytes
 
-#: Matmuls of this size say how fast a device is: a GPU is told of several at once, or it would wait to be told.
+#: Matmuls of this size measure the speed of a device. On a GPU several are launched at once, so that it does not idle.
 _TRIED_SIZE, _TRIED_SIZE_OF_GPUS, _TRIED_AT_ONCE = 1024, 4096, 8
-#: And so many bytes how fast the host copies.
+#: Copies of this many bytes measure the speed of the host's memory.
 _TRIED_BYTES = 32 * 2**20
 
 

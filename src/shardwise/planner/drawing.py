@@ -278,7 +278,7 @@ def draw_pool(best: Account, alone: Account, canvas: Canvas) -> None:
 
 
 def tally_lines(tally: "Tally") -> list[str]:
-    """How many candidates fell to what, as sentences."""
+    """Return how many candidates were rejected and why, as sentences."""
     lines = [f"{tally.considered:,} candidates, {tally.priced:,} priced, {tally.fitting:,} of them fit."]
     fallen = [f"{count:,} {_REFUSED[reason]}" for reason, count in tally.refused.most_common()]
     if tally.slower:

@@ -72,7 +72,7 @@ class Lookout:
             self.gpu = DeviceProgress(device)
 
     def settle(self, seconds: float) -> bool:
-        """Look more often for this time, and return whether a verdict has come."""
+        """Look more often for this time, and return whether there is a verdict."""
         self._hurry.set()
         return self.stopped.wait(seconds)
 

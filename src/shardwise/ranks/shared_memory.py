@@ -36,7 +36,7 @@ from shardwise.ranks import objects
 
 #: The largest message for this path: for a larger one, gloo's threads, which move it beside computation, pay off.
 MOST_BYTES = 16 * 2**20
-# A receiver reports after so many bytes, or so many messages, read: a Linux socket holds about 270 unread messages.
+# A receiver reports after this many bytes, or this many messages, read: a Linux socket holds about 270 unread messages.
 _TELL_AFTER_BYTES = 2**18
 _TELL_AFTER = 64
 # Two messages fit, and as much as may be read before it is reported: otherwise the largest could wait forever.

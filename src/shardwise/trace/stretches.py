@@ -35,11 +35,11 @@ class Part(StrEnum):
     HOST = "host overhead"
 
 
-#: The rank idles for want of input.
+#: The rank idles for lack of input.
 BUBBLE = frozenset({Part.WARM_UP, Part.WAITING, Part.COOL_DOWN})
 #: The device is at work.
 BUSY = frozenset({Part.COMPUTE, Part.RECOMPUTATION, Part.OPTIMIZER})
-#: What is known of a rank that stands still; its device has nothing to add.
+#: Causes of waiting that are known; the activities of the device add nothing.
 _EXPLAINED = BUBBLE | {Part.EXPOSED, Part.DATA}
 
 _OF_STATE = {

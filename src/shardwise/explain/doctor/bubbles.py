@@ -45,7 +45,7 @@ def find_bubble(case: Case) -> Iterator[Finding]:
 
 
 def find_transfers(case: Case) -> Iterator[Finding]:
-    """Values between stages that ranks stand still for."""
+    """Yield values between stages that ranks wait for."""
     replay, exposed = case.replay, case.transfer_seconds
     if replay is None or exposed < _MUCH_EXPOSED * case.step_seconds:
         return

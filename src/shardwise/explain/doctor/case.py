@@ -133,7 +133,7 @@ class Case(Summary):
         return self.run.memory_bytes is not None and self.fullest_bytes > NEARLY_FULL * self.run.memory_bytes
 
     def has_room(self, more_bytes: float) -> bool:
-        """Whether a rank may hold so many bytes more, as far as it is known what a device has."""
+        """Whether a rank may hold this many more bytes, as far as the memory of its device is known."""
         limit = self.run.memory_bytes
         return limit is None or self.fullest_bytes + more_bytes <= NEARLY_FULL * limit
 
@@ -181,7 +181,7 @@ class Case(Summary):
 
     @cached_property
     def copied_data_seconds(self) -> float:
-        """Seconds, on average over the ranks, in which a batch was waited for that was on its way to the GPU."""
+        """Return the average seconds over ranks of waiting for a batch in transit to the GPU."""
         total = 0.0
         for rank, activities in enumerate(self.trace.activities_of_ranks):
             waits = [(each.start, each.end) for each in self.cut[rank] if each.part is Part.DATA]

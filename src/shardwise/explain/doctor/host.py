@@ -11,7 +11,7 @@ _FAR_OFF = 0.25
 
 
 def find_data_wait(case: Case) -> Iterator[Finding]:
-    """Ranks that stand still for their batch."""
+    """Yield ranks that wait for their batch."""
     waited = case.mean(Part.DATA) - case.copied_data_seconds
     if case.is_worth(waited):
         yield Finding(

@@ -89,7 +89,7 @@ def _mark(at: float, text: str, kind: str) -> str:
 
 
 def _label(at: float, text: str) -> str:
-    """Beside a bar: to its right, or where there is no room in it."""
+    """Return a label beside a bar: to its right, or to its left if there is no room."""
     anchor = "end" if at > _WIDTH * 0.7 else "start"
     place = at + (-4 if anchor == "end" else 4)
     return f'<text class="on" text-anchor="{anchor}" x="{place:.1f}" y="11">{words(text)}</text>'

@@ -24,7 +24,7 @@ class Part:
     reduces: bool = False
 
     def block(self, kind: str, **more: Any) -> Block:
-        """It alone as a block, with what else `Block` is told."""
+        """Return this part alone as a block, with further arguments of `Block`."""
         return Block(kind=kind, operations=self.operations, parameters=self.parameters, **more)
 
 

@@ -38,7 +38,7 @@ def record(
 
 
 def _twins(module: nn.Module, *, fake: bool) -> dict[str, Tensor]:
-    """Parameters and buffers anew, by all their names. What is one tensor under two names stays one."""
+    """Return new parameters and buffers, under all their names. A tensor with two names stays one."""
     made: dict[int, Tensor] = {}
     twins = {}
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]

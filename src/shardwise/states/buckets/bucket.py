@@ -119,7 +119,7 @@ class Bucket:
 
     @property
     def stays_for_update(self) -> bool:
-        """Whether its weights are updated where the backward has had them, before they go home."""
+        """Whether its weights are updated on the device after their backward, before they go back to the host."""
         weights, is_alone = self.weights, self.key.replicas.count == 1
         return self.hands_over and isinstance(weights, OffloadedWhole) and weights.master is None and is_alone
 

@@ -37,7 +37,7 @@ class StagingBuffers:
         return bool(self._free)
 
     def grow(self, count: int) -> None:
-        """Have at least this many buffers. Memory is allocated with the first chunk."""
+        """Provide at least this many buffers. Memory is allocated with the first chunk."""
         for _ in range(count - len(self._memory)):
             self._free.append((len(self._memory), []))
             self._memory.append(None)

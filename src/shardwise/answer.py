@@ -39,7 +39,7 @@ class Canvas:
         self.stream.write(text + "\n")
 
     def paint(self, text: str, style: str) -> str:
-        """`text` in `style` where there is colour, else `text`.
+        """Return `text` in `style` if there is colour, otherwise `text`.
 
         A style is one or more words: `bold`, `dim`, a colour (`red`), a background (`on_red`), or one of the 256
         terminal colours as background (`on_202`).
@@ -57,7 +57,7 @@ class Answer:
 
 
 def canvas_on(stream: TextIO) -> Canvas:
-    """The canvas that a stream makes, as the terminal and the user's environment want it."""
+    """Return the canvas for a stream, by its terminal and the user's environment."""
     return Canvas(stream=stream, width=environment.width_of(stream), colour=environment.wants_colour(stream))
 
 

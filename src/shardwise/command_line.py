@@ -20,7 +20,7 @@ class CommandModule(Protocol):
 
     def run(self, arguments: argparse.Namespace, /) -> Answer: ...
 
-    # And, where it has one, `meant_by(option, value)`: what to type for an option that there is none of, or None.
+    # Optionally also `meant_by(option, value)`: what to type instead of an unknown option, or None.
 
 
 class WrongCallError(ShardwiseError):
@@ -37,9 +37,9 @@ def make_parser(name: str, module: CommandModule) -> argparse.ArgumentParser:
         prog=f"shardwise {name}",
         description=module.DESCRIPTION.strip(),
         epilog="\n".join(["example:", *(f"  {line}" for line in examples(module))]),
-        # While options are added: the one for --help asks how wide the terminal is, and imports a lot for it.
+        # The width is fixed because the option for --help asks for that of the terminal, and imports a lot for it.
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=80),
-        allow_abbrev=False,  # `--st 4` would mean something else the day a second option starts so.
+        allow_abbrev=False,  # `--st 4` would change its meaning with a second option that starts so.
     )
     # By default only a plain number may be negative: in `--times -1,1,1` argparse would see an option `-1,1,1`, and the
     # command would have no chance to say what is wrong with it.

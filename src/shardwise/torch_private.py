@@ -130,7 +130,7 @@ def scaled_mm(
 
 
 def schema_of(operator: Any) -> Any:
-    """The names, defaults and mutations of an operator's arguments. No public way."""
+    """Return the names, defaults and mutations of an operator's arguments. No public way."""
     return operator._schema
 
 
@@ -150,7 +150,7 @@ def foreach_divide(tensors: list[Tensor], divisor: Tensor) -> None:
 
 
 def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each tensor, in one kernel. `torch.linalg.vector_norm` is public, and one kernel for each."""
+    """Return the 2-norm of each tensor, in one kernel. `torch.linalg.vector_norm` is public: one kernel for each."""
     return list(torch._foreach_norm(tensors, 2, dtype=dtype))  # type: ignore[call-arg, unused-ignore]
 
 
@@ -209,12 +209,12 @@ def without_subclasses() -> AbstractContextManager[None]:
 
 
 def parameter_slots(module: nn.Module) -> dict[str, Any]:
-    """The dictionary in which a module holds its own parameters. `named_parameters` is public and cannot be written."""
+    """Return a module's dictionary of its own parameters. `named_parameters` is public and cannot be written."""
     return cast(dict[str, Any], module._parameters)
 
 
 def buffer_slots(module: nn.Module) -> dict[str, Any]:
-    """The dictionary in which a module holds its own buffers. `named_buffers` is public and cannot be written."""
+    """Return a module's dictionary of its own buffers. `named_buffers` is public and cannot be written."""
     return cast(dict[str, Any], module._buffers)
 
 
@@ -234,7 +234,7 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 
 def forward_hooks(module: nn.Module) -> Iterator[tuple[Callable[..., Any], bool]]:
-    """A module's forward hooks, and whether each takes keyword arguments. Public is only to call the module."""
+    """Yield a module's forward hooks, and whether each takes keyword arguments. The public way is only to call it."""
     for key, hook in module._forward_hooks.items():
         yield hook, key in module._forward_hooks_with_kwargs
 
@@ -246,7 +246,7 @@ def has_hooks_of_places(module: nn.Module) -> bool:
 
 
 def hooks_of(module: nn.Module) -> list[str]:
-    """The kinds of hooks that a module has of its own. Public is only to call it."""
+    """Return the kinds of hooks that a module has itself. The public way is only to call it."""
     kinds = {
         "forward": module._forward_hooks,
         "forward pre": module._forward_pre_hooks,
@@ -257,7 +257,7 @@ def hooks_of(module: nn.Module) -> list[str]:
 
 
 def every_hook_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """The hooks of a module's calls and of their backwards. Public is only to call it."""
+    """Yield the hooks of a module's calls and of their backwards. The public way is only to call it."""
     yield from module._forward_hooks.values()
     yield from module._forward_pre_hooks.values()
     yield from module._backward_hooks.values()
@@ -277,7 +277,8 @@ def num_hooks(modules: Iterable[nn.Module]) -> int:
 
 
 def get_compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What a module runs in place of its plain call, hooks and all. `Module.compile` is the public way to set it."""
+    """Return the function that replaces a module's call, hooks included. `Module.compile` is the public way to set
+    it."""
     return module._compiled_call_impl
 
 
@@ -287,7 +288,8 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:
-    """A module's call with its hooks, whatever stands in its place. `Module.__call__` is public and goes there too."""
+    """Return a module's call with its hooks, even if it was replaced. `Module.__call__` is public and goes there
+    too."""
     return module._call_impl
 
 
@@ -296,7 +298,7 @@ def plain_call(module: nn.Module) -> Callable[..., Any]:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """What tells two storages apart while both live. `data_ptr` is public, and 0 for all on the meta device."""
+    """Return an id of a storage, unique while it lives. `data_ptr` is public, and 0 for all on the meta device."""
     return int(storage._cdata)
 
 
@@ -398,7 +400,7 @@ PythonNode: Any = torch._C._FunctionBase
 
 
 def function_of(node: Node) -> Any:
-    """The `autograd.Function` whose backward a node written in Python is; None of others. No public way."""
+    """Return the `autograd.Function` of a node written in Python; None for other nodes. No public way."""
     return getattr(type(node), "_forward_cls", None)
 
 
@@ -408,7 +410,7 @@ def num_outputs(node: Node) -> int:
 
 
 def current_node() -> Any:
-    """The node whose backward this thread is in. No public way: only nodes of one's own are given to one."""
+    """Return the node whose backward this thread is in. No public way: only one's own nodes are passed in."""
     return torch._C._current_autograd_node()
 
 
@@ -416,7 +418,7 @@ def is_wanted(node: Node) -> bool:
     """Whether the pass of autograd that this thread is in goes on to a node. No public way."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # It says so of a leaf whose gradient was asked for by name.
+    except RuntimeError:  # Raised for a leaf whose gradient was requested by name.
         return True
 
 
@@ -431,15 +433,15 @@ def is_input_wanted(ctx: Any, number: int) -> bool:
 
 
 def checkpoint_here() -> Any:
-    """What a `torch.utils.checkpoint` of somebody's keeps what is computed now with, or runs it again for; None if it
-    is in none. No public way: it is known by who is given what autograd saves."""
+    """Return the hook of the `torch.utils.checkpoint` that keeps, or recomputes, what is computed now; None outside
+    one. No public way: it is recognised by the hooks for saved tensors."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
 
 
 def checkpoint_frame(hook: Any) -> tuple[Any, bool]:
-    """The checkpoint that a hook of `checkpoint_here` belongs to, one object for its first run and for its second, and
-    whether this is the second; None where torch does not tell. No public way: it is what the hook closes over."""
+    """Return the checkpoint of a hook from `checkpoint_here`, one object for its first run and its second, and whether
+    this is the second; None if torch does not say. No public way: it is in the hook's closure."""
     plain = inspect.unwrap(hook)
     held = dict(zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True))
     if "frame" in held:
@@ -448,23 +450,23 @@ def checkpoint_frame(hook: Any) -> tuple[Any, bool]:
 
 
 def is_in_checkpoint() -> bool:
-    """Whether what is computed now is in a `torch.utils.checkpoint` of somebody's."""
+    """Whether what is computed now is inside a `torch.utils.checkpoint`."""
     return checkpoint_here() is not None
 
 
 def backward_id() -> int:
-    """The number of the backward that this thread is in, -1 in none. No public way."""
+    """Return the number of the backward that this thread is in, -1 for none. No public way."""
     return int(torch._C._current_graph_task_id())
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Have a function called when the backward is over that this thread is in. Torch's own FSDP does it so."""
+    """Call a function when the backward that this thread is in is over. Torch's own FSDP does the same."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
 
 def saved_tensor_hooks() -> object:
-    """The innermost `saved_tensors_hooks` of this thread, to see whether it is still the same. No public way to ask."""
+    """Return the innermost `saved_tensors_hooks` of this thread, to see if it is still the same. No public way."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
@@ -479,7 +481,7 @@ current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None) or (
 
 
 def cpu_backend(group: torch.distributed.ProcessGroup) -> Any:
-    """What a group sends tensors of the CPU with. The public group does too, after a way through torch's dispatcher."""
+    """Return the backend that sends a group's CPU tensors. The public group does too, after torch's dispatcher."""
     return group._get_backend(torch.device("cpu"))
 
 
@@ -495,7 +497,7 @@ GET_BACKEND = "_get_backend"  # How a group is asked for the backend of a device
 
 
 def default_backend(device: torch.device) -> Any:
-    """What the default group sends a device's tensors with. `get_backend_config` is public, and gives text."""
+    """Return the backend that sends a device's tensors in the default group. `get_backend_config` is public: text."""
     return torch.distributed.distributed_c10d._get_default_group()._get_backend(device)
 
 
@@ -504,7 +506,8 @@ class DeviceProfiler:
     leave out streams and what launched what."""
 
     def __init__(self) -> None:
-        # Who launched what is told by calls of CUDA: torch's own numbers beside them cost a fifth of a look (H200).
+        # Launches are attributed by CUDA calls: torch's own numbers in addition cost a fifth of the time of a look
+        # (H200).
         config = torch._C._profiler._ExperimentalConfig(disable_external_correlation=True)
         self.profile: Any = torch.autograd.profiler.profile(
             use_device="cuda", use_kineto=True, use_cpu=False, experimental_config=config
@@ -514,7 +517,7 @@ class DeviceProfiler:
         self.profile.__enter__()
 
     def stop(self) -> list[Any]:
-        """What Kineto has seen, when the device is done."""
+        """Return what Kineto has recorded, when the device is done."""
         self.profile.__exit__(None, None, None)
         return list(self.profile.kineto_results.events())
 
@@ -530,7 +533,7 @@ def find_gpu_backend(group: torch.distributed.ProcessGroup) -> Any | None:
 
 
 def default_store() -> Store:
-    """The store that the default group was made with. Public only for whoever made it."""
+    """Return the store that the default group was made with. Public only for its creator."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
@@ -563,7 +566,7 @@ def is_watched() -> bool:
 
 
 def aot_eager(graph: Any, inputs: list[Any], compile_backward: Callable[..., Any]) -> Any:
-    """A backend of `torch.compile` that runs graphs as they are, with a compiler of ours for the backward.
+    """Return a backend of `torch.compile` that runs graphs unchanged, with our own compiler for the backward.
 
     Public are backends by name, and they compile both. `compile_backward` is called with what compiles a graph.
     """
@@ -616,7 +619,8 @@ def functorch_settings(**settings: bool) -> AbstractContextManager[None]:
 
 
 class RecompileLimits:
-    """How often torch may compile one function anew: as often as any living owner needs, and as it was when none lives.
+    """The limit of torch's recompilations of a function: the highest of all living owners, and the original if none
+    lives.
 
     The public way is `torch.compile(recompile_limit=...)`, which 2.13 has and 2.11 has not.
     """

@@ -24,12 +24,12 @@ _QUANTITY = re.compile(r"(?P<sign>[-+]?)(?P<number>(\d+\.?\d*|\.\d+)(e[-+]?\d+)?
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from `80 GB`, `78.9GiB` or a bare number. Spelling counts: `Gb` is refused, for it may mean bits."""
+    """Return bytes from `80 GB`, `78.9GiB` or a bare number. Case matters: `Gb` is refused, as it may mean bits."""
     return round(_parse(text, _BYTES, what="a size in bytes", example="78.9 GiB"))
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds from `1.5ms`, `20 us`, `2 min` or a bare number."""
+    """Return seconds from `1.5ms`, `20 us`, `2 min` or a bare number."""
     text = text.replace("\N{GREEK SMALL LETTER MU}", "\N{MICRO SIGN}")  # Keyboards differ; the two look alike.
     return _parse(text, _SECONDS, what="a time", example="1.5 ms")
 
@@ -66,7 +66,7 @@ def format_percent(fraction: float, *, decimals: int = 1) -> str:
 
 
 def format_number(value: float, significant: int = 12) -> str:
-    """The shortest text of a number once rounded: 25.5, not 25.500000000000004, and 8, not 8.0."""
+    """Return the shortest text of a number after rounding: 25.5, not 25.500000000000004, and 8, not 8.0."""
     if isinstance(value, int):
         return str(value)
     rounded = round_significant(value, significant)
@@ -85,7 +85,7 @@ def round_significant(value: float, significant: int = 12) -> float:
 
 
 def _parse(text: str, units: Mapping[str, float], *, what: str, example: str) -> float:
-    """The number in `text` times its unit's size; a bare number is in the unit of size 1."""
+    """Return the number in `text` times its unit's size; a bare number is in the unit of size 1."""
     match = _QUANTITY.fullmatch(text.strip())
     if match is None:
         raise ShardwiseError(f"{text!r} is not {what}", remedy=example)

@@ -17,7 +17,7 @@ from shardwise.units import format_bytes
 # user's tensor below this size may share a page with other data, so it is not pinned.
 LEAST_PINNED_BYTES = 2**20
 
-#: Makes a buffer of so many bytes.
+#: Makes a buffer of this many bytes.
 Allocate = Callable[[int], Tensor]
 #: Lets a buffer go.
 Free = Callable[[Tensor], None]

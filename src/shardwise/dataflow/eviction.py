@@ -30,7 +30,7 @@ class LeastRecentlyUsed:
             self._copies[copy] = None
 
     def remove(self, copy: Copy, *, evicted: bool) -> None:  # noqa: ARG002 - both are forgotten
-        """Remove a copy that was evicted for want of room, or dropped."""
+        """Remove a copy that was evicted for lack of room, or dropped."""
         self._copies.pop(copy, None)
 
     def order(self) -> Iterable[Copy]:

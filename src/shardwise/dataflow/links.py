@@ -47,7 +47,7 @@ class Routes:
         self.links: dict[Pair, Link] = {} if given is None else _read(places, given)
 
     def hops(self, source: Place, target: Place) -> list[tuple[Place, Place]]:
-        """The links from one place to another, in order."""
+        """Return the links from one place to another, in order."""
         if _are_linked(source, target):
             return [(source, target)]
         return [(source, self._host), (self._host, target)]

@@ -37,7 +37,7 @@ class Memory:
     peak_bytes: int = 0
     num_waits: int = 0  # How often the host had to wait for room.
     is_over: Callable[[Event], bool] = Event.is_done
-    on_wait: Callable[[Event], None] = lambda event: None  # noqa: ARG005 - nobody need be told
+    on_wait: Callable[[Event], None] = lambda event: None  # noqa: ARG005 - nothing to notify
     _released: list[_Released] = field(default_factory=list)
 
     def can_make_room(self, num_bytes: int) -> bool:

@@ -82,7 +82,7 @@ class Store(ABC):
         self._raise_failure()
 
     def place(self, name: str) -> Place:
-        """A place by its name."""
+        """Return a place by its name."""
         if name not in self._by_name:
             raise unknown("place", name, self.place_names)
         return self._by_name[name]

@@ -1,1 +1,1 @@
-"""`parallelize`: a module, a plan, a loss and an optimizer, put together into an engine that trains."""
+"""`parallelize`: assemble a module, a plan, a loss and an optimizer into an engine that trains."""

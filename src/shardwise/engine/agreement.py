@@ -16,7 +16,7 @@ from shardwise.stages.stage import Split
 
 _T = TypeVar("_T")
 
-#: What each rank gives, from what this one gives.
+#: Maps this rank's value to the list of all ranks' values.
 Gather = Callable[[Any], list[Any]]
 
 
@@ -84,7 +84,7 @@ def tried_by_first(gather: Gather, rank: int, device: torch.device, attempt: Cal
 
 
 def agree_on_refusal(gather: Gather, error: ShardwiseError | None, draws: bool) -> None:
-    """Let all ranks raise what speaks against the cut on any of them. All call this alike.
+    """Let all ranks raise the error against the cut of any of them. All call this alike.
 
     `draws`: forwards draw from Python's generators outside of units, and these must be at one place on all ranks.
     """
@@ -100,7 +100,7 @@ def agree_on_refusal(gather: Gather, error: ShardwiseError | None, draws: bool) 
 
 
 def kept_in_order(split: Split, plan: Plan, rank: int | None, gather: Gather) -> Split:
-    """The same stages, on which ranks agree. Where they must on the units that they call, these are called as on the
+    """Return the stages, on which all ranks have agreed. If ranks must call the same units, these are called as on the
     example. All call this alike; a process that runs all ranks (None) agrees with itself."""
     if rank is not None and len(split.units) > 1:
         _agree_on_cut(gather, split)
@@ -111,7 +111,7 @@ def kept_in_order(split: Split, plan: Plan, rank: int | None, gather: Gather) ->
 
 
 def _why_in_order(plan: Plan) -> str | None:
-    """Why units that one stage has must be called as on the example, if so."""
+    """Return why the units of one stage must be called as on the example; None if they need not."""
     if plan.zero == 3:
         return "under zero=3 replicas gather the weights of one unit after the other, all in one order"
     axes = [f"{axis}={getattr(plan, axis)}" for axis in ("tp", "cp", "ep") if getattr(plan, axis) > 1]

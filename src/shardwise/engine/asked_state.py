@@ -100,5 +100,5 @@ class AskedState(defaultdict[Any, Any]):
         super().clear()
 
     def __reduce__(self) -> Any:
-        """Copies and files have a plain one."""
+        """Let copies and files have a plain dictionary."""
         return defaultdict, (dict,), None, None, iter(list(self.items()))

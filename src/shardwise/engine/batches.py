@@ -26,19 +26,19 @@ from shardwise.stages.stage import Batch
 
 
 class Cutter:
-    """Cuts batches for a process, which is given all rows or (`is_local`) those of its replica, by one rule."""
+    """Cuts batches for a process by one rule. It gets all rows or, if `is_local`, those of its replica."""
 
     def __init__(self, plan: Plan, mesh: Mesh, rule: RowRule, *, pad: bool, is_local: bool) -> None:
         self._plan, self._mesh, self._pad = plan, mesh, pad
         self.rule, self.is_local = rule, is_local
         self._num_replicas = 1 if is_local else plan.dp
-        #: The first row of this process in the batch that was cut last, as all replicas together have it.
+        #: The index of this process's first row in the whole batch that was cut last.
         self.first_row = 0
-        #: Whose rows are cut, counted from this process's own replica on: a step can be repeated by another.
+        #: Which replica's rows are cut, counted from this process's own: another replica can repeat a step.
         self.shift = 0
 
     def cut(self, batch: Batch, device: torch.device | None = None) -> list[Batch]:
-        """The microbatches of this process; on a device, if one is given."""
+        """Return the microbatches of this process; on a device, if one is given."""
         if self._num_replicas * self._plan.microbatches == 1 and not self._pad:
             seen = Seen(self.rule.length(batch), frozenset())
             mine = unmarked(batch)
@@ -55,7 +55,7 @@ class Cutter:
         return (self._mesh.coordinates["dp"] + self.shift) % self._plan.dp
 
     def _rows(self, batch: Batch, seen: Seen) -> tuple[Batch, Seen]:
-        """The rows of this process's replica."""
+        """Return the rows of this process's replica."""
         count, length = self._num_replicas, seen.length
         if length % count:
             below = length - length % count
@@ -69,7 +69,7 @@ class Cutter:
 
 
 class Batches:
-    """Takes the part of this process of every batch, and compares what processes are given; and their `optimizers`."""
+    """Takes this process's part of every batch, and compares batches and `optimizers` between processes."""
 
     def __init__(self, parts: Parts, optimizers: Sequence[Optimizer]) -> None:
         self._plan, self._mesh, self._device = parts.plan, parts.wires.mesh, parts.device
@@ -84,19 +84,19 @@ class Batches:
 
     @staticmethod
     def _draws(parts: Parts) -> bool | None:
-        """Whether forwards may draw by torch's generators; None where layers are cut, and nobody has tried them."""
+        """Whether forwards may draw from torch's generators; None if layers are cut, and were not tried."""
         tensor = parts.sharded.tensor
         return tensor is None or tensor.draws or (False if parts.options.verify else None)
 
     def cut(self, batch: Batch, what: str = "step", *, predicts: bool = False) -> list[Batch]:
-        """The microbatches of this process, on its device. `predicts`: nobody takes a loss of them."""
+        """Return the microbatches of this process, on its device. `predicts`: they are used without a loss."""
         self.same.take(batch, what)
         found, context = self._cutter.cut(batch, self._device), self._context
         return found if context is None else [context.cut(each, predicts=predicts) for each in found]
 
     @contextmanager
     def of_replica(self, shift: int) -> Iterator[None]:
-        """Within it this process takes the part of the replica so many after its own. All ranks do so alike."""
+        """Take the part of the replica that is `shift` after this one, within the context. All ranks do so alike."""
         assert shift == 0 or not self._cutter.is_local, "only who is given all rows has those of others"
         self._cutter.shift = shift
         try:
@@ -109,7 +109,7 @@ class Batches:
         return self._cutter.rule
 
     def explain(self) -> list[str]:
-        """What is done with batches, in lines."""
+        """Describe how batches are treated, in lines."""
         plan, rule, last = self._plan, self._cutter.rule, self._cutter.rule.last
         given = "rows of its own" if self._cutter.is_local else "all rows, and takes its own"
         lines = [f"every replica is given {given} ({plan.dp} replicas, {plan.microbatches} microbatches of each)"]
@@ -123,7 +123,7 @@ class Batches:
         return lines
 
     def place(self, microbatch: Batch, step: int) -> Place:
-        """Where the first microbatch of this process stands in the batch that was cut last."""
+        """Return the place of this process's first microbatch in the batch that was cut last."""
         axes, plan = self._mesh.coordinates, self._plan
         place = Place(step=step, first_row=0, num_tokens=num_tokens_of(microbatch))
         if plan.num_ranks == plan.pp:
@@ -137,7 +137,8 @@ class Batches:
 
 
 def _outside_writes(parts: Parts) -> OutsideWrites | None:
-    """Where several ranks have copies of parameters. What comes late is asked for before a script has it."""
+    """Return a detector of writes if several ranks have copies of parameters. Late values arrive before it reads
+    them."""
     plan = parts.plan
     if plan.dp * plan.cp == 1 or isinstance(parts.wires, OneProcess) or parts.schedule.staleness:
         return None

@@ -69,7 +69,7 @@ def find_misplaced(
     optimizers: Iterable[Optimizer] = (),
     device: torch.device | str | None = None,
 ) -> list[Misplaced]:
-    """All tensors that are elsewhere than `device`; without one, than most of the module's parameters."""
+    """Return all tensors that are not on `device`; by default the device of most of the module's parameters."""
     home = torch.device(device) if device is not None else _home_of(module)
     if home is None:
         return []
@@ -82,13 +82,13 @@ def find_misplaced(
 
 
 def check_example(module: nn.Module, example: Any) -> None:
-    """Before anything is split: is all that the module or the loss will compute with in one place?
+    """Check, before anything is split, that everything that the module or the loss computes with is on one device.
 
-    A module that is on the meta device, whole or in part, gets its weights later. Of the example only what the module
-    asks for by name is looked at, and masks and targets: what else is in it may be for nobody.
+    A module that is on the meta device, whole or in part, gets its weights later. Of the example, only entries that the
+    module's forward names, masks and targets are checked: others may be unused.
     """
     is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
-    if is_meta or not isinstance(example, Mapping):  # What is no batch is told of by those who cut it.
+    if is_meta or not isinstance(example, Mapping):  # What is not a batch is reported where batches are cut.
         return
     wanted = _names_of(module)
     used = {key: each for key, each in example.items() if key in wanted or _role(key) != "input"}
@@ -96,15 +96,15 @@ def check_example(module: nn.Module, example: Any) -> None:
 
 
 def _names_of(module: nn.Module) -> Collection[str]:
-    """What a module asks for by name."""
+    """Return the names of the forward's arguments."""
     try:
         return inspect.signature(module.forward).parameters.keys()
-    except ValueError:  # Of compiled code nothing is known.
+    except ValueError:  # Compiled code has no signature.
         return ()
 
 
 def _home_of(module: nn.Module) -> torch.device | None:
-    """Where most of the parameters are, by their bytes."""
+    """Return the device of most of the parameters, by bytes."""
     sizes: Counter[torch.device] = Counter()
     for each in module.parameters():
         sizes[each.device] += each.numel()
@@ -128,7 +128,7 @@ def _of_module(module: nn.Module, home: torch.device) -> Iterator[Misplaced]:
 
 def _edit(what: str, key: str, owner: str, home: torch.device) -> str:
     if what == ATTRIBUTE:
-        # What is no buffer stays where it is when the module is moved.
+        # A plain attribute stays where it is when the module is moved.
         return f'self.register_buffer("{key}", self.{key})   (a plain attribute does not move with its module)'
     path = f"module.{owner}" if owner else "module"
     return f'{path}.to("{home}")'
@@ -142,7 +142,7 @@ def _of_batch(batch: Mapping[str, Any], home: torch.device, here: str | None) ->
 
 
 def _role(key: str) -> str:
-    """What an entry of a batch is for, by its name."""
+    """Return the role of a batch's entry, by its name."""
     if "mask" in key:
         return "mask"
     return "target" if re.search(r"label|target|^y$", key) else "input"
@@ -169,7 +169,7 @@ def _of_optimizers(
 
 
 def _line_of(root: nn.Module, owner: str, key: str) -> str | None:
-    """The line in which the user's source makes a tensor, or the nearest module around it that is the user's."""
+    """Return the line of the user's source that makes a tensor; or the nearest module around it that is the user's."""
     path, wanted = owner, key
     while True:
         found = _find_assignment(type(root.get_submodule(path)), wanted)
@@ -179,7 +179,7 @@ def _line_of(root: nn.Module, owner: str, key: str) -> str | None:
 
 
 def _find_assignment(kind: type, key: str) -> str | None:
-    """Where a class of the user's assigns to `self.key`, or registers it."""
+    """Return where a user's class assigns to `self.key`, or registers it."""
     try:
         file, (lines, first) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
     except (OSError, TypeError):
@@ -195,7 +195,7 @@ def _find_assignment(kind: type, key: str) -> str | None:
 
 
 def _calling_line() -> str | None:
-    """The nearest line on the way here that is neither ours nor torch's."""
+    """Return the nearest line of the call stack that is neither ours nor torch's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""The example looked at before anything is cut: what of it are rows, and what its loss is, on all ranks alike."""
+"""Check the example before anything is cut: which entries are rows, and the kind of the loss, alike on all ranks."""
 
 from functools import partial
 from typing import NamedTuple
@@ -24,12 +24,11 @@ from shardwise.stages.stage import Batch, Loss
 
 
 class Checked(NamedTuple):
-    """The microbatches of the example, where they are, the rule by which they were cut, and what the loss is.
+    """The microbatches of the example and their device, the rule by which they were cut, and the kind of the loss.
 
-    `loss` is a user's, of a microbatch; `weighed` the same with its weight in the batch. `is_quiet`: ranks are known
-    not to talk to each other in module and loss, so that one may try something for all. `by_first`: how one tries what
-    `tp` cuts, where ranks share the example. `settings` are values that a script may set later, unless nothing is to be
-    tried.
+    `loss` is the user's, for a microbatch; `weighed` is the same with its weight in the batch. `is_quiet`: module and
+    loss are known not to communicate, so that one rank may run trials for all. `by_first`: how one rank tries what `tp`
+    cuts, if ranks share the example. `settings` are values that a script may set later, unless nothing is tried.
     """
 
     microbatches: list[Batch]
@@ -61,7 +60,7 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
     num_parts = plan.dp * plan.microbatches * plan.cp
     users = loss
     if plan.cp > 1:
-        # A trial compares parts of sequences with the whole, by what each is over. A step adds up parts of a sum.
+        # A trial compares means over parts of sequences with that over the whole. A step adds up parts of a sum.
         users = summed_only(loss, plan.cp, tried, lambda _: 1 / num_parts)
         loss = summed_only(loss, plan.cp, tried, partial(numbers_in, tuple(example)))
     by_rows = options.pad or options.is_local

@@ -1,11 +1,11 @@
-"""What an engine has made of a module, in lines for people: what is cut, what crosses stages, what was not checked."""
+"""Describe what an engine has made of a module: what is cut, what is sent between stages, what was not checked."""
 
 from shardwise.engine.parts import Parts
 from shardwise.errors import some
 
 
 def explain(parts: Parts) -> str:
-    """The plan, the stages and what goes between them, and how layers are cut."""
+    """Return the plan, the stages and the values between them, and how layers are cut."""
     plan, split, tensor = parts.plan, parts.split, parts.sharded.tensor
     lines = [f"plan: {plan}"]
     if split.num_stages > 1:

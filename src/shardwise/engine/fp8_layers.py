@@ -1,11 +1,11 @@
-"""Which linear layers of a module are computed in 8 bits, and which stay as they are, with the reason.
+"""Choose the linear layers of a module that are computed in 8 bits. The others stay as they are, with a reason.
 
     in 8 bits    linear layers, whole or cut over tp, of the blocks that a module is made of
-    as before    the head and all that stands outside of blocks; embeddings, norms, routers, experts; layers that do
-                 something of their own (`sharding/tensor/plain_layers.py`); sizes that are no multiples of 16
+    as before    the head and everything outside blocks; embeddings, norms, routers, experts; layers with a forward or
+    hooks              of their own (`sharding/tensor/plain_layers.py`); sizes that are not multiples of 16
 
 A layer keeps its parameters and their names. It becomes an instance of a class of the same name whose forward is
-`kernels.fp8_linear`, and is what it was when the engine is closed.
+`kernels.fp8_linear`, and gets its own class back when the engine is closed.
 """
 
 import re
@@ -34,7 +34,7 @@ class _Narrow:
     """The forward of a linear layer in 8 bits."""
 
     fp8: Fp8Products
-    #: The class that the layer had.
+    #: The class that the layer had before.
     plain: type[nn.Module] = nn.Linear
     weight: Tensor
     bias: Tensor | None
@@ -48,7 +48,7 @@ class _Narrow:
 
 
 class Linear(_Narrow, nn.Linear):  # type: ignore[misc]
-    """torch's layer in 8 bits: a class that can be pickled."""
+    """Torch's linear layer in 8 bits, as a class that can be pickled."""
 
 
 @cache
@@ -60,14 +60,14 @@ def _narrow_class(plain: type[nn.Module]) -> type[nn.Module]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Layers:
-    """Names of layers in 8 bits, and of those that are not, with the reason."""
+    """The names of layers in 8 bits, and of the others, with the reason."""
 
     narrow: tuple[str, ...]
     wide: Mapping[str, str]
     how: Fp8Products
 
     def describe(self) -> list[str]:
-        """What became of each, in lines; layers of many blocks are told once."""
+        """Describe the choice in lines, with layers of many blocks listed once."""
         emulated = "" if self.how.on_device else ", emulated: this device has no products of 8-bit numbers"
         scales = f"a scale for each {self.how.scales}"
         lines = [f"in fp8 ({scales}{emulated}): {len(self.narrow)} linear layers: {', '.join(_once(self.narrow))}"]
@@ -78,7 +78,7 @@ class Fp8Layers:
 
 
 def use_fp8(module: nn.Module, scales: Scales, device: torch.device, *, kernels: bool = True) -> Fp8Layers:
-    """Have the linear layers of a module computed in 8 bits, those that can be."""
+    """Compute the linear layers of a module in 8 bits, where possible."""
     how = Fp8Products(scales=scales, on_device=has_products(device), kernels=kernels)
     chosen, wide = _choose(module)
     if not chosen:
@@ -106,7 +106,7 @@ def use_fp8(module: nn.Module, scales: Scales, device: torch.device, *, kernels:
 
 
 def restore_layers(module: nn.Module) -> None:
-    """Linear layers are what they were."""
+    """Give linear layers their own classes back."""
     for each in module.modules():
         made: Any = each
         if isinstance(each, _Narrow):
@@ -119,7 +119,7 @@ def restore_layers(module: nn.Module) -> None:
 
 
 def _choose(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Layers by name that are to be in 8 bits; and the others, with the reason."""
+    """Return the layers to compute in 8 bits, by name; and the others, with the reason."""
     layers = {name: each for name, each in module.named_modules() if _is_linear(each)}
     blocks = _blocks(module)
     head = None if blocks or len(layers) < 2 else next(reversed(layers))
@@ -142,7 +142,7 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 def _blocks(module: nn.Module) -> set[str]:
-    """Names of the modules that repeat: what lists hold, or what has siblings of its class; and has layers inside."""
+    """Return the names of repeated modules with layers inside: items of lists, or siblings of one class."""
     found: set[str] = set()
     for name, parent in module.named_modules():
         children = [(key, each) for key, each in parent.named_children() if any(map(_is_linear, _inside(each)))]
@@ -158,7 +158,7 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _why_wide(module: nn.Module, name: str, layer: nn.Module) -> str | None:
-    """Why a layer of a block is not in 8 bits; None if it is."""
+    """Return why a layer of a block is not in 8 bits; None if it is."""
     *path, own = name.split(".")
     parent = module.get_submodule(".".join(path))
     if "experts" in path:
@@ -176,7 +176,7 @@ def _why_wide(module: nn.Module, name: str, layer: nn.Module) -> str | None:
 
 
 def _decide_together(layers: Mapping[str, nn.Module], wide: dict[str, str]) -> None:
-    """Columns that read one tensor are multiplied alike."""
+    """Let linear layers with the same input be either all in 8 bits or none."""
     for name, layer in layers.items():
         if name in wide or not isinstance(layer, ColumnParallelLinear):
             continue
@@ -187,5 +187,5 @@ def _decide_together(layers: Mapping[str, nn.Module], wide: dict[str, str]) -> N
 
 
 def _once(names: Any) -> dict[str, None]:
-    """Names with the numbers of blocks left out, each once."""
+    """Return the names without the numbers of blocks, each once."""
     return dict.fromkeys(_NUMBERS.sub("*", name) for name in names)

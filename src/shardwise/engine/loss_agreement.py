@@ -1,4 +1,4 @@
-"""What a loss is, found by one rank or by all, and the same on all of them."""
+"""Find the kind of a loss, on one rank or on all, with the same result on all of them."""
 
 import warnings
 from collections.abc import Callable
@@ -22,15 +22,15 @@ from shardwise.stages.rows import RowRule
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.token_trial import try_tokens
 
-#: What a loss is, and the buffers that count rows.
+#: The kind of a loss, and the buffers that count rows.
 _Found = tuple[Tried, list[str]]
 
 
 def agree_on_loss(
     module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options, wires: Wires
 ) -> tuple[Tried, bool, Callable[[], AbstractContextManager[None]]]:
-    """What the loss is, if anything of a batch is cut, whether ranks are known to be quiet in it, and what it is to be
-    tried in: as if it were alone, if it asks for ranks and computes the same without any. On all ranks alike."""
+    """Find the kind of the loss, if batches are cut; whether it is known not to communicate; and the context for its
+    trials, which hides other ranks if its code asks for them but computes the same without. Alike on all ranks."""
     asks = check_world(module, plan, loss, example, rule, options, wires)
     around: Callable[[], AbstractContextManager[None]] = as_if_alone if asks else nullcontext
     tried, is_quiet = Tried(LossKind.UNTRIED), False
@@ -63,8 +63,8 @@ def agree_on_loss(
 
 
 def _tried(attempt: Callable[..., _Found], options: Options, wires: Wires) -> tuple[_Found, bool]:
-    """What comes of a trial by the first rank, for all have the same module and example. Where in it ranks talk to each
-    other, or have examples of their own, all of them try. And whether ranks are known to be quiet in it."""
+    """Try on the first rank, since all have the same module and example. If ranks communicate in the trial, or have
+    their own examples, all of them try. Also return whether it is known not to communicate."""
     if not options.is_local:
         mine: _Found | None = Tried(LossKind.UNTRIED), []
         if wires.rank == 0:

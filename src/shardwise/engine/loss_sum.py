@@ -32,7 +32,7 @@ class LossSum:
     ) -> None:
         self._wires, self._interpreters = wires, interpreters
         self._num_alike, self._waits, self._same = num_alike, waits, same
-        #: The sum of this step's loss over all processes, if it has been begun.
+        #: The sum of this step's loss over all processes, once it has been started.
         self._under_way: tuple[Tensor, Any] | None = None
 
     def of(self, tally: Tally) -> Tally:

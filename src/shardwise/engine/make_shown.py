@@ -1,4 +1,4 @@
-"""Which tensors of a module are asked for before they are looked at, between the steps of a plan."""
+"""Choose the tensors of a module that are guarded between the steps of a plan."""
 
 from collections.abc import Iterator, Mapping
 from functools import wraps
@@ -31,7 +31,8 @@ def make_shown(
     parts: Parts, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], data: DataParallel,
     outside: OutsideWrites | None,
 ) -> Shown:  # fmt: skip
-    """The views of a module whose `parameters` and `buffers` this process holds. `outside` is told of looks."""
+    """Return the guards of a module whose `parameters` and `buffers` this process holds. `outside` is told of
+    accesses."""
     views = [*_views_of_parameters(parts, parameters, data), *_views_of_buffers(parts, buffers)]
     for tensor, view in views:
         if outside is not None and view.problem is None:
@@ -40,7 +41,7 @@ def make_shown(
     shown = Shown(parts.module, [*views, *_views_of_pieces(parts, data)])
     shown.on_open = None if outside is None else outside.settle
     shown.places = GradientPlaces(parameters)
-    if parts.plan.pp == 1:  # Else gradients are followed (`stage_groups.py`).
+    if parts.plan.pp == 1:  # With stages, gradients are tracked (`stage_groups.py`).
         without = {id(tensor) for tensor, view in views if not view.has_gradient}
         shown.with_gradients = [each for each in parameters.values() if each.requires_grad and id(each) not in without]
     for optimizer in data.updates.optimizers:
@@ -59,7 +60,7 @@ def _has(updates: Updates) -> str:
 
 
 def _refuse_steps_by_hand(optimizer: Optimizer, shown: Shown) -> None:
-    """`optimizer.step()` after `train_step`, out of habit: it would be a second one, of what this rank has."""
+    """Refuse a habitual `optimizer.step()` after `train_step`: it would be a second step, on this rank's part only."""
     inner, thread = optimizer.step, get_ident()
 
     @wraps(inner)
@@ -74,7 +75,7 @@ def _refuse_steps_by_hand(optimizer: Optimizer, shown: Shown) -> None:
 
     function: Any = step
     step_wrappers.add(function.__code__)
-    # A method, as schedulers that are made later look for its function.
+    # A bound method: schedulers that are made later read its `__func__`.
     vars(optimizer)["step"] = MethodType(step, optimizer)
 
 
@@ -95,13 +96,13 @@ def _views_of_parameters(
             problem = _away(bucket, plan)
         if problem is not None:
             view = View(name, problem=problem, wait=None)
-            # What has been on the host is a parameter there when the engine is closed.
+            # A parameter that was offloaded is on the host when the engine is closed.
             view.ends_with_engine = bucket is not None and bucket.is_offloaded and not bucket.weights.is_sharded
             yield parameter, view
         elif bucket is not None and (plan.zero or bucket.is_renewed_late or bucket.master is not None):
             lacks = f"zero={plan.zero} adds up a piece of it on each rank" if plan.zero else None
             view = View(name, problem=None, wait=bucket.weights.show, lacks_gradient=lacks)
-            # A write has to be seen: the optimizer's weights are others.
+            # Writes must be detected: the optimizer updates another copy of the weights.
             view.counts_writes = bucket.master is not None
             yield parameter, view
 
@@ -113,8 +114,8 @@ def _views_of_buffers(parts: Parts, held: Mapping[str, Tensor]) -> Iterator[tupl
 
 
 def _views_of_pieces(parts: Parts, data: DataParallel) -> Iterator[tuple[Tensor, View]]:
-    """What optimizers have in the place of the module's parameters: whoever goes over their groups would take it for
-    these."""
+    """Yield the tensors that optimizers hold in place of the module's parameters: code that iterates over groups would
+    mistake them for parameters."""
     own, updates = {id(each) for each in parts.module.parameters()}, data.updates
     for each in updates.updated:
         if id(each.weight) not in own:

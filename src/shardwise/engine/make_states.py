@@ -173,7 +173,7 @@ def _pieces_of(parts: Parts) -> str | None:
 
 
 def _stages_here(parts: Parts) -> dict[int, Stage]:
-    """The stages of this process's ranks, by their numbers in the schedule."""
+    """Return the stages of this process's ranks, by their numbers in the schedule."""
     split, placement = parts.split, parts.schedule.placement
     numbers = (number for rank in parts.wires.ranks for number in placement.stages[rank])
     every = {number: split.stages[number % split.num_stages] for number in numbers}

@@ -1,4 +1,4 @@
-"""Metrics of the whole batch, from what each process has measured of its microbatches."""
+"""Metrics of the whole batch, from those that each process measured on its microbatches."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ class MetricSum:
 
     def __init__(self, parts: Parts) -> None:
         self._wires, self._cp, self._pads = parts.wires, parts.plan.cp, parts.options.pad
-        #: Whether the loss has returned some for the example.
+        #: Whether the loss returned metrics for the example.
         self._of_loss = parts.has_metrics
         self._asked = False
         self._measured: list[Pairs] = []
@@ -61,7 +61,7 @@ class MetricSum:
 
 
 class _Observer:
-    """A user's function of an output and its microbatch, which gives sums and their numbers."""
+    """Calls a user's function of an output and its microbatch, which returns sums and their numbers."""
 
     def __init__(self, metrics: Metrics, *, cp: int, pads: bool) -> None:
         self._metrics, self._cp, self._pads = metrics, cp, pads
@@ -81,7 +81,7 @@ class _Observer:
 
 
 def _added(measured: Iterable[Pairs]) -> dict[str, tuple[float, float]]:
-    """The sums of several microbatches."""
+    """Return the sums over several microbatches."""
     found: dict[str, tuple[float, float]] = {}
     for pairs in measured:
         for name, (total, number) in pairs.items():

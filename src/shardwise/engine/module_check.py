@@ -1,4 +1,4 @@
-"""What of a module no engine, or not that of a plan, could train as plain torch does: told before anything is made."""
+"""Find, before anything is made, what an engine, or that of this plan, could not train as plain torch does."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from shardwise.planner.plan import Plan
 from shardwise.states.shared_buffers import WAYS
 from shardwise.torch_private import accumulated_hooks, gradient_hooks, is_compiled
 
-#: What other ways to train wrap around a module. By name: the last is imported by who uses it.
+#: Wrappers of other ways to train. By name, because the last has to be imported.
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
 
 
@@ -80,13 +80,13 @@ def check_memory(module: nn.Module) -> None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    if is_guarded(tensor):  # Of another engine, which has memory for it while it is at work.
+    if is_guarded(tensor):  # It belongs to another engine, which gives it memory while it works.
         return False
     return not (tensor.is_meta or is_lazy(tensor)) and tensor.layout is torch.strided and tensor.data_ptr() != 0
 
 
 def _extent(tensor: Tensor) -> int:
-    """From its first byte to behind its last."""
+    """Return the bytes from a tensor's first element to the end of its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
@@ -143,7 +143,7 @@ def check_norms(module: nn.Module, plan: Plan) -> None:
 
 
 def parts_of(plan: Plan) -> list[str]:
-    """What has parts of a batch computed apart, as plans write it."""
+    """Return what makes parts of a batch be computed separately, in a plan's notation."""
     return [f"{axis}={getattr(plan, axis)}" for axis in ("dp", "cp", "microbatches") if getattr(plan, axis) > 1]
 
 
@@ -185,7 +185,7 @@ def check_gradient_hooks(module: nn.Module, plan: Plan) -> None:
 
 
 def home_of_hook(hook: Any) -> str:
-    """The name of the file that a hook is written in."""
+    """Return the name of the file that defines a hook."""
     return getattr(getattr(hook, "func", hook), "__module__", None) or ""
 
 
@@ -201,7 +201,7 @@ def is_linear(hooks: list[Any], parameter: nn.Parameter) -> bool:
         made: Tensor | None = gradient
         for hook in hooks:
             made = None if made is None else hook(made)
-        return made  # None of one that only looks, and would see some rows' alone.
+        return made  # None: the hook only reads its gradient, and would see that of some rows.
 
     both, first, second, twice = (applied(each) for each in (one + other, one.clone(), other.clone(), -2 * one))
     if both is None or first is None or second is None or twice is None:

@@ -12,7 +12,7 @@ from shardwise.errors import ShardwiseError, unknown
 from shardwise.sharding.expert.placement import Placement
 from shardwise.states.data_parallel import DataParallel
 
-#: How torch calls what `get_extra_state` returns.
+#: Torch's key for the result of `get_extra_state`.
 _EXTRA = "_extra_state"
 
 
@@ -40,11 +40,11 @@ class ModuleState:
         self._in_buckets = {slot.name for bucket in data.buckets for slot in bucket.layout.slots}
 
     def part(self) -> dict[str, Any]:
-        """What this rank has of its stages' parameters, and their buffers."""
+        """Return this rank's parts of its stages' parameters, and their buffers."""
         return self._named(self.numbers(), {name: each.detach() for name, each in self._buffers_now().items()})
 
     def whole(self) -> dict[str, Any]:
-        """All of the module's state."""
+        """Return the whole state of the module."""
         buffers = {name: each.detach().clone() for name, each in self._buffers_now().items()}
         mine = self._named({name: self._at_home(name, self._copy(name)) for name in self._parameters}, buffers)
         found = {name: each for part in (*self._from_pipeline(mine), mine) for name, each in part.items()}
@@ -59,17 +59,17 @@ class ModuleState:
         return {name: found[name] for name in every}
 
     def gradients(self) -> dict[str, Tensor]:
-        """All gradients of the last step as the optimizer was given them."""
+        """Return all gradients of the last step, as the optimizer received them."""
         found = {name: self._data.whole_gradient(name) for name in self._parameters if name in self._in_buckets}
         return self.assembled({name: each for name, each in found.items() if each is not None})
 
     def assembled(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors from what each rank has of those of its stages, each as it has the parameter of that name."""
+        """Assemble whole tensors from the parts of all ranks, each sharded like the parameter of that name."""
         mine = {name: self._sharded.gather(name, parts[name]) for name in self._parameters if name in parts}
         return {name: each for part in (*self._from_pipeline(mine), mine) for name, each in part.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take parameters and buffers from a state of the whole module. One that does not fit changes nothing."""
+        """Load parameters and buffers from a state of the whole module. A state that does not fit changes nothing."""
         self._put({name: self._cut(name, each) for name, each in self._values_for(state).items()})
         for name in state:
             if name.endswith(_EXTRA):
@@ -78,13 +78,13 @@ class ModuleState:
     @torch.no_grad()
     def _put(self, parts: Mapping[str, Tensor]) -> None:
         self._data.load({name: each for name, each in parts.items() if name in self._in_buckets})
-        for name in parts.keys() - self._in_buckets:  # A buffer, or not trained.
+        for name in parts.keys() - self._in_buckets:  # A buffer, or a frozen parameter.
             (self._module.get_buffer(name) if name in self._buffers else self._parameters[name]).copy_(parts[name])
 
     def _values_for(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of what is held here; of a tied parameter one of its names will do.
+        """Return the values of tensors held here; one name of a tied parameter is enough.
 
-        Refuses a state that lacks some, has others than the module, or has one of another shape than it is to have.
+        Refuse a state that lacks some, has others than the module, or has a wrong shape.
         """
         every = self._module.state_dict(keep_vars=True)
         for name in state:
@@ -110,16 +110,16 @@ class ModuleState:
 
     @torch.no_grad()
     def place_experts(self, wanted: Mapping[str, Placement], optimizers: OptimizerState) -> None:
-        """Bring the experts of layers to where their placements have them. Replicas call this alike."""
+        """Move the experts of layers to the ranks of their new placements. Replicas call this alike."""
         for layer, placement in wanted.items():
             self._place(layer, placement, optimizers)
 
     def _place(self, layer: str, placement: Placement, optimizers: OptimizerState) -> None:
-        """Bring the experts of a layer to where a placement has them. Replicas call this alike.
+        """Move the experts of a layer to the ranks of a new placement. Replicas call this alike.
 
-        Weights are in buckets, which ZeRO may have cut, and optimizers have pieces of them. So what belongs to the
-        experts is made whole, and each rank takes what is its own by the new placement. Of a layer of which this
-        process has none the placement is noted alone.
+        Weights are in buckets, which ZeRO may have cut, and optimizers have pieces of them. So the state of the experts
+        is made whole, and each rank takes its own by the new placement. If this process has none of the layer, only the
+        placement is recorded.
         """
         experts = self._sharded.experts
         assert experts is not None, "there are experts"
@@ -132,7 +132,7 @@ class ModuleState:
             optimizers.put(states)
 
     def numbers(self) -> dict[str, Tensor]:
-        """What this process has of its parameters, each where it lives."""
+        """Return this process's values of its parameters, each where it lives."""
         return {name: self._at_home(name, self._local(name)) for name in self._parameters}
 
     def _local(self, name: str) -> Tensor:
@@ -141,7 +141,8 @@ class ModuleState:
         return self._data.wholes.weight(name)
 
     def _copy(self, name: str) -> Tensor:
-        """All of a parameter, in memory that no step writes to: what comes from other stages is of now as well."""
+        """Return a whole parameter in memory that no step writes to. It is current, also for parameters of other
+        stages."""
         local = self._local(name)
         whole = self._sharded.gather(name, local)
         return whole.clone() if whole is local and self._is_in_place(name) else whole
@@ -150,16 +151,16 @@ class ModuleState:
         return name not in self._in_buckets or self._data.is_always_here(name)
 
     def _at_home(self, name: str, numbers: Tensor) -> Tensor:
-        """What lives on the host is given there."""
+        """Return values on the device where they live: the host, if they are offloaded."""
         return numbers.cpu() if self._data.wholes.is_offloaded(name) else numbers
 
     def _named(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Under all names that the module has for them."""
+        """Return tensors under all of the module's names for them."""
         held = {**parameters, **buffers}
         return {**{name: held[own] for name, own in self._names_here().items()}, **self._extra_states()}
 
     def _extra_states(self) -> dict[str, Any]:
-        """What modules save beside tensors (`get_extra_state`): of those that this rank has something of, or nobody."""
+        """Return what modules save besides tensors (`get_extra_state`), of modules with state here or on no rank."""
         found = {}
         for name, each in self._module.state_dict(keep_vars=True).items():
             if name.endswith(_EXTRA):
@@ -169,13 +170,13 @@ class ModuleState:
         return found
 
     def _names_here(self) -> dict[str, str]:
-        """The entries of the module's state that are held here; a tied parameter under each of its names."""
+        """Return the entries of the module's state that are held here; a tied parameter under each of its names."""
         own = {id(each): name for name, each in (*self._parameters.items(), *self._buffers_now().items())}
         state: dict[str, Any] = self._module.state_dict(keep_vars=True)
         return {name: own[id(each)] for name, each in state.items() if id(each) in own}
 
     def _buffers_now(self) -> dict[str, Tensor]:
-        """A user may have put others in their places."""
+        """Return the current buffers: a user may have replaced them."""
         return {name: self._module.get_buffer(name) for name in self._buffers}
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from shardwise.states.optimizers.state import (
 )
 from shardwise.states.optimizers.updates import Updated
 
-#: Gives what each rank of this rank's group of that name gives; without one, each of all.
+#: Gathers the values of all ranks of this rank's group of that name; without a name, of all ranks.
 Gather = Callable[..., list[Any]]
 
 
@@ -71,13 +71,13 @@ class OptimizerState:
         self._names: dict[Tensor, str] = {each.weight: each.name for each in data.updates.updated}
 
     def whole(self) -> dict[str, Any]:
-        """What all optimizers remember, on every rank; on the CPU what others hold."""
+        """Return the state of all optimizers, on every rank; state held by other ranks is on the CPU."""
         mine = self.part(joins=True)
         told = {**mine, "state": {name: on_cpu(each) for name, each in mine["state"].items()}}
         return joined_states([*self._gather(told, "pp"), mine], self._order)
 
     def part(self, *, joins: bool = False) -> dict[str, Any]:
-        """What they remember of this rank's stages, in the parts that it has; or with `joins` from the parts of all."""
+        """Return the state for this rank's stages: this rank's parts, or with `joins` from the parts of all."""
         groups = groups_of(self._data.updates.optimizers, self._names)
         every = self._pieces()
         if self._data.sharing.zero:
@@ -87,7 +87,7 @@ class OptimizerState:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over the state of all parameters; a rank uses what it has pieces of."""
+        """Load the state of all parameters; a rank uses that of its pieces."""
         check_states(state, self._order)
         check_shapes(state["state"], {each.name: self._shapes[each.name] for each in self._data.updates.updated})
         load_settings(self._data.updates.optimizers, self._names, state["param_groups"])
@@ -97,9 +97,9 @@ class OptimizerState:
         self.put(state["state"])
 
     def _share_settings(self) -> None:
-        """Give groups of which this rank has nothing the settings that they have elsewhere.
+        """Give groups without parameters on this rank the settings that they have on other ranks.
 
-        Ranks are to have them alike, and what was loaded may have those of this rank alone."""
+        Ranks must have equal settings, and a loaded state may have those of this rank only."""
         every = [
             ((number, place), group)
             for number, optimizer in enumerate(self._data.updates.optimizers)
@@ -112,12 +112,12 @@ class OptimizerState:
                 group.update(found.get(key, {}))
 
     def states_of(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
-        """What they remember of some parameters of this rank's stages, whole. Ranks that hold parts call this alike."""
+        """Return the whole state of some parameters of this rank's stages. Ranks that hold parts call this alike."""
         every = self._pieces(names)
         return {name: self._combined(name, every[name], joins=True) for name in names if name in every}
 
     def put(self, states: States) -> None:
-        """Take over what they remembered of some parameters."""
+        """Load the state of some parameters."""
         for updated in self._data.updates.updated:
             if updated.name in states:
                 mine = {key: self._cut(updated, each) for key, each in states[updated.name].items()}
@@ -126,7 +126,7 @@ class OptimizerState:
                 adopt_state(updated.optimizer, updated.weight, found)
 
     def _pieces(self, names: Collection[str] | None = None) -> dict[str, list[_Piece]]:
-        """By parameter, of all or some: the pieces of all replicas, in order, each once."""
+        """Return the pieces of all replicas, in order and each once, by parameter; of all parameters, or of some."""
         kinds: dict[str, dict[str, list[_Piece]]] = {"gradients": {}, "expert_gradients": {}}
         for updated in self._data.updates.updated:
             is_wanted = names is None or updated.name in names
@@ -147,7 +147,7 @@ class OptimizerState:
         return {name: [pieces[start] for start in sorted(pieces)] for name, pieces in found.items()}
 
     def _combined(self, name: str, pieces: Sequence[_Piece], *, joins: bool) -> dict[str, Any]:
-        """The state of a parameter from its pieces."""
+        """Return the state of a parameter from its pieces."""
         first, found = pieces[0], {}
         for key in first.state:
             value = first.state[key]
@@ -161,7 +161,7 @@ class OptimizerState:
         return found
 
     def _joined(self, name: str, value: Any, *, is_piece: bool) -> Any:
-        """An entry of the whole parameter's state from those of tensor and expert parallel ranks."""
+        """Return an entry of the whole parameter's state from those of tensor and expert parallel ranks."""
         if not isinstance(value, Tensor):
             return value
         if is_piece:
@@ -173,7 +173,7 @@ class OptimizerState:
         return self._sharded.experts is not None and name in self._sharded.experts.parameters
 
     def _cut(self, updated: Updated, value: Any) -> Any:
-        """This rank's piece of an entry."""
+        """Return this rank's piece of an entry."""
         if not isinstance(value, Tensor):
             return value
         name, weight, experts = updated.name, updated.weight, self._sharded.experts

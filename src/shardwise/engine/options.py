@@ -1,4 +1,4 @@
-"""What `parallelize` is told by name."""
+"""The keyword arguments of `parallelize`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from shardwise.sharding.context.sequence_shards import Entry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """All that `parallelize` takes by name, and says what it means."""
+    """All keyword arguments of `parallelize`, which documents them."""
 
     clip: float | None = None
     compile: bool | str = False

@@ -1,6 +1,6 @@
 """Assemble the module's output for a whole batch, on every rank, from the parts that the processes computed.
 
-microbatch ── output of a last stage ── words of all ranks (tp) ── told to all ── tokens of all ranks (cp)
+microbatch ── output of a last stage ── words of all ranks (tp) ── sent to all ── tokens of all ranks (cp)
                                                                                     │
 batch      ── rows of all microbatches and replicas (dp), without those that were added to divide them
 
@@ -30,20 +30,20 @@ from shardwise.stages.split.outline import open_dataclasses
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import pytree
 
-#: What an output may have beside tensors.
+#: Values other than tensors that an output may have.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)
 class _Hole:
-    """Where in an output a tensor was."""
+    """A placeholder for a tensor in an output."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class _Place(NamedTuple):
-    """Whose an output is: a replica's, of a microbatch, of one rank's tokens."""
+    """The origin of an output: its replica, microbatch and context parallel rank."""
 
     replica: int
     microbatch: int
@@ -51,7 +51,7 @@ class _Place(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A batch that is predicted, with rows added; this process's microbatches of it; and how many rows are real."""
+    """A batch to predict, with rows added; this process's microbatches of it; and the number of real rows."""
 
     batch: Batch
     microbatches: list[Batch]
@@ -59,7 +59,7 @@ class Given(NamedTuple):
 
 
 class Predictions:
-    """Those of one engine. Every process calls this alike."""
+    """The predictions of one engine. Every process calls this alike."""
 
     def __init__(self, parts: Parts, execution: Execution) -> None:
         self._parts, self._execution = parts, execution
@@ -67,13 +67,13 @@ class Predictions:
 
     @property
     def executor(self) -> Executor:
-        """What runs the forwards, and keeps what the module returns. It is made when it is first asked for."""
+        """The executor that runs forwards and keeps the module's outputs. It is made on first use."""
         if self._executor is None:
             self._executor = self._execution.make_predictor()
         return self._executor
 
     def cut(self, batch: Batch) -> Given:
-        """This process's part of a batch."""
+        """Return this process's part of a batch."""
         batches, plan = self._execution.batches, self._parts.plan
         seen = batches.rule.look(batch)
         if not seen.length:
@@ -83,7 +83,7 @@ class Predictions:
         return Given(whole, batches.cut(whole, "prediction", predicts=True), seen.length)
 
     def joined(self, given: Given) -> Any:
-        """The output for the whole batch, from those of the microbatches that were run last."""
+        """Return the output for the whole batch, from those of the microbatches that were run last."""
         mine: dict[_Place, Any] = {}
         axes = self._parts.wires.mesh.coordinates
         for interpreter in self.executor.interpreters:
@@ -92,24 +92,25 @@ class Predictions:
                 mine[_Place(axes.get("dp", 0), number, axes.get("cp", 0))] = pytree.tree_map(_whole, output)
             interpreter.outputs.clear()
         outputs = mine if self._parts.wires.watch is None else self._told(mine, has_first=axes["tp"] == 0)
-        if self._parts.options.is_local:  # Other replicas have batches of their own.
+        if self._parts.options.is_local:  # Other replicas have their own batches.
             outputs = {place: each for place, each in outputs.items() if place.replica == axes["dp"]}
         return self._join(outputs, given)
 
     def _told(self, mine: dict[_Place, Any], *, has_first: bool) -> dict[_Place, Any]:
-        """The outputs of all processes; ranks of a tensor parallel group have the same, and the first tells them."""
+        """Return the outputs of all processes. Ranks of a tensor parallel group have the same, and the first sends
+        them."""
         wires = self._parts.wires
         found: dict[_Place, Any] = {}
         told = wires.gather({place: _outline(each) for place, each in mine.items()} if has_first else {})
         for source, outlines in enumerate(told):
             for place, outline in outlines.items():
-                open_dataclasses(outline, _Hole)  # This process may have computed none.
+                open_dataclasses(outline, _Hole)  # Registered here too: this process may have computed no output.
                 holes, tree = pytree.tree_flatten(outline)
                 given = iter(pytree.tree_leaves(mine[place])) if source == wires.rank else iter(holes)
                 leaves = []
                 for hole, each in zip(holes, given, strict=True):
                     if isinstance(hole, _Hole):
-                        # Over the host, and as bytes: the group of all ranks may be one of gloo, which knows few kinds.
+                        # Over the host, and as bytes: the group of all ranks may use gloo, which supports few dtypes.
                         tensor = each.detach().cpu().contiguous() if isinstance(each, Tensor) else _empty(hole)
                         if tensor.numel():
                             wires.broadcast(tensor.reshape(-1).view(torch.uint8), source, "the outputs of a batch")
@@ -120,7 +121,7 @@ class Predictions:
         return found
 
     def _join(self, outputs: dict[_Place, Any], given: Given) -> Any:
-        """One output from those of replicas, microbatches and ranks of cp."""
+        """Join the outputs of replicas, microbatches and context parallel ranks to one."""
         by_rows: list[Any] = []
         for place in sorted(outputs):
             if place.piece == 0:
@@ -145,12 +146,12 @@ class Predictions:
 
 
 def _whole(leaf: Any) -> Any:
-    """A leaf of an output with all of its words and tokens."""
+    """Return a leaf of an output with all of its words and tokens."""
     return leaf.whole() if isinstance(leaf, (VocabParallelLogits, LazyGather)) else leaf
 
 
 def _outline(output: Any) -> Any:
-    """An output without its tensors, to be sent; what cannot be is refused."""
+    """Return an output without its tensors, to be sent; refuse one that cannot be sent."""
     outline = pytree.tree_map(lambda e: _Hole(tuple(e.shape), e.dtype) if isinstance(e, Tensor) else e, output)
     _check_plain([output])
     try:
@@ -187,7 +188,7 @@ def _check_plain(outputs: Sequence[Any]) -> None:
 
 
 def _join_tokens(pieces: Sequence[Any], microbatch: Batch) -> Any:
-    """One output from those of ranks that have parts of the tokens."""
+    """Join the outputs of ranks with parts of the tokens to one."""
     assert isinstance(microbatch, LocalBatch), "it was cut for cp"
     tokens, num_ranks = microbatch.tokens, len(pieces)
     every = [pytree.tree_flatten(each) for each in pieces]

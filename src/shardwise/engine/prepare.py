@@ -1,4 +1,4 @@
-"""A module made ready for a plan: cut into stages, its loss tried, given the weights that this process needs."""
+"""Prepare a module for a plan: cut it into stages, try its loss, and give this process its weights."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -24,18 +24,18 @@ from shardwise.stages.split.split import split, stage_costs
 from shardwise.stages.split.stopwatch import Stopwatch
 from shardwise.stages.stage import Batch, Second, Split
 
-#: Schedules of more instructions than this are not played again and again to place a cut.
+#: Schedules with more instructions than this are not simulated repeatedly to place a cut.
 _MOST_INSTRUCTIONS = 4_000
 
 
 class Prepared(NamedTuple):
-    """The stages of this process, and the schedule, computation only."""
+    """The stages of this process, and the schedule, with computation only."""
 
     stages: Split
     schedule: Schedule
-    #: The modules, by name, that drop at random by calling a function.
+    #: The modules, by name, that apply dropout by calling a function.
     callers: tuple[str, ...]
-    #: For each stage, how often what drops in its units was called by stages before it; empty where it was not.
+    #: For each stage, how often the dropouts of its units were called in earlier stages; empty if they were not.
     calls_before: tuple[Mapping[str, int], ...]
 
 
@@ -70,7 +70,7 @@ def prepare(
     finding = Finding()
     second = replace(
         second,
-        # Where a rank has stages of both copies of a model, they share all attributes too.
+        # If a rank has stages of both copies of a model, these share all attributes too.
         processes=[] if rank is None or len(schedule.placement.pipes) > 1 else schedule.placement.ranks,
         agree=None if rank is None else partial(agree_on_refusal, gather),
         is_tried=is_tried,
@@ -117,7 +117,7 @@ def _recompute_and_compile(stages: Split, plan: Plan, policy: ComputePolicy, bac
 
 
 def _in_keys(error: ShardwiseError) -> ShardwiseError:
-    """The splitter speaks of a cut in counts; in a plan they are layers."""
+    """Reword an error about a cut: the splitter counts units, and a plan counts layers."""
     found = re.fullmatch(r"cut=\[([\d, ]+)\](.*)", error.remedy or "")
     if found is None:
         return error

@@ -1,7 +1,7 @@
-"""The device of a rank, and a module put there: all of it, whatever was left elsewhere.
+"""The device of a rank, and moving a whole module there.
 
-Where a module or its batches are on an accelerator, that is the rank's device. Where both are on the CPU it is the CPU;
-unless processes talk over NCCL: then each has a GPU of its own, and means to use it.
+If a module or its batches are on an accelerator, that is the rank's device. If both are on the CPU, it is the CPU,
+unless processes communicate over NCCL: then each has its own GPU, and computes there.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ _CPU = torch.device("cpu")
 
 
 def put_together(module: nn.Module, example: Any, precision: str = "fp32") -> Any:
-    """Have all of the module on this rank's device, and the example that is returned."""
+    """Move the whole module to this rank's device, and return the example there."""
     device = device_of_rank(module, example)
     if device.type == "cuda":
         moved = [each for each in (*module.parameters(), *module.buffers()) if _is_elsewhere(each, device)]
@@ -36,7 +36,7 @@ def put_together(module: nn.Module, example: Any, precision: str = "fp32") -> An
 
 
 def device_of_rank(module: nn.Module, example: Any) -> torch.device:
-    """Where this process computes. A module on several accelerators is refused: a plan has one for a rank."""
+    """Return the device of this process. Refuse a module on several accelerators: a plan has one per rank."""
     sizes: Counter[torch.device] = Counter()
     for each in module.parameters():
         sizes[each.device] += each.numel()
@@ -53,7 +53,7 @@ def device_of_rank(module: nn.Module, example: Any) -> torch.device:
 
 @torch.no_grad()
 def put_on(module: nn.Module, device: torch.device) -> None:
-    """Put the parameters and buffers that have numbers on a device. The parameters stay the same objects."""
+    """Move the parameters and buffers that have values to a device. The parameters stay the same objects."""
     for each in module.parameters():
         if _is_elsewhere(each, device):
             each.data = each.data.to(device)
@@ -64,7 +64,7 @@ def put_on(module: nn.Module, device: torch.device) -> None:
 
 
 def batch_on(batch: Any, device: torch.device) -> Any:
-    """A batch whose tensors, wherever they are in it, are on a device."""
+    """Return a batch with all of its tensors, at any depth, on a device."""
     if not isinstance(batch, Mapping):
         return batch
 

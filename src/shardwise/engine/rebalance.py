@@ -1,4 +1,4 @@
-"""Experts placed anew by how often they were chosen, with weights, gradients and optimizer state."""
+"""Place experts by how often they were chosen, with their weights, gradients and optimizer state."""
 
 from shardwise.engine.make_states import States
 from shardwise.sharding.expert.load import Loads
@@ -7,7 +7,7 @@ from shardwise.sharding.expert.sharding import ExpertSharding
 
 
 def rebalance(experts: ExpertSharding | None, loads: Loads, states: States, gain: float) -> dict[str, int]:
-    """Place experts by the load since the last call; how many moved, by layer. All ranks call this alike."""
+    """Place experts by the load since the last call; return how many moved, by layer. All ranks call this alike."""
     if experts is None:
         return {}
     wanted = better_placements(experts, loads.since_placed(), gain)

@@ -1,6 +1,6 @@
-"""Parameters that forwards write themselves: a teacher that follows its student, weights that are clamped.
+"""Check parameters that forwards write themselves, such as an EMA teacher or clamped weights.
 
-That is right where a rank's forward has the parameter itself, once, and all replicas write the same to it.
+That is correct if a rank's forward has the whole parameter, once, and all replicas write the same values to it.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,8 @@
-"""Buffers that count the rows of a batch: `self.seen += len(x)`.
+"""Find buffers that count the rows of a batch: `self.seen += len(x)`.
 
-Replicas all have the same of them, so nothing differs at the end of a step; but each has counted its own rows, and one
-device would have counted all. They are found by four forwards: what is the same after each of three rows, and something
-else after two of them together, counts rows.
+Replicas have equal values of them, so a comparison at the end of a step shows nothing. But each has counted its own
+rows, and one device would have counted all. They are found by four forwards: a buffer that is the same after each of
+three single rows, and different after two of them together, counts rows.
 """
 
 import torch
@@ -21,13 +21,13 @@ from shardwise.torch_private import RunningNormModule
 
 
 def find_row_counters(module: nn.Module, example: Batch, seen: Seen, precision: Context) -> list[str]:
-    """The buffers that count rows in training mode; none where the module does not compute one row by itself."""
+    """Return the buffers that count rows in training mode; none if the module cannot compute a single row."""
     three = three_rows(example, seen)
     try:
         both, *each_alone = (
             _left(module, take_rows(three, seen, *each), precision) for each in ((0, 2), (0, 1), (1, 2), (2, 3))
         )
-    except Exception:  # Whoever runs the whole example says what is wrong, if it is.
+    except Exception:  # If something is wrong, the run of the whole example will report it.
         return []
     return [
         name
@@ -47,7 +47,7 @@ def check_row_counters(found: list[str], num_parts: int) -> None:
 
 
 def _left(module: nn.Module, batch: Batch, precision: Context) -> dict[str, Tensor]:
-    """What a forward in training mode leaves in buffers, of which nothing stays."""
+    """Return the buffers that a forward in training mode has written; the module is restored."""
     norms = [each for each in module.modules() if isinstance(each, RunningNormModule) and each.training]
     for each in norms:
         each.training = False

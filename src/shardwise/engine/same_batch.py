@@ -25,7 +25,7 @@ from shardwise.ranks.wires import Wires
 from shardwise.stages.rows import tensors_in
 from shardwise.stages.split.route import Route, apart
 
-#: At most so many elements of a tensor are sampled.
+#: At most this many elements of a tensor are sampled.
 _NUM_SAMPLED = 4096
 #: The bits of a checksum: a double holds them exactly.
 _BITS = 48
@@ -96,7 +96,7 @@ class SameBatch:
         self._settings, self._outside, self._routes, self._set = settings, outside, routes, 0
         self._values = values
         self._draws: SameDraws | None = None
-        #: Which ranks compute one forward together: those of a replica that have the same stages.
+        #: The ranks that compute one forward together: those of a replica with the same stages.
         self._together: list[int] = []
         if device is not None and not self._is_alone:
             self._draws = SameDraws(device, computed, is_early=plan.pp > 1, of_torch=draws)
@@ -104,11 +104,12 @@ class SameBatch:
         self._now: Checksum | None = None
         self._num_early = {"step": _NUM_EARLY, "evaluation": 1}
         self._has_warned = False
-        #: The checksums of all ranks, as they came with the sum of the loss.
+        #: The checksums of all ranks, which arrive with the sum of the loss.
         self.told: list[float] = []
 
     def take(self, batch: Mapping[str, Any], what: str) -> None:
-        """A batch is about to be used. The example, and the first few, are compared now; all call this alike."""
+        """Take a batch that is about to be used. The example and the first few are compared now; all call this
+        alike."""
         for each in self._routes:
             each.begin()
         if self._is_alone:
@@ -122,7 +123,7 @@ class SameBatch:
 
     @property
     def numbers(self) -> list[float]:
-        """What this rank adds to a sum over all ranks: its settings, its checksum where it stands, and zeros."""
+        """This rank's part of the sum over all ranks: its settings, its checksum at its index, and zeros."""
         if self._is_alone or self._now is None:
             return []
         mine = float(self._now.read())

@@ -23,24 +23,24 @@ from shardwise.errors import ShardwiseError
 from shardwise.stages.split.names_reached import may_draw_by
 from shardwise.stages.split.python_draws import told_of_numpy
 
-#: So many bits a double holds.
+#: The bits of a hash: a double holds them exactly.
 _BITS = 48
 
 
 class SameDraws:
-    """Where this rank's generators were when a step began, and which of them steps move.
+    """The states of this rank's generators at the start of a step, and which of them steps draw from.
 
-    `is_early`: numbers of a step are told before all of its forwards are over, as where there are stages; then what the
-    steps before have moved is compared. Without `of_torch` its generators are not looked at: layers that are cut take
-    seeds from them where something is dropped, and no forward was seen to draw (`sharding/rng_tracker.py`). If it is
-    None nobody has looked, and the code of what is `computed`, a module and a loss, tells.
+    `is_early`: the hash of a step is sent before all of its forwards are over, as with stages; then draws of earlier
+    steps are compared. If `of_torch` is false, torch's generators are ignored: sharded layers take seeds from them for
+    dropout, and no forward was seen to draw (`sharding/rng_tracker.py`). If it is None, draws are unknown, and the code
+    of what is `computed`, a module and a loss, is searched for names that draw.
     """
 
     def __init__(
         self, device: torch.device, computed: Sequence[Any], *, is_early: bool, of_torch: bool | None = True
     ) -> None:
         self._device, self._is_early = device, is_early
-        #: Of Python's, NumPy's and torch's generators, whether a step may draw from it.
+        #: Whether a step may draw from the generators of Python, NumPy and torch, by its code.
         self._by_code = cache(partial(may_draw_by, *computed))
         self._of_torch = self._by_code()[2] if of_torch is None else of_torch
         self._before: list[bytes] = []
@@ -51,7 +51,7 @@ class SameDraws:
         self._before, self._had_others = self._told(), _are_others_there()
 
     def look(self) -> None:
-        """Which were drawn from since the step began."""
+        """Find the generators that were drawn from since the step began."""
         pairs = zip(self._before, self._told(), strict=True)
         moved = {number for number, (was, now) in enumerate(pairs) if was != now} - self._drawn
         if moved and (self._had_others or _are_others_there()):
@@ -61,7 +61,7 @@ class SameDraws:
 
     @property
     def number(self) -> float:
-        """The same on ranks that draw alike; 0 where nothing is drawn."""
+        """A hash that is equal on ranks with equal draws; 0 if nothing is drawn."""
         if not self._is_early:
             self.look()
         if not self._drawn:
@@ -72,7 +72,7 @@ class SameDraws:
         return float(1 + int.from_bytes(found.digest(), "little"))
 
     def _told(self) -> list[bytes]:
-        """The same of each as long as nothing is drawn from it."""
+        """Return for each generator a value that is equal as long as nothing is drawn from it."""
         _, words, normal = random.getstate()
         found = [f"{hash(words)} {normal}".encode(), told_of_numpy() or b""]
         if self._of_torch:

@@ -53,7 +53,7 @@ def _check_weights(module: nn.Module, wires: Wires) -> None:
 
 
 def _named(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Parameters, and the buffers that are saved; but for what another engine keeps."""
+    """Return parameters and saved buffers, except those that another engine keeps."""
     yield from ((name, each) for name, each in module.named_parameters() if not is_guarded(each))
     for prefix, owner in module.named_modules():
         for key, each in owner.named_buffers(recurse=False):
@@ -69,7 +69,7 @@ def agree_on_set(wires: Wires, bits: int) -> None:
 
 
 def settings_of(optimizers: Iterable[Optimizer]) -> int:
-    """A few bits of what scripts set in groups: the same where that is. Rates that are tensors are not asked for."""
+    """Return a short hash of the settings of groups. Learning rates that are tensors are left out."""
     found = [
         (number, place, [value for value in map(group.get, _SETTINGS) if isinstance(value, (bool, int, float, tuple))])
         for number, optimizer in enumerate(optimizers)
@@ -92,7 +92,7 @@ class OutsideWrites:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = [each for each in parameters if not each.is_meta and each.numel()]
         self._views: list[list[Tensor]] = []
-        #: Where each parameter was when views were made: a script, and the engine after it, may give it other memory.
+        #: The address of each parameter when the guards were made: a script or the engine may give it other memory.
         self._places_seen: list[int] = []
         self._before: list[Tensor] = []
         self._changed: list[Tensor] = []
@@ -101,7 +101,7 @@ class OutsideWrites:
         self._written: set[int] = set()
 
     def expect(self, tensor: Tensor) -> None:
-        """A parameter that is asked for: it is known by how many there were before it."""
+        """Register a parameter to be sampled on access. Its index identifies it on all ranks."""
         self._places[id(tensor)] = len(self._places)
 
     def note(self, tensor: Tensor) -> None:
@@ -115,12 +115,12 @@ class OutsideWrites:
         self._noted.clear()
 
     def begin(self) -> None:
-        """Before a step."""
+        """Sample before a step."""
         self._look()
         self._changed = [torch.cat(now) != then for now, then in zip(self._views, self._before, strict=False)]
 
     def end(self) -> None:
-        """When it is over."""
+        """Sample after a step."""
         self._look()
         self._before = [torch.cat(each) for each in self._views]
         self._written.clear()
@@ -132,13 +132,13 @@ class OutsideWrites:
 
     @property
     def bits(self) -> int:
-        """The same on ranks that have written to the same parameters; 0 for none. An accelerator is waited for."""
+        """A hash that is equal on ranks with writes to the same parameters; 0 for none. Waits for an accelerator."""
         places = [sorted(self._written), *(each.nonzero().flatten().tolist() for each in self._changed)]
         return _hashed(places) if any(places) else 0
 
 
 def _few_of(tensor: Tensor) -> Tensor:
-    """A few numbers of a tensor, in its own memory where they lie there one after the other."""
+    """Return a few elements of a tensor; a view if they are contiguous."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _NUM_LOOKED_AT)][:_NUM_LOOKED_AT]
 

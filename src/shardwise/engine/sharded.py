@@ -1,4 +1,4 @@
-"""What this rank has of every layer: its part of the matrices (tp), of the experts (ep), of the sequences (cp)."""
+"""This rank's part of every layer: of matrices (tp), of experts (ep), of sequences (cp)."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,10 +25,10 @@ from shardwise.stages.stage import Batch, Loss
 
 
 class Sharded:
-    """Cuts a module in place, whole layers first: stages are cut from what is left of them.
+    """Cuts a module in place. Layers are cut first, and stages afterwards.
 
-    With `tensor` or `experts` it makes whole parameters from parts, and parts of whole ones. All ranks call it alike.
-    What `tp` cuts is tried by one of them, with `by_first`, or by each.
+    With `tensor` or `experts` it assembles whole parameters from parts, and cuts parts from whole ones. All ranks call
+    it alike. The cut of `tp` is tried by one rank, with `by_first`, or by each.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Sharded:
         alike = Alike(is_tried=False)
         if plan.cp > 1 and options.verify:
             alike = try_parts(module, partial(self._make_context, options), microbatch, loss)
-        #: Whether parts of sequences are known to give what the whole gives; and of which they do not.
+        #: Whether parts of sequences are known to give the result of the whole; and for which sequences they do not.
         self.is_tried, self._unfit = alike
-        #: How experts lie on ranks, where they are shared out or have replicas.
+        #: The placement of experts on ranks, if they are sharded or replicated.
         self.experts: ExpertSharding | None = None
         if plan.dp * plan.cp > 1:
             self.experts = shard_experts(module, mesh, real=self._real_tokens, verify=options.verify)
         self._has_attended = self.is_tried
-        #: What of the module is computed in 8 bits.
+        #: The layers that are computed in 8 bits.
         self.fp8: Fp8Layers | None = None
 
     @property
@@ -57,13 +57,13 @@ class Sharded:
         return self.tensor is not None or bool(self.experts is not None and self.experts.parameters)
 
     def attach_fp8(self, module: nn.Module, device: torch.device, options: Options) -> None:
-        """Let linear layers be computed in 8 bits, where the plan says so. What is tried of a module comes before."""
+        """Compute linear layers in 8 bits, if the plan says so. Trials of the module come before this."""
         scales = self._plan.fp8_scales
         if scales is not None:
             self.fp8 = use_fp8(module, scales, device, kernels=options.kernels)
 
     def attach_context(self, module: nn.Module, options: Options) -> ContextParallel | None:
-        """Let attention see what other ranks have of a sequence."""
+        """Let attention see the tokens of other ranks."""
         if self._plan.cp == 1:
             return None
         self.context = self._make_context(options)
@@ -73,7 +73,7 @@ class Sharded:
         return self.context
 
     def make_tried_context(self, options: Options) -> Callable[[], ContextParallel] | None:
-        """What gives contexts for a trial like the one that was made; None if there was none."""
+        """Return a factory of contexts for trials like the one that was made; None if there was none."""
         return partial(self._make_context, options) if self.is_tried else None
 
     def _make_context(self, options: Options) -> ContextParallel:
@@ -82,13 +82,13 @@ class Sharded:
             form=cast(Literal["ring", "all-to-all"], self._plan.context),
             positions=options.positions,
             entries=options.entries,
-            # Tokens that are added would count in what forwards write.
+            # Padding tokens would count in buffers that forwards write.
             pads=options.buffers is None,
             masks=options.masks,
         )
 
     def detach(self, module: nn.Module) -> None:
-        """Attention and linear layers are the module's own again."""
+        """Restore the module's own attention and linear layers."""
         if self.context is not None:
             self.context.detach()
         if self.fp8 is not None:
@@ -96,17 +96,17 @@ class Sharded:
 
     @staticmethod
     def undo(module: nn.Module) -> None:
-        """Linear layers are the module's own, whatever an engine has made of them."""
+        """Restore the module's own linear layers, if an engine has replaced them."""
         restore_layers(module)
 
     def attach_dropouts(
         self, module: nn.Module, seed: int, callers: Collection[str], before: Sequence[Mapping[str, int]]
     ) -> Dropouts | None:
-        """Let dropouts, and `callers` of functions that drop, drop what they would under any plan."""
+        """Make dropout masks, also of `callers` of dropout functions, independent of the plan."""
         trackers = find_trackers(module)
         dropouts = Dropouts(
             seed=seed,
-            # Which channels this rank is at, inside of layers that are cut.
+            # The channels of this rank, inside sharded layers.
             channels=lambda: next((each.channels for each in trackers if each.is_inside), None),
             attends=self._plan.cp == 1,
             before=before,
@@ -118,11 +118,11 @@ class Sharded:
         return dropouts
 
     def evaluating(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Around evaluations: layers that ranks share, in parts or by stages, are called there, too, and not read."""
+        """Return a context for evaluations, in which layers that ranks share must be called, not read."""
         return layers_called(module) if self._plan.tp * self._plan.pp > 1 else nullcontext()
 
     def check_attention(self, module: nn.Module, wires: Wires) -> None:
-        """A module whose attention was not found would see the tokens of one rank alone, and train without a word."""
+        """Refuse a module whose attention was not found: it would silently see only the tokens of one rank."""
         if self.context is None or self._has_attended:
             return
         numbers = torch.tensor([self.context.num_calls], dtype=torch.float64)
@@ -135,24 +135,25 @@ class Sharded:
         self._has_attended = True
 
     def of(self, name: str) -> Any:
-        """How one lies on tensor parallel ranks; its `shape` is that of the whole, with the experts of all ranks."""
+        """Return how a parameter is sharded over tensor parallel ranks; `shape` is the whole, with the experts of
+        all."""
         if self.tensor is not None:
             return self.tensor.of(name)
         assert self.experts is not None, "without parts nothing is asked"
         return Shards(shape=tuple(self.experts.twin.get_parameter(name).shape))
 
     def gather(self, name: str, local: Tensor) -> Tensor:
-        """The whole of a parameter, or of anything that lies like it, from the parts of all ranks."""
+        """Return a whole parameter, or a tensor that is sharded like it, from the parts of all ranks."""
         part = local if self.experts is None else self.experts.gather(name, local)
         return part if self.tensor is None else self.tensor.gather(name, part)
 
     def local(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of it."""
+        """Return this rank's part of a whole tensor."""
         part = whole if self.tensor is None else self.tensor.local(name, whole)
         return part if self.experts is None else self.experts.local(name, part)
 
     def _shard(self, module: nn.Module, microbatch: Batch, options: Options, loss: Loss | None) -> Sharding:
-        """Keep this rank's part of every layer that comes apart."""
+        """Keep this rank's part of every layer that can be sharded."""
         sharding = shard(
             module,
             self._mesh,
@@ -169,5 +170,5 @@ class Sharded:
         return sharding
 
     def _real_tokens(self) -> Tensor | None:
-        """Of this rank's tokens of the sequences that are being computed, which are not added to make them divide."""
+        """Return which of this rank's tokens in the current sequences are not padding."""
         return None if self.context is None else self.context.real_tokens()

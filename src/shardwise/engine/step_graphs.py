@@ -96,7 +96,7 @@ class StepGraphs:
         return found[0] if found else None
 
     def explain(self) -> list[str]:
-        """What became of it, in lines."""
+        """Describe whether steps are captured, in lines."""
         if self._how is False or (self._how == "auto" and not self._made):
             return []
         if self.problem is not None:
@@ -140,7 +140,7 @@ class StepGraphs:
         try:
             tally, replay = self._graphs.capture(partial(compute, static))
         except Exception as error:
-            # A failed capture leaves nothing behind: it has computed nothing.
+            # A failed capture has computed nothing, so gradients are as before.
             for each in self._parameters:
                 each.grad = None
             self._stop(f"a capture failed ({str(error).splitlines()[0] if str(error) else type(error).__name__})")
@@ -149,7 +149,7 @@ class StepGraphs:
         graph = _Graph(inputs=list(_tensors(static)), replay=replay, tally=tally, gradients=held)
         seconds = self._graphs.seconds(replay)
         if self._how == "auto" and seconds * _WORTH > seen.device_seconds:
-            # Its numbers are those of this step: the batch was copied when it was captured.
+            # The graph's results are those of this step: its batch was copied at the capture.
             self._stop(f"a replay takes {seconds * 1e3:.2f} ms, and the step as it is {seen.device_seconds * 1e3:.2f}")
         else:
             self._made[key] = graph
@@ -239,14 +239,14 @@ def _is_known(kind: Any) -> bool:
 
 
 def _functions_of(loss: Any) -> list[Any]:
-    """A loss as an engine has it, what that is put around, and so on to the function of the user's."""
+    """Return an engine's loss, the functions that it wraps, and so on down to the user's."""
     kind = loss if hasattr(loss, "__code__") else type(loss)
     inner = next((each for each in _at_hand(loss).values() if callable(each)), None) if _is_known(kind) else None
     return [loss] if inner is None else [loss, *_functions_of(inner)]
 
 
 def _at_hand(function: Any) -> dict[str, Any]:
-    """What a function has at hand: attributes of what it is bound to, what it closes over, arguments given before."""
+    """Return the values that a function can read: attributes of its bound object, its closure, partial arguments."""
     if isinstance(function, partial):
         return {"": function.func, **{str(n): each for n, each in enumerate(function.args)}, **function.keywords}
     code, bound = getattr(function, "__code__", None), getattr(function, "__self__", None)

@@ -1,4 +1,4 @@
-"""What is seen when the example is run, beside what flows where: buffers that are written, what the loss reads."""
+"""Observe a run on the example in addition to its data flow: buffers that are written, and what the loss reads."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from shardwise.torch_private import pytree
 
 
 class Trial:
-    """A module about to be run on the example. `probe` is given what it makes of it, as often as it is run."""
+    """A module that is run on the example. `probe` gets its output, in each run."""
 
     def __init__(self, module: nn.Module, loss: Loss, microbatch: Batch) -> None:
         self._writes, self._loss = WriteWatch(module), trial_of(loss, microbatch)
@@ -29,11 +29,11 @@ class Trial:
         self._loss_itself, self._microbatch = loss, microbatch
         #: The buffers that a forward writes.
         self.written: Written = {}
-        #: Whether the loss returns metrics beside itself.
+        #: Whether the loss also returns metrics.
         self.has_metrics = False
 
     def probe(self, output: Any) -> None:
-        """Look at what was written, and try the loss."""
+        """Record what was written, and try the loss."""
         self.written = {**self.written, **self._writes.found()}
         before = PythonState(self._loss_itself)
         with self._reads:
@@ -41,7 +41,7 @@ class Trial:
         before.restore()
 
     def second(self, plan: Plan, others: Sequence[Batch]) -> Second:
-        """What the stages of a plan are to be tried on; `others` are the microbatches beside that of the trial."""
+        """Return what the stages of a plan are tried on; `others` are the microbatches other than that of the trial."""
         replicas = [f"{axis}={getattr(plan, axis)}" for axis in ("dp", "cp") if getattr(plan, axis) > 1]
         replicas += ["sp=true"] if plan.sp else []  # Between layers each rank has its own tokens.
         return Second(
@@ -95,7 +95,7 @@ def check_buffers_of_loss(buffers: Sequence[str], units: Sequence[Sequence[str]]
 
 
 class _Reads(TorchFunctionMode):
-    """Sees which parameters and buffers of a module are computed with."""
+    """Records which parameters and buffers of a module are used."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _Reads(TorchFunctionMode):
 
     @property
     def found(self) -> list[tuple[list[str], Tensor]]:
-        """Each by all of its names."""
+        """Return each of them with all of its names."""
         return [(self._names[identity], each) for identity, each in self._found.items()]
 
     def __torch_function__(

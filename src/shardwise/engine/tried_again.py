@@ -47,9 +47,9 @@ _AGAIN = "state = engine.state_dict(), then sw.parallelize(module, ...) again an
 _MOST_IN_BUFFERS = 2**16
 #: Models with fewer parameters are run with values to see what units read. Others run on meta tensors, if possible.
 _FEW = 2**25
-#: The values that were set are hashed to so many bits (`same_weights.py`).
+#: The bits of the hash of values that were set (`same_weights.py`).
 _BITS = 20
-#: What is a word or a number in a batch.
+#: Types of plain values in a batch.
 _PLAIN = (str, bool, int, float)
 
 
@@ -108,7 +108,7 @@ class _Copy:
         return twin
 
     def set(self, found: Sequence[_Set]) -> None:
-        """Those of them that are attributes of modules."""
+        """Set those that are attributes of modules."""
         for each in found:
             path = self._holders[each.holder].module
             if path is None:
@@ -130,34 +130,34 @@ class TriedAgain:
         example: Batch,
     ) -> None:  # fmt: skip
         self._loss, self._plan, self._rule, self._tensor = loss, plan, rule, tensor
-        #: Whether parts of a batch are computed, of which a loss is told. Under cp it has to be a pair anyway.
+        #: Whether batches are cut into parts, for which the loss has to be tried. Under cp it has to be a pair anyway.
         self._has_parts = plan.dp * plan.microbatches > 1 and plan.cp == 1
-        #: Whether weights are here for units alone that were seen to read them.
+        #: Whether weights are present only for units that were seen to read them.
         self._comes = plan.pp > 1 or plan.zero == 3 or plan.offload.parameters > 0
-        #: The units of stages; and what sequences would be shared out by, where they are. Known later.
+        #: The units of stages; and the factory of contexts if sequences are cut. Set later.
         self.units: Sequence[str] = ()
-        #: Under cp, where all ranks make a trial together: compares what was set on them.
+        #: Under cp, if all ranks make a trial together: compares the values set on them.
         self.agree: Callable[[int], None] | None = None
-        #: What trials are made in.
+        #: The context for trials.
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.make_context: Callable[[], ContextParallel] | None = None
         self.context: ContextParallel | None = None
-        #: What the loss of the module itself is; and what has its parts weighed otherwise, None where ranks, with rows
-        #: of their own, may not agree on it.
+        #: The kind of the loss itself; and how to reweight its parts, None if ranks with their own rows may disagree on
+        #: it.
         self.tried = Tried(LossKind.UNTRIED)
         self.weigh: Callable[[Tried], None] | None = None
         self._holders: list[Holder] = []
-        #: The words and numbers of the example.
+        #: The plain values of the example.
         self._words: dict[str, Any] = {}
         if plan.num_ranks > 1 and not any(each.is_meta for each in module.parameters()):
             self._holders = find_holders(module, loss)
             self._words = {key: each for key, each in example.items() if _word_of(each) is not None}
         self._kept = [each.values.read() for each in self._holders]
         self._twin = _Copy(module, self._holders, self._kept) if self._holders or self._words else None
-        #: The kinds of all values that were ever set or said otherwise, and what trials have come to with these.
+        #: The kinds of all values that were ever set, and the results of trials with them.
         self._kinds = ValueKinds()
         self._outcomes: dict[Hashable, _Found] = {}
-        #: Values that were set and not tried yet; and the latest of all numbers and words ever set.
+        #: Values that were set and not tried yet; and the latest of all plain values ever set.
         self._set: list[_Set] = []
         self._ever: dict[tuple[int, str], Any] = {}
         #: Counters that forwards increment.
@@ -189,7 +189,7 @@ class TriedAgain:
         self.note()
         found, self._set = self._set, []
         for each in found:
-            # A buffer of one number may be on another stage.
+            # A buffer of one element may be on another stage.
             if isinstance(each.now, _PLAIN if self._holders[each.holder].module is not None else (*_PLAIN, Number)):
                 self._ever[each.holder, each.key] = each.now
             self._kinds.note(f"{self._holders[each.holder].name}.{each.key}", each.was, each.now)
@@ -223,7 +223,7 @@ class TriedAgain:
         self._may_read_more = False
         try:
             training, evaluation = (self._read_by_units(unmarked(batch), is_training=each) for each in (True, False))
-        except Exception:  # Whoever evaluates says what is wrong.
+        except Exception:  # The evaluation will report what is wrong.
             return
         for unit, names in evaluation.items():
             more = sorted(names - training[unit])
@@ -235,12 +235,12 @@ class TriedAgain:
                 )
 
     def _read_by_units(self, batch: Batch, *, is_training: bool) -> dict[str, frozenset[str]]:
-        """What each unit reads, and under no name what is read between them."""
+        """Return the tensors that each unit reads; those read between units are under the empty name."""
         return self._read_of(self._copy.again().train(is_training), batch)
 
     def _read_of(self, module: nn.Module, batch: Batch) -> dict[str, frozenset[str]]:
         flow = watch(module, {name: module.get_submodule(name) for name in self.units}, batch)
-        # What is its own is there for a unit, and buffers are there for all that are on one stage.
+        # A unit has its own tensors, and without stages all units have all buffers.
         there = frozenset(name for name, _ in module.named_buffers()) if self._plan.pp == 1 else frozenset()
         read = {unit: frozenset[str]().union(*[c.touched for c in flow.calls if c.unit == unit]) for unit in self.units}
         others = {unit: {name for name in names if not name.startswith(f"{unit}.")} for unit, names in read.items()}
@@ -260,7 +260,7 @@ class TriedAgain:
             self._copy.set(found)
             with self._counted.put([each for each in found if self._holders[each.holder].module is None]):
                 far = self._trials(batch)
-        except Exception:  # Whoever trains says what is wrong.
+        except Exception:  # Training will report what is wrong.
             return
         finally:
             self._copy.set([each._replace(now=each.was) for each in found])
@@ -278,7 +278,7 @@ class TriedAgain:
                     self._at_first = self._outcomes[frozenset()] = self._trials({**batch, **self._words})
             self._copy.set(found)
             now = self._trials(batch)
-        except Exception:  # Whoever trains says what is wrong.
+        except Exception:  # Training will report what is wrong.
             return
         told = [_told(each, self._holders[each.holder]) for each in found]
         told += [
@@ -300,7 +300,7 @@ class TriedAgain:
         _check_cuts(begin, before, now, self._plan)
 
     def _weigh_as(self, now: _Found, begin: str) -> None:
-        """Have parts of the loss weighed as trials have come to, if that is not how it is done."""
+        """Weight parts of the loss as found by the trials, if they are weighted otherwise."""
         first = self._at_first
         if first is None or LossKind.UNTRIED in (first.tried.kind, now.tried.kind):
             return
@@ -328,7 +328,7 @@ class TriedAgain:
             return self._all_trials(batch)
 
     def _all_trials(self, batch: Batch) -> _Found:
-        """All of them, on a copy of the copy."""
+        """Make all of them, on a copy of the copy."""
         found, twin = _Found(), meta_twin(self._copy.module)
         if self._has_parts or self._comes:
             device, dtypes = fitting(twin, lambda _: None, home_of(batch))
@@ -340,12 +340,12 @@ class TriedAgain:
                 rule = deepcopy(self._rule)
                 found = found._replace(tried=try_loss(module, self._loss, given, rule, nullcontext))
             if self._comes:
-                # A copy of its own: in that of before blocks that are alike have the parameters of the first.
+                # A separate copy: in the earlier one, equal blocks share the parameters of the first.
                 named = self._copy.again()
                 if sum(each.numel() for each in twin.parameters()) < _FEW:
                     named = stand_in(named, lambda name: name, {}, dtype=dtype, device=device, seed=1)
                 read = self._read_of(named, unmarked(given))
-                # What is read between units comes for the stage, if no unit was seen to read it.
+                # A tensor that is read between units is gathered for the stage, if no unit was seen to read it.
                 found = found._replace(read={unit: names for unit, names in read.items() if unit})
         if self._plan.tp > 1:
             copy, given = self._copy.again(), unmarked(batch)
@@ -358,7 +358,7 @@ class TriedAgain:
 
     @contextmanager
     def _as_before(self, found: list[_Set]) -> Iterator[None]:
-        """The values that were there. Attributes of modules are those of the copy."""
+        """Restore the earlier values within the context; attributes of modules are set on the copy."""
         own = [(self._holders[each.holder].values, each) for each in found if self._holders[each.holder].module is None]
         for values, each in own:
             if each.was is _ABSENT:
@@ -373,7 +373,7 @@ class TriedAgain:
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """A copy without numbers. A configuration is the module's own: what is set in it is set here."""
+    """Return a copy on the meta device. It shares configurations with the module, so values set there apply to both."""
     twin = meta_twin(module)
     for name, each in twin.named_modules():
         vars(each).update(shared_by(module.get_submodule(name)))
@@ -417,13 +417,13 @@ def _check_cuts(begin: str, before: _Found, now: _Found, plan: Plan) -> None:
 
 
 def _word_of(value: Any) -> Any:
-    """A word or a number of a batch, also in a tensor of one on the host; None of anything else."""
+    """Return a plain value of a batch, also from a tensor of one element on the host; None for anything else."""
     if isinstance(value, Tensor) and not value.dim() and value.device.type == "cpu":
         return value.item()
     return value if isinstance(value, _PLAIN) else None
 
 
 def _words(value: Any) -> str:
-    """A value in a few words."""
+    """Describe a value in a few words."""
     name = getattr(value, "__name__", None) or (type(value).__name__ if isinstance(value, nn.Module) else None)
     return name or repr(value)[:40]

@@ -25,7 +25,8 @@ class Unchanged:
     """A snapshot of a module's parameters, and of which are trained."""
 
     def __init__(self, module: nn.Module) -> None:
-        #: Where each parameter is kept, by which name of its own and of the module's, and whether it is trained.
+        #: The holder of each parameter, its key there, its name in the module, the parameter, and whether it is
+        #: trained.
         self._kept: list[tuple[Mapping[str, Any], str, str, nn.Parameter, bool]] = []
         self._sizes: list[tuple[str, Mapping[str, Any], int, Mapping[str, Any], int]] = []
         for prefix, owner in module.named_modules():
@@ -79,7 +80,7 @@ class UnchangedHooks:
         self._cut = {name: each for name, each in self._parameters if each.shape != parts.shapes.get(name, each.shape)}
         owners = dict.fromkeys(name.rpartition(".")[0] for name in self._cut)
         self._layers = [(name, parts.module.get_submodule(name)) for name in owners]
-        #: By id, and kept: else another could come to lie where one was.
+        #: By id, and kept alive: otherwise another object could get the id.
         self._known = {id(hook): hook for _, hook in self._hooks_of_parameters()}
         self._known.update({id(each): each for _, layer in self._layers for each in _calls_of(layer)})
 
@@ -121,25 +122,25 @@ class UnchangedHooks:
 
 
 def _calls_of(layer: nn.Module) -> Iterator[Any]:
-    """What takes part in a call of a layer beside its class's forward."""
+    """Yield what runs in a call of a layer besides its class's forward."""
     yield from every_hook_of(layer)
     if "forward" in vars(layer):
         yield vars(layer)["forward"]
 
 
 class UnchangedGroups:
-    """The groups of optimizers: a parameter that a script puts into one must be what its optimizer updates."""
+    """The groups of optimizers: a parameter that a script adds to one must be what its optimizer updates."""
 
     def __init__(self, held: Mapping[str, nn.Parameter], updates: Updates, *, is_all: bool) -> None:
         self._optimizers = updates.optimizers
         self._cut = [names_of_cut(held, each, updates) for each in updates.optimizers]
         self._seen = [_ids_of(each) for each in updates.optimizers]
-        #: Lists of groups as the last step has left them; of the first there were others.
+        #: The lists of groups as the last step left them, which may not be those of the first.
         self._lists: list[dict[int, tuple[list[Any], list[int]]]] | None = None
         self._pieces = updates.pieces
         self._known = {id(each.weight) for each in updates.updated} | {id(each) for each in held.values()}
-        #: Whether nothing else may be in groups: parameters of other stages may, and what stands in for some in updates
-        #: that go on beside the script.
+        #: Whether groups may hold nothing else. They may if they have parameters of other stages, or stand-ins for
+        #: updates that run in the background.
         self._is_all = is_all and updates.states is None
 
     def check(self) -> None:
@@ -167,7 +168,7 @@ class UnchangedGroups:
             self._seen[number] = ids
 
     def end(self) -> None:
-        """A step may have put other lists in the place of those there were."""
+        """Record the lists: a step may have replaced them."""
         self._lists = [_lists_of(each) for each in self._optimizers]
 
     def _check_lists(
@@ -187,7 +188,7 @@ class UnchangedGroups:
 
 
 def names_of_cut(held: Mapping[str, nn.Parameter], optimizer: Optimizer, updates: Updates) -> dict[int, str]:
-    """By id, parameters that this rank holds and in whose place this optimizer has other tensors, or nothing."""
+    """Return, by id, parameters of this rank for which this optimizer holds other tensors, or none."""
     own, names = {id(each.weight) for each in updates.updated}, updates.names[optimizer]
     return {id(each): name for name, each in held.items() if name in names and id(each) not in own}
 
@@ -197,6 +198,6 @@ def _ids_of(optimizer: Optimizer) -> list[int]:
 
 
 def _lists_of(optimizer: Optimizer) -> dict[int, tuple[list[Any], list[int]]]:
-    """By its id, the list of parameters that each group has, kept so that no other comes to lie there; and which."""
+    """Return, by id, the list of parameters of each group, kept alive so that its id is not reused; and their ids."""
     lists = [group["params"] for group in optimizer.param_groups]
     return {id(each): (each, [id(one) for one in each]) for each in lists}

@@ -29,7 +29,7 @@ from shardwise.stages.steady_draws import steady_for
 from shardwise.stages.trial_rows import three_rows, two_and_one
 from shardwise.stages.trial_run import Trial
 
-#: By what names code asks.
+#: The names by which code asks.
 _ASKING = frozenset(
     {
         "get_rank", "get_world_size", "get_node_local_rank", "is_initialized", "is_torchelastic_launched", "environ",
@@ -65,7 +65,7 @@ def check_world(
 def _found(
     module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options
 ) -> tuple[str | None, bool]:
-    """What speaks against it, and whether it runs alone."""
+    """Return the problem, if any, and whether the code runs without other ranks."""
     precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
     trial, seen = Trial(module, loss, precision), SeenCollectives()
 
@@ -81,7 +81,7 @@ def _found(
         look = rule.look(example)
         rows = two_and_one(three_rows(example, look), look)[0]
         among = run(seen)
-    except Exception:  # Whoever runs the whole example says what is wrong, if it is.
+    except Exception:  # If something is wrong, the run of the whole example will report it.
         return None, False
     if seen.are_there and plan.pp > 1:
         return (
@@ -91,7 +91,7 @@ def _found(
     try:
         with as_if_alone():
             by_itself = run(SeenCollectives())
-    except Exception:  # One process alone could not run it.
+    except Exception:  # It does not run in one process alone.
         return None, False
     pairs = [(among.total, by_itself.total), (among.number or 0.0, by_itself.number or 0.0)]
     if all(abs(one - other) <= among.tolerance * max(abs(other), 1e-12) for one, other in pairs):

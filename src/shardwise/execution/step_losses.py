@@ -92,7 +92,7 @@ class StepLosses:
         self.on_all: Callable[[], None] | None = None
 
     def clear(self) -> None:
-        """Start anew."""
+        """Start over."""
         self._measured.clear()
         self._tallies.clear()
 

@@ -1,4 +1,4 @@
-"""`shardwise doctor`: what holds a run up, with the numbers, what to type against it, and what that would gain."""
+"""`shardwise doctor`: find what slows a run down, with numbers, what to type against it, and the expected gain."""
 
 import argparse
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def _as_data(finding: Finding) -> dict[str, object]:
 
 
 def render_findings(canvas: Canvas, run: Run, found: Sequence[Finding]) -> None:
-    """The findings as a person reads them, the gravest first."""
+    """Draw the findings, the most serious first."""
     step = run.trace.makespan
     if not found:
         canvas.print(f"{canvas.paint(run.name, 'bold')}: nothing was found that holds it up")

@@ -1,4 +1,4 @@
-"""`shardwise report`: one page that shows a run, or two beside each other."""
+"""`shardwise report`: one page that shows a run, or two side by side."""
 
 import argparse
 import json
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def write_report(run: Run, path: Path, other: Run | None = None) -> int:
-    """Write the page, and the trace for Perfetto beside it; return the bytes of the page."""
+    """Write the page, and the trace for Perfetto next to it; return the bytes of the page."""
     from shardwise.explain.report.page import make_page
     from shardwise.trace.perfetto import to_perfetto
 
@@ -77,7 +77,7 @@ def write_report(run: Run, path: Path, other: Run | None = None) -> int:
 
 
 def perfetto_beside(path: Path) -> Path:
-    """Where the trace for Perfetto lies: beside the page."""
+    """Return the path of the trace for Perfetto, next to the page."""
     return path.with_suffix(".perfetto.json")
 
 
@@ -101,7 +101,7 @@ def _render(canvas: Canvas, run: Run, path: Path) -> None:
 
 
 def render_parts(canvas: Canvas, run: Run) -> None:
-    """Where the step of each rank went, in shares of the step."""
+    """Draw how each rank spent its step, in shares of the step."""
     trace = run.trace
     parts = parts_of_ranks(trace)
     shown = [part for part in Part if any(rank[part] > 0 for rank in parts)]
@@ -113,7 +113,7 @@ def render_parts(canvas: Canvas, run: Run) -> None:
 
 
 def streams_as_data(trace: Trace) -> list[list[dict[str, object]]]:
-    """For each rank, what each stream of its GPU did, in seconds of its step; nothing where none was seen."""
+    """Return what each GPU stream of each rank did, in seconds of its step; empty if none was recorded."""
     return [
         [{"stream": use.stream, "role": use.role, "seconds": use.seconds, "idle": use.idle_seconds} for use in rank]
         for rank in streams_of_ranks(trace)
@@ -121,7 +121,7 @@ def streams_as_data(trace: Trace) -> list[list[dict[str, object]]]:
 
 
 def render_streams(canvas: Canvas, run: Run) -> None:
-    """What each stream of each GPU did, in shares of its rank's step."""
+    """Draw what each GPU stream did, in shares of its rank's step."""
     trace = run.trace
     uses = [use for rank in streams_of_ranks(trace) for use in rank]
     if not uses:

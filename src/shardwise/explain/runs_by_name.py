@@ -13,14 +13,14 @@ from shardwise.trace.run import Choice, Run, load_run
 
 
 def find_run(text: str) -> Run:
-    """The run that somebody means."""
+    """Return the run of a name."""
     if "=" in text and not Path(text).exists():
         return simulated(Plan.parse(text))
     return load_run(Path(text))
 
 
 def simulated(plan: Plan) -> Run:
-    """The step of a plan's pipeline: a forward of an average stage takes 1 F, and so does each half of a backward.
+    """Return the step of a plan's pipeline: a forward of an average stage takes 1 F, and so does half a backward.
 
     Ranks that differ in another axis than pp do the same, and are simulated once.
     """

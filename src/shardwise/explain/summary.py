@@ -55,7 +55,7 @@ class Summary:
         return [sum(owners.values()) for owners in self.held] if self.trace.holdings else list(peaks(self.trace))
 
     def mean(self, *parts: Part) -> float:
-        """Seconds of some parts, on average over the ranks."""
+        """Return the seconds of some parts, averaged over the ranks."""
         return sum(rank[part] for rank in self.parts for part in parts) / self.trace.num_ranks
 
     @property

@@ -1,1 +1,1 @@
-"""Kernels in unmodified modules: modules are recognised by what they compute, replaced, listed, and restored."""
+"""Use kernels in unmodified modules: recognise modules by what they compute, replace, list and restore them."""

@@ -27,7 +27,7 @@ from shardwise.nets.attention import fastest_first
 
 @dataclass(frozen=True, slots=True)
 class AttentionForward:
-    """A forward with other globals."""
+    """A forward with replaced globals."""
 
     forward: Callable[..., Any]
     rotates: bool
@@ -43,9 +43,9 @@ class AttentionForward:
 
 
 def find_attention(module: nn.Module, *, has_halves: bool) -> AttentionForward | str | None:
-    """What of an attention is taken over, or in words why nothing is; None if it does not look like one.
+    """Return the replacement, or the reason why there is none; None if the module does not look like attention.
 
-    `has_halves` says whether cosines and sines are alike in both halves of a head.
+    `has_halves`: cosines and sines are equal in both halves of a head.
     """
     own: Any = type(module).forward
     inner: Any = inspect.unwrap(own)
@@ -69,7 +69,7 @@ def _with_globals(own: FunctionType, rotations: tuple[str, ...], has_table: bool
     changed: dict[str, Any] = {name: _by_kernel(own.__globals__[name]) for name in rotations}
     if has_table:
         changed["ALL_ATTENTION_FUNCTIONS"] = _fastest_first(own.__globals__["ALL_ATTENTION_FUNCTIONS"])
-    # Without the name of a module: a compiler would look for these globals there, and find others.
+    # Without `__name__`: a compiler would look up these globals in the module of that name, and find others.
     scope = {key: each for key, each in own.__globals__.items() if key != "__name__"}
     made = FunctionType(own.__code__, {**scope, **changed}, own.__name__, own.__defaults__, own.__closure__)
     made.__kwdefaults__, made.__module__ = own.__kwdefaults__, own.__module__
@@ -88,7 +88,7 @@ def _looks_like_rotation(function: Any) -> bool:
 
 @cache
 def is_rotation(function: Callable[..., Any]) -> bool:
-    """Whether a function turns queries and keys by angles, pairs half a head apart, as the kernel does."""
+    """Whether a function rotates queries and keys with pairs half a head apart, as the kernel does."""
     generator = torch.Generator("cpu").manual_seed(4)
     query, key = (torch.randn((2, heads, 5, 8), generator=generator, device="cpu") for heads in (4, 2))
     angles = torch.randn((2, 5, 4), generator=generator, device="cpu")
@@ -125,7 +125,7 @@ def _takes_rotation(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) ->
 
 
 def halves_are_alike(module: nn.Module) -> bool:
-    """Whether all modules that make cosines and sines of positions give both halves of a head the same numbers."""
+    """Whether all modules that make cosines and sines of positions give both halves of a head the same values."""
     makers = [each for each in module.modules() if _makes_angles(each)]
     return bool(makers) and all(_gives_halves(each) for each in makers)
 
@@ -142,7 +142,7 @@ def _gives_halves(module: nn.Module) -> bool:
         given = torch.zeros((1, 3, 2), device="cpu"), torch.arange(3, device="cpu")[None]
         calls = [partial(twin, *given, each) for each in set(kinds)] if kinds else [partial(twin, *given)]
         tables = [table for call in calls for table in call()]
-    except Exception:  # Whatever a module raises that is given what it is not made for.
+    except Exception:  # A module may raise anything for inputs that it is not made for.
         return False
     return bool(tables) and all(
         isinstance(each, Tensor) and each.dim() == 3 and torch.equal(*each.chunk(2, dim=-1)) for each in tables
@@ -150,7 +150,7 @@ def _gives_halves(module: nn.Module) -> bool:
 
 
 def _fastest_first(table: Any) -> Any:
-    """A table of attention functions like this one, in which torch's takes its kernels in the order of their speed."""
+    """Return a copy of a table of attention functions, in which torch's tries its kernels by speed."""
     plain = table["sdpa"]
 
     @wraps(plain)
@@ -162,6 +162,6 @@ def _fastest_first(table: Any) -> Any:
         with fastest_first(query):
             return plain(module, query, key, value, attention_mask, *args, **kwargs)
 
-    made = copy.deepcopy(table)  # With what somebody has put into this table alone.
+    made = copy.deepcopy(table)  # With the functions that were added to this table only.
     made["sdpa"] = attend
     return made

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Rounding in float32 of what is computed in another order: of sums of a few thousand numbers.
+#: The tolerance for float32 sums of a few thousand numbers in another order.
 _CLOSE = 2e-4
 
 
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
-    """What modules of one kind have in common: class, settings, shapes. One of each kind is tried."""
+    """Return what modules of one kind have in common: class, settings, shapes. One of each kind is tried."""
     plain = (bool, int, float, str, type(None))
     settings = tuple(
         (key, each if isinstance(each, plain) else repr(each) if isinstance(each, (tuple, list)) else id(each))
@@ -29,9 +29,9 @@ def small_copy(
     shapes: Mapping[str, Sequence[int]] | None = None,
     children: Mapping[str, nn.Module] | None = None,
 ) -> nn.Module:
-    """A copy on the CPU in float32, in training mode, with random numbers for parameters and floating buffers.
+    """Return a copy on the CPU in float32, in training mode, with random parameters and floating buffers.
 
-    Parameters have other `shapes` where some are given, and `children` stand in for some of its own.
+    `shapes` are other shapes for some parameters, and `children` replace some submodules.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     memo: dict[int, Any] = {id(module.get_submodule(name)): each for name, each in (children or {}).items()}
@@ -43,7 +43,7 @@ def small_copy(
         memo[id(each)] = nn.Parameter(numbers) if isinstance(each, nn.Parameter) else numbers
     config = getattr(module, "config", None)
     if config is not None:
-        memo[id(config)] = config  # It is read only, and large.
+        memo[id(config)] = config  # Shared: it is only read, and large.
     return copy.deepcopy(module, memo).train()
 
 
@@ -60,10 +60,10 @@ def small_linear(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
 def computes(
     one: Callable[..., Any], other: Callable[..., Any], given: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> bool:
-    """Whether two functions of tensors give the same, and the same gradients of `given` and of parameters."""
+    """Whether two functions of tensors give the same outputs, and the same gradients of `given` and of parameters."""
     try:
         found, wanted = _outcome(one, given, parameters), _outcome(other, given, parameters)
-    except Exception:  # Whatever a module raises that is given what it is not made for.
+    except Exception:  # A module may raise anything for inputs that it is not made for.
         return False
     return len(found) == len(wanted) and all(map(_are_alike, found, wanted))
 
@@ -82,7 +82,7 @@ def _outcome(function: Callable[..., Any], given: Sequence[Tensor], parameters: 
 
 
 def _are_alike(found: Tensor, wanted: Tensor) -> bool:
-    """Row by row: rows of an example differ in size by many orders."""
+    """Compare row by row: rows of an example differ in size by orders of magnitude."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
     apart, size = (found - wanted).norm(dim=-1), wanted.norm(dim=-1)

@@ -1,4 +1,4 @@
-"""Experts as entries of two parameters recognised: a gated MLP for each, and the weighted sum over those chosen.
+"""Recognise experts stored as two parameters: a gated MLP for each, and the weighted sum over those chosen.
 
 hidden [tokens, width], chosen [tokens, k], weights [tokens, k]
 
@@ -24,7 +24,7 @@ _WIDTH, _INNER, _TOKENS, _CHOSEN = 8, 16, 7, 2
 
 @dataclass(frozen=True, slots=True)
 class ExpertsForward:
-    """The names of the parameters, [experts, 2 inner, width] and [experts, width, inner], or the other way round."""
+    """The names of the parameters, [experts, 2 inner, width] and [experts, width, inner], or transposed."""
 
     both: str
     down: str
@@ -42,7 +42,8 @@ class ExpertsForward:
             return False
         if hidden.dim() != 2 or chosen.dim() != 2 or chosen.shape != weights.shape or not hidden.numel():
             return False
-        # In float64, as trials of a cut are run, by the module's own forward: nothing is lacking that was asked for.
+        # Trials of a cut run in float64, which the kernel lacks: there the module's own forward runs, without a
+        # warning.
         return hidden.dtype in FLOATS and takes_kernel("permute", hidden)
 
     def compute(
@@ -63,7 +64,8 @@ class ExpertsForward:
 
 
 def find_experts(module: nn.Module) -> ExpertsForward | str | None:
-    """Which experts a module has, or in words why they are left; None if it does not look like experts."""
+    """Return the experts of a module, or the reason why they are not replaced; None if it does not look like
+    experts."""
     shapes = {name: each.shape for name, each in module.named_parameters(recurse=False)}
     if not any(len(each) == 3 for each in shapes.values()):
         return None
@@ -101,7 +103,7 @@ def find_experts(module: nn.Module) -> ExpertsForward | str | None:
 
 
 def _are_proportional(both: torch.Size, down: torch.Size, *, is_transposed: bool) -> bool:
-    """Whether the first has gate and up of what the second takes."""
+    """Whether the first parameter has gate and up for the inputs of the second."""
     inner, width = (both[2], both[1]) if is_transposed else (both[1], both[2])
     out, taken = (down[2], down[1]) if is_transposed else (down[1], down[2])
     return inner == 2 * taken and width == out

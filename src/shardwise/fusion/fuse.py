@@ -1,13 +1,13 @@
-"""`fuse`: kernels where a module computes what they compute; what was replaced, and what was left and why.
+"""`fuse`: use kernels in modules that compute the same, and list what was replaced, and what was not and why.
 
     norms        RMS norms of w or 1 + w, layer norms                        kernels/norm.py
     MLPs         silu, gelu and tanh gates                                   kernels/gated.py
     experts      the same, as entries of two parameters                      kernels/experts.py
-    attention    rotary positions; torch's fastest attention where there is no mask
-    heads        logits that wait for their cross entropy                    kernels/lazy_logits.py
+    attention    rotary positions; torch's fastest attention if there is no mask
+    heads        lazy logits for the cross entropy                           kernels/lazy_logits.py
 
 One module of each kind is tried on a small example, forward and backward, in float32 on the CPU, against the definition
-of the kernel. On a CPU, for types that kernels lack, and while a compiler traces, the module's own forward runs.
+of the kernel. On a CPU, for dtypes that kernels lack, and while a compiler traces, the module's own forward runs.
 """
 
 import logging
@@ -37,20 +37,20 @@ _LOG = logging.getLogger("shardwise")
 
 @dataclass(slots=True)
 class Fused:
-    """What was replaced, by name, and what was left and why."""
+    """What was replaced, by name, and what was not and why."""
 
     replaced: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def undo(self) -> None:
-        """The module computes as before."""
+        """Restore the module's own forwards."""
         for each in reversed(self._undo):
             each()
         self._undo.clear()
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return a description for people."""
         counts = Counter(self.replaced.values())
         made = [f"{count} x {what}" for what, count in counts.items()]
         lines = [f"kernels in place of {', '.join(made)}"] if made else []
@@ -60,7 +60,7 @@ class Fused:
 
 
 def settle_kernels(module: nn.Module, loss: Loss, example: Batch, *, kernels: bool) -> Fused:
-    """A module is to be trained with this loss, on the device of the example: `nets` and others alike."""
+    """Set up kernels for training a module with this loss on the example's device, for `nets` and other modules."""
     settle(module, loss, kernels=kernels)
     if not has_kernels([home_of(example)]):
         return Fused()
@@ -68,13 +68,13 @@ def settle_kernels(module: nn.Module, loss: Loss, example: Batch, *, kernels: bo
 
 
 def settle_placed(module: nn.Module, devices: Iterable[torch.device], *, kernels: bool) -> Fused:
-    """A module is to run on these devices. Heads do not wait: their weights may have gone when logits are asked for."""
+    """Set up kernels for these devices. Logits are not lazy: weights may have been moved when they are computed."""
     settle(module, None, kernels=kernels)
     return fuse(module, kernels=kernels, waits=False) if has_kernels(devices) else Fused()
 
 
 def num_with_kernels(module: nn.Module) -> int:
-    """How many modules of a module would compute by kernels, on a device that has them."""
+    """Return how many submodules would use kernels on a device that has them."""
     return sum(vars(each).get("kernels") is True or is_on(each) for each in module.modules())
 
 
@@ -84,9 +84,9 @@ def has_kernels(devices: Iterable[torch.device]) -> bool:
 
 
 def fuse(module: nn.Module, *, kernels: bool = True, waits: bool = True) -> Fused:
-    """Let kernels compute what they compute alike, of modules that are not ours. Without `waits` heads are left.
+    """Use kernels in modules that are not ours, where they compute the same. Without `waits` heads are not replaced.
 
-    Modules that somebody has hooked or patched are left alone, and so are those of `nets`, which have kernels anyway.
+    Modules with hooks or a patched forward are left alone, and so are those of `nets`, which use kernels anyway.
     """
     switch(module, on=kernels)
     fused = Fused()
@@ -116,7 +116,7 @@ def fuse(module: nn.Module, *, kernels: bool = True, waits: bool = True) -> Fuse
 
 
 class _Finder:
-    """What modules compute, each kind tried once."""
+    """Finds what modules compute; each kind is tried once."""
 
     def __init__(self, module: nn.Module, *, waits: bool) -> None:
         self._words = {each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)}

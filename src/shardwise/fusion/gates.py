@@ -1,4 +1,5 @@
-"""Gated MLPs recognised: down(activation(gate(x)) * up(x)), of three linear layers, or of two: gate and up in one."""
+"""Recognise gated MLPs: down(activation(gate(x)) * up(x)), of three linear layers, or of two with gate and up in
+one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ _WIDTH, _INNER = 6, 10
 
 @dataclass(frozen=True, slots=True)
 class GatedForward:
-    """The names of the layers; `up` is None where the gate's layer gives both, one half after the other."""
+    """The names of the layers; `up` is None if the gate's layer computes both, one half after the other."""
 
     gate: str
     up: str | None
@@ -28,13 +29,13 @@ class GatedForward:
 
     def __call__(self, module: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = args[0] if len(args) == 1 and not kwargs else None
-        # What is compiled is the module's own: the compiler fuses it, and sees what it knows.
+        # The compiler traces the module's own forward, which it can fuse itself.
         if not isinstance(given, Tensor) or not takes_kernel("gated", given):
             return own(module, *args, **kwargs)
         return self.compute(module, given)
 
     def compute(self, module: nn.Module, x: Tensor, *, kernels: bool = True) -> Tensor:
-        """By calls of the layers, as the module has them now: cut, adapted or wrapped."""
+        """Compute by calling the module's current layers, which may be sharded, adapted or wrapped."""
         first: Tensor = getattr(module, self.gate)(x)
         if self.up is not None:
             gate, up = first, getattr(module, self.up)(x)
@@ -49,7 +50,7 @@ class GatedForward:
 
 
 def find_gate(module: nn.Module) -> GatedForward | str | None:
-    """Which gated MLP a module is, or in words why it is left; None if it does not look like one."""
+    """Return the gated MLP that a module is, or why it is not replaced; None if it does not look like one."""
     layers = {name: each for name, each in module.named_children() if _is_linear(each)}
     others = [each for name, each in module.named_children() if name not in layers]
     if len(layers) not in (2, 3) or len(others) > 2 or any(True for _ in module.parameters(recurse=False)):
@@ -69,12 +70,12 @@ def find_gate(module: nn.Module) -> GatedForward | str | None:
             for name, layer in layers.items()
         }
         if up is not None:
-            # Two layers of one shape have other numbers.
+            # Two layers of one shape are told apart by their values.
             with torch.no_grad():
                 stand_ins[up].weight.copy_(stand_ins[up].weight.flip(0) * 0.7)
         try:
             twin = small_copy(module, children=stand_ins)
-        except Exception as error:  # A module may refuse to be copied in any way it likes.
+        except Exception as error:  # Copying a module may raise anything.
             return f"it cannot be copied ({type(error).__name__})"
         found = _form_of(twin, gate, up, down)
         if found is not None:
@@ -98,7 +99,8 @@ def _form_of(twin: nn.Module, gate: str, up: str | None, down: str) -> GatedForw
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """By what it says of itself: linear layers, and what adapters and quantisers put in their places."""
+    """Whether a module looks linear by its attributes: linear layers, and the adapters and quantisers that replace
+    them."""
     sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
     return all(isinstance(each, int) for each in sizes)
 
@@ -108,7 +110,7 @@ def _has_bias(layer: nn.Module) -> bool:
 
 
 def _orders(layers: dict[str, nn.Module]) -> list[tuple[str, str | None, str]]:
-    """Which layer may be which, by their sizes."""
+    """Return the possible roles of the layers, by their sizes."""
 
     def size(name: str) -> tuple[int, int]:
         return cast(int, layers[name].in_features), cast(int, layers[name].out_features)

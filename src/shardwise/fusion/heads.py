@@ -1,4 +1,4 @@
-"""The layer that scores words: its logits wait for their loss (`kernels/lazy_logits.py`)."""
+"""The output layer (LM head): its logits are lazy until their loss (`kernels/lazy_logits.py`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class HeadForward:
 
 
 def find_head(module: nn.Module, words: set[int]) -> HeadForward | str | None:
-    """Whether a layer scores as many words as an embedding of the module has; in words why it is left."""
+    """Return the replacement of a layer with as many outputs as an embedding has words, or the reason against it."""
     if type(module) is not nn.Linear or module.out_features not in words:
         return None
     has_bias = "bias" in dict(module.named_parameters())

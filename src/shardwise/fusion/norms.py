@@ -1,4 +1,4 @@
-"""Norms recognised: RMS norms with w or 1 + w, and layer norms, by what they compute."""
+"""Recognise norms by what they compute: RMS norms with w or 1 + w, and layer norms."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from shardwise.kernels.norm import layer_norm, rms_norm, takes_norm
 
 @dataclass(frozen=True, slots=True)
 class NormForward:
-    """The norm of the last dim. `offset` is what is added to the weight: 1 in Gemma's."""
+    """The norm of the last dim. `offset` is added to the weight: 1 for Gemma."""
 
     is_layer: bool
     eps: float | None
@@ -37,7 +37,7 @@ class NormForward:
 
 
 def find_norm(module: nn.Module) -> NormForward | str | None:
-    """Which norm a module is, or in words why it is left; None if it does not look like one."""
+    """Return the norm that a module is, or why it is not replaced; None if it does not look like one."""
     parameters = dict(module.named_parameters(recurse=False))
     if "weight" not in parameters or not parameters.keys() <= {"weight", "bias"}:
         return None
@@ -47,10 +47,10 @@ def find_norm(module: nn.Module) -> NormForward | str | None:
         return None
     try:
         twin = small_copy(module)
-    except Exception as error:  # A module may refuse to be copied in any way it likes.
+    except Exception as error:  # Copying a module may raise anything.
         return f"it cannot be copied ({type(error).__name__})"
     width = parameters["weight"].shape[0]
-    # The smallest numbers are of the size of an epsilon's root, so that it is seen.
+    # The smallest rows are as small as the root of an epsilon, so that its effect shows.
     sizes = torch.tensor([1e-6, 1e-4, 1e-3, 1e-2, 1.0, 30.0], device="cpu")[:, None]
     generator = torch.Generator("cpu").manual_seed(2)
     given = (torch.randn((6, width), generator=generator, device="cpu") * sizes)[None]

@@ -16,19 +16,19 @@ from torch import nn
 
 from shardwise.torch_private import hooks_of
 
-#: In a replaced module: whether it is on.
+#: The attribute of a replaced module that says whether the replacement is on.
 _ON = "_with_kernels"
 
 
 class Forward(Protocol):
-    """The replacement of a forward. Equal ones compute the same."""
+    """The replacement of a forward. Equal replacements compute the same."""
 
     def __call__(self, module: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
     def __hash__(self) -> int: ...
 
 
 def why_not(module: nn.Module) -> str | None:
-    """What speaks against replacing a module's forward: somebody else has changed what a call of it does."""
+    """Return why a module's forward must not be replaced: other code has changed what its call does."""
     if "forward" in vars(module):
         return "its forward was replaced by somebody else"
     hooked = [name or "it" for name, each in module.named_modules() if hooks_of(each)]
@@ -44,15 +44,15 @@ def is_on(module: nn.Module) -> bool:
 
 
 def switch(module: nn.Module, *, on: bool) -> None:
-    """Turn what was replaced in a module on or off."""
+    """Turn the replacements in a module on or off."""
     for each in module.modules():
         if is_replaced(each):
             vars(each)[_ON] = on
 
 
 def replace(module: nn.Module, forward: Forward, **attributes: Any) -> Callable[[], None]:
-    """Run `forward` in place of a module's own. `attributes` are seen on it, as if its class had them. Returns what
-    undoes this."""
+    """Run `forward` instead of a module's own. `attributes` appear on it as if its class had them. Return a function
+    that undoes this."""
     own: Any = type(module)
     made = _class_for(own, forward, tuple(attributes.items()))
     module.__class__ = made
@@ -77,7 +77,7 @@ def _class_for(own: type[nn.Module], forward: Forward, attributes: tuple[tuple[s
             return own_forward(self, *args, **kwargs)
         return forward(self, own_forward, *args, **kwargs)
 
-    # Hugging Face and others look at the names of what forward takes.
+    # Hugging Face and others read the parameter names of forward.
     run.__signature__ = inspect.signature(own_forward)  # type: ignore[attr-defined]
 
     def reduce(self: Any, protocol: Any) -> Any:
@@ -86,8 +86,7 @@ def _class_for(own: type[nn.Module], forward: Forward, attributes: tuple[tuple[s
             return found
         _, _, state, *others = found
         plain = {key: each for key, each in state.items() if key != _ON} if isinstance(state, dict) else state
-        # Pickle wants objects of the class that is named, but not of what makes them: whoever loads it needs no more
-        # than the module's own class.
+        # The pickle names the original class, so that loading it does not require this library.
         return (object.__new__, (own,), plain, *others)
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:

@@ -52,7 +52,7 @@ class Tile(NamedTuple):
 #: how many bytes of a row are prefetched while the previous kernel ends. `benchmarks/serving.py --cases rows` tries
 #: others.
 NARROW, WIDE, GATED, AHEAD = Tile(64, 128, 6, 4), Tile(32, 256, 6, 2), Tile(64, 64, 5, 4), 1024
-#: For quantised weights, by kind and whether there is a gate, for up to so many rows of x: the fastest of those tried
+#: For quantised weights, by kind and whether there is a gate, for up to this many rows of x: the fastest of those tried
 #: on an H200 with the products of an 8B model (2026-11-18). Programs read as much of x as of the weight, so they have
 #: many rows. The products within a program depend on each other, so a multiprocessor should have several programs, with
 #: tiles small enough that they fit. `benchmarks/narrow_tiles.py` tries others, also tiles that are multiplied at once:
@@ -63,7 +63,7 @@ NARROW_TILES = {
     ("int4", False): {16: Tile(64, RUN, 3, 4, 4), 32: Tile(64, RUN, 3, 4, 4), 64: Tile(64, RUN, 3, 4, 2)},
     ("int4", True): {16: Tile(64, RUN, 3, 4, 4), 32: Tile(64, RUN, 3, 4, 2), 64: Tile(64, RUN, 3, 4, 2)},
 }
-#: From so many columns on, rows are wide: programs with fewer rows then have enough loads in flight.
+#: From this many columns on, rows are wide: programs with fewer rows then have enough loads in flight.
 MANY_COLUMNS = 4096
 #: The fewest columns of a tile of x, as tensor cores require, and the most.
 FEWEST, MOST = 16, 64

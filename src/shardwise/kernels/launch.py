@@ -43,7 +43,7 @@ class Launch:
     options: dict[str, Any]
 
     def key(self) -> tuple[Any, ...]:
-        """What Triton specialises on: dtypes, integers that are 1 or multiples of 16, and all constants."""
+        """Return what Triton specialises on: dtypes, integers that are 1 or multiples of 16, and all constants."""
         told = getattr(self.kernel, "kwargs", None) or vars(self.kernel)
         any_size, any_place = (told.get(name) or () for name in ("do_not_specialize", "do_not_specialize_on_alignment"))
         kinds: list[Any] = []

@@ -20,7 +20,7 @@ TILE, A_WARP, STAGES = 2048, 512, 3
 REGISTERS, A_NUMBER = 65_536, 7
 #: Partial sums, and columns of them, that are added up at a time.
 SUMS, COLUMNS = 256, 16
-#: With up to so many rows, a norm of a decode step is little more than its prologue and epilogue, which overlap with
+#: With up to this many rows, a norm of a decode step is little more than its prologue and epilogue, which overlap with
 #: those of the kernels next to it.
 FEW_ROWS = 256
 

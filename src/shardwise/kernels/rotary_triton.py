@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-#: Pairs of queries per iteration of a program (a token with 32 heads of 128 has so many), its most tokens, and its
+#: Pairs of queries per iteration of a program (a token with 32 heads of 128 has this many), its most tokens, and its
 #: warps. `benchmarks/kernels.py --sweep` tries others.
 PAIRS, TOKENS, WARPS = 2048, 4, 4
 

@@ -57,7 +57,7 @@ EIGHT_BITS_NORMED, EIGHT_BITS, FOUR_BITS = (
     RowTile(16384, 2048, 2, 8),
     RowTile(16384, 2048, 2, 4),
 )
-#: From so many columns on rows are wide.
+#: From this many columns on rows are wide.
 MANY_COLUMNS = 2048
 _RUN = tl.constexpr(RUN)
 

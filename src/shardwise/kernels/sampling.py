@@ -102,7 +102,7 @@ def gumbel(keys: Tensor, positions: Tensor, num_words: int) -> Tensor:
 
 
 def mix(x: Tensor) -> Tensor:
-    """A hash of 32 bits, held in int64 (Wellons' lowbias32)."""
+    """Return a hash of 32 bits, held in int64 (Wellons' lowbias32)."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _BITS
     x = x ^ (x >> 15)

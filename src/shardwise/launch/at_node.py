@@ -34,7 +34,7 @@ from shardwise.units import format_seconds
 MARK = ".seen-by-all"
 _PORTS = range(20_000, 30_000)
 _PACKAGES = ("torch", "numpy", "safetensors")
-#: The largest difference between clocks: nodes that are asked at once answer within so many seconds.
+#: The largest difference between clocks: nodes that are asked at once answer within this many seconds.
 _MOST_SECONDS_APART = 60.0
 
 
@@ -125,7 +125,7 @@ def begin(folder: Path, port: int | None, nodes: Sequence[str], job: str, restar
 def begin_on(
     folder: Path, hosts: Sequence[str], job: str, restart: int, *, ssh: str, least: int
 ) -> tuple[str, list[str]]:
-    """The same on hosts over ssh. Returns the mark and the hosts that take part: at first all, which were checked."""
+    """Do the same on hosts over ssh. Return the mark and the hosts that take part: at first all, which were checked."""
     mark, events = write_mark(folder), read_journal(folder)
     taking, why = (list(hosts), None) if restart == 0 else take_part(hosts, ssh, events, job, least=least)
     if why is not None:

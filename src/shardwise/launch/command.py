@@ -1,4 +1,4 @@
-"""`shardwise launch`: start a training or a server where a site runs its jobs."""
+"""`shardwise launch`: start a training run or a server through a site's job system."""
 
 import argparse
 import sys

@@ -10,7 +10,7 @@ from shardwise.units import counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """So many nodes with so many devices each: one rank per device, numbered node by node."""
+    """This many nodes with this many devices each: one rank per device, numbered node by node."""
 
     num_nodes: int
     devices_per_node: int

@@ -17,7 +17,7 @@ from shardwise.launch.work import Work, as_comment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """What is asked of Slurm beside nodes and devices. `options` are passed to sbatch as they are.
+    """The request to Slurm besides nodes and devices. `options` are passed to sbatch unchanged.
 
     `switches` is the most leaf switches that the nodes may span, and how long to wait for that; `sweep` has for each
     task of an array its changes of the recipe.

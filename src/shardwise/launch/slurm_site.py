@@ -102,7 +102,7 @@ def check_partition(partitions: list[Partition], name: str | None, layout: Layou
 
 
 def fewest_switches(num_nodes: int) -> int | None:
-    """Return the fewest leaf switches that so many nodes can span; None without a topology, or for one node."""
+    """Return the fewest leaf switches that this many nodes can span; None without a topology, or for one node."""
     told = try_asking(["scontrol", "--oneliner", "show", "topology"])
     leaves = re.findall(r"Level=0 .*?Nodes=(\S+)", told.stdout) if told.returncode == 0 else []
     sizes = sorted((_num_nodes_in(each) for each in leaves), reverse=True)

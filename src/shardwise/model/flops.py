@@ -163,7 +163,8 @@ def _ranks(operation: Matmul, share: Share) -> Count:
 
 
 def _attention(operation: Attention, share: Share) -> Passes:
-    """The backward has four products where the forward has two. Flash attention also recomputes the scores."""
+    """Return the FLOPs of the backward: four products for the forward's two. Flash attention recomputes the scores
+    too."""
     pairs = divided(share.microbatch * num_pairs(operation, share) * divided(operation.heads, share.tp), share.cp)
     forward = pairs * (operation.qk_dim + operation.v_dim)
     again = pairs * operation.qk_dim * share.flash

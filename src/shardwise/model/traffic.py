@@ -58,7 +58,7 @@ def sum_traffic(operations: Iterable[Operation], share: Share) -> Traffic:
 
 
 def _streamed(read: Count, written: Count) -> Traffic:
-    """The backward reads the input and the gradient of the output, and writes the gradient of the input."""
+    """Return the bytes of the backward: it reads the input and the output's gradient, and writes the input's."""
     return Traffic(Passes(read, read + written, 0), Passes(written, read, 0))
 
 
@@ -157,7 +157,7 @@ def _elementwise(operation: Elementwise, share: Share) -> Traffic:
 
 
 def _embedding(operation: Embedding, share: Share) -> Traffic:
-    """The gradient of a table is as large as the table, even if few rows were looked up."""
+    """Return the bytes of a table's gradient, which is as large as the table, even if few rows were looked up."""
     rows = share.num_rows(operation.rows) * operation.elements * share.width
     table = divided(operation.vocabulary, share.tp if operation.sharding == "row" else 1)
     return Traffic(

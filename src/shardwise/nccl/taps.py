@@ -44,7 +44,7 @@ def put_instead() -> Iterator[Instead]:
 
 @contextmanager
 def recording(*, rehearses: bool = True, limit_seconds: float = 60.0) -> Iterator[Recorder]:
-    """Within it, what this process asks of its groups is noted; what it touches, within `touching` alone."""
+    """Record the operations of this process's groups within the context; accessed memory within `touching` only."""
     recorder = Recorder(rehearses=rehearses, limit_seconds=limit_seconds)
     with put_instead() as instead:
         for method, kind in GROUP_METHODS.items():
@@ -63,7 +63,7 @@ def recording(*, rehearses: bool = True, limit_seconds: float = 60.0) -> Iterato
 
 
 def touching(recorder: Recorder) -> TouchMode:
-    """A context: which memory of operations is read and written within it, is noted too."""
+    """Return a context in which the memory that operations read and write is recorded too."""
     return TouchMode(recorder.memories, recorder.sees_touches)
 
 
@@ -92,7 +92,7 @@ def _noted_collective(recorder: Recorder, kind: str, call: Any) -> Any:
 def _described(
     recorder: Recorder, kind: str, number: int, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Operation, list[tuple[Tensor, bool]]]:
-    """An operation as a group is asked for it, and its tensors: with True those that it writes."""
+    """Return an operation as a group receives it, and its tensors: True marks those that it writes."""
     flat = [each for one in args[:2] for each in _tensors_of(one)]
     first = flat[0] if flat else None
     fields: dict[str, Any] = {"kind": kind, "communicator": number, "on_host": recorder.is_on_host(number, first)}

@@ -110,7 +110,7 @@ def _is_gone(storage: StorageWeakRef) -> bool:
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one behind the last."""
+    """Return the first byte of a tensor in its storage, and the one after its last."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
@@ -120,7 +120,7 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 
 class TouchMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the operators that this thread runs while `listens` says so."""
+    """Records the operators that this thread runs while `listens` is true."""
 
     def __init__(self, memories: Memories, listens: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

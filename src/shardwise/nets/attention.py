@@ -1,4 +1,4 @@
-"""Attention by heads: every query head has its own keys and values (MHA), or several share them (GQA)."""
+"""Multi-head attention: every query head has its own keys and values (MHA), or several share them (GQA)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,20 +18,20 @@ from shardwise.nets.rotary import Rotation
 from shardwise.nets.settings import Heads, Settings
 from shardwise.torch_private import is_watched
 
-#: From queries, keys, values (each [batch, heads, tokens, dim]), what is seen, the scale of the logits, and how many
-#: weights are dropped. This is the seam for context parallelism: put another on `attend` of each attention.
+#: Maps queries, keys, values (each [batch, heads, tokens, dim]), the mask, the scale of the logits and the dropout
+#: probability to outputs. Context parallelism replaces it: each attention module has one as `attend`.
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionMask, float, float], Tensor]
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """Attention on one device, by torch's best kernel for it."""
+    """Attend on one device, with torch's best kernel."""
     if mask.starts is not None:
         return attend_in_sequences(query, key, value, mask.starts, mask.window, scale)
     num_sharing = query.shape[1] // key.shape[1]
     if mask.dense is not None and num_sharing > 1:
-        # Kernels that take a mask want as many heads of keys as of queries.
+        # Kernels that take a mask require as many key heads as query heads.
         key, value = key.repeat_interleave(num_sharing, 1), value.repeat_interleave(num_sharing, 1)
     with fastest_first(query) if mask.dense is None else nullcontext():
         return scaled_dot_product_attention(
@@ -47,8 +47,8 @@ def attend(
 
 
 def fastest_first(query: Tensor) -> AbstractContextManager[None]:
-    """On GPUs, kernels in the order of their speed: of 4 x 32 heads x 4096 x 64, causal, forward and backward, cuDNN's
-    does 383 TFLOP/s on an H200 and the flash kernel, which torch takes first by itself, 235."""
+    """Return a context in which GPU kernels are tried in the order of their speed. For 4 x 32 heads x 4096 x 64,
+    causal, forward and backward, cuDNN's has 383 TFLOP/s on an H200, and the flash kernel, torch's default, 235."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return nullcontext()
     return sdpa_kernel(
@@ -63,7 +63,7 @@ def fastest_first(query: Tensor) -> AbstractContextManager[None]:
 
 
 def takes_sequences(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether there is a kernel for sequences of any length, one behind the other: then no mask is made."""
+    """Whether there is a kernel for packed sequences of any length, which needs no dense mask."""
     if device.type != "cuda" or torch.compiler.is_compiling() or is_watched():
         return False
     return dtype in (torch.bfloat16, torch.float16) and head_dim <= 256 and head_dim % 8 == 0
@@ -72,7 +72,7 @@ def takes_sequences(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 def attend_in_sequences(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, window: int | None, scale: float
 ) -> Tensor:
-    """Causal attention in each of the sequences that begin at `starts`: memory grows with tokens, not their square."""
+    """Attend causally within each sequence that begins at `starts`. Memory grows with tokens, not with their square."""
     batch, _, num_tokens, _ = query.shape
     flat_query, flat_key, flat_value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
     varlen_attn, words = _by_sequences()
@@ -94,9 +94,9 @@ def attend_in_sequences(
 
 @cache
 def _by_sequences() -> tuple[Callable[..., Any], dict[str, Any]]:
-    """torch's kernel, which loads the compiler, a second of a core: who never needs it does not wait for that.
+    """Return torch's kernel and its options. Imported late: it loads the compiler, which takes a second of CPU time.
 
-    Releases that have no word for fewer heads of keys take them as they are.
+    Releases without an option for grouped-query attention support it anyway.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -104,8 +104,9 @@ def _by_sequences() -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 class Attention(nn.Module):
-    """Queries, keys and values; positions; attention; and back. Heads are counted from the projections' outputs, so a
-    rank that has some of the rows of q_proj, k_proj and v_proj, and those columns of o_proj, computes some heads."""
+    """Projections, rotary positions, attention, and the output projection. The number of heads follows from the outputs
+    of the projections, so a rank with some rows of q_proj, k_proj and v_proj, and those columns of o_proj, computes
+    some of the heads."""
 
     def __init__(self, settings: Settings, layer: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Balancing without a loss (DeepSeek-V3, section 2.1.2): scores of overloaded experts go down, those of others up."""
+"""Load balancing without a loss (DeepSeek-V3, section 2.1.2): lower the scores of overloaded experts, raise others."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,10 +10,10 @@ from shardwise.nets.moe import MoE
 
 @torch.no_grad()
 def correct_balance(module: nn.Module, rate: float, load: Mapping[str, Sequence[int]] | None = None) -> None:
-    """Move every router's correction by `rate` against the load of its experts. Call it once a step.
+    """Move every router's correction by `rate` against the load of its experts. Call it once per step.
 
-    `load` says, by the names of the experts, how often each was chosen in the batches of all ranks: `expert_load()` of
-    an engine. Alone it is what routers have counted since the last call.
+    `load` maps names of expert layers to how often each expert was chosen in the batches of all ranks: `expert_load()`
+    of an engine. By default it is what the routers have counted since the last call.
     """
     for name, layer in module.named_modules():
         if not isinstance(layer, MoE):
@@ -26,5 +26,5 @@ def correct_balance(module: nn.Module, rate: float, load: Mapping[str, Sequence[
             router.load.zero_()
         else:
             counts = torch.tensor(load[f"{name}.experts" if name else "experts"], device=correction.device)
-        # Whole numbers: whether an expert has more or less than the mean is not a matter of rounding.
+        # Integers: rounding must not decide whether an expert has more than the mean.
         correction += rate * (counts.sum() - counts.numel() * counts).sign()

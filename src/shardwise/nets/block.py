@@ -1,4 +1,4 @@
-"""One block: attention and a feed-forward layer, each behind a norm and beside a residual."""
+"""One block: attention and a feed-forward layer, each after a norm and with a residual."""
 
 from torch import Tensor, nn
 
@@ -19,13 +19,13 @@ def make_norm(settings: Settings) -> nn.Module:
 
 
 def make_dropout(probability: float) -> nn.Module:
-    """One that drops nothing is no layer: torch's would copy its input."""
+    """Return a dropout layer. Without dropout it is an identity: torch's layer would copy its input."""
     return nn.Dropout(probability) if probability else nn.Identity()
 
 
 class Block(nn.Module):
-    """`balance` is the sum of balancing losses so far, or None. It goes from block to block beside the hidden states,
-    so that a pipeline carries it to the loss as it carries them."""
+    """One block. `balance` is the sum of balancing losses so far, or None. It is passed along with the hidden states,
+    so that a pipeline carries it to the loss."""
 
     def __init__(self, settings: Settings, layer: int) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Keys and values of tokens seen before, so that each next token costs one token's work."""
+"""Keys and values of earlier tokens (KV cache), so that each new token costs the work of one token."""
 
 import torch
 from torch import Tensor
 
 
 class Cache:
-    """Grows as tokens come. Each layer has two tensors, whose last dimension but one is tokens."""
+    """Grows with the tokens. Each layer has two tensors, whose second last dim is tokens."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[Tensor, Tensor]] = {}

@@ -9,10 +9,10 @@ from shardwise.nets.settings import Activation
 
 
 class Experts(nn.Module):
-    """down(activation(gate) * up) of every expert, as three parameters of [experts, in, out].
+    """Compute down(activation(gate) * up) of every expert, with three parameters of [experts, in, out].
 
-    Rows come sorted by expert, `counts[expert]` of each, and all of them are somebody's. To shard by experts, cut the
-    first dim of the parameters; to shard within each, the last of gate_proj and up_proj and the middle of down_proj.
+    Rows are sorted by expert, `counts[expert]` of each, and every row has an expert. To shard by experts, cut the first
+    dim of the parameters; to shard within each, cut the last of gate_proj and up_proj and the middle of down_proj.
     """
 
     def __init__(self, num_experts: int, width: int, inner: int, activation: Activation) -> None:

@@ -17,7 +17,7 @@ from shardwise.nets.settings import Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.nets.weights import Slices, place, shapes_of, weights_of
 
-#: As GPT-2 has it (Radford et al. 2019).
+#: The standard deviation of GPT-2 (Radford et al. 2019).
 _DEVIATION = 0.02
 
 
@@ -31,11 +31,11 @@ def initialise(
     device: torch.device | str | None = None,
     drawn_there: bool = False,
 ) -> None:
-    """Give a model its first values; those on the meta device get memory on `device`. `only` names the weights to make.
+    """Give a model its initial values. Weights on the meta device get memory on `device`. `only` names the weights.
 
-    With `drawn_there` they are drawn on that device: quickly, and not the numbers of another kind of device.
+    With `drawn_there` values are drawn on that device: fast, but not the same as on another kind of device.
 
-    `slices` says which part of a weight this process holds, where that is not all: its numbers are those of the whole.
+    `slices` gives the part of a weight that this process holds, if not all of it: its values are those of the whole.
     """
     shapes = shapes_of(module.settings)
     for name in weights_of(module):
@@ -54,9 +54,9 @@ def initialise(
 def initial_value(
     settings: Settings, name: str, shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The whole first value of one weight: norms begin as the identity, biases at 0, all else is drawn.
+    """Return the whole initial value of one weight: norms start as the identity, biases at 0, all others are drawn.
 
-    What is added to the residual is the smaller the more often that is done, so that depth does not make it grow.
+    Weights whose output is added to the residual are scaled down with depth, so that the residual does not grow.
     """
     owner, kind = name.split(".")[-2:]
     if kind in ("bias", "correction"):

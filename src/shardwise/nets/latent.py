@@ -18,15 +18,16 @@ from shardwise.nets.mask import AttentionMask
 from shardwise.nets.rotary import Rotation, latent_magnitude_of, rotate
 from shardwise.nets.settings import Latent, Settings
 
-#: The norms of the short vectors have this epsilon whatever the others have, as in DeepSeek's own code.
+#: The epsilon of the latent vectors' norms, whatever that of the others, as in DeepSeek's own code.
 _EPSILON = 1e-6
-#: Attention over what a cache holds of all tokens, short vectors and rotated keys: queries without position and
-#: rotated, [batch, heads, tokens, dim], and the mask, to what heads see, [batch, heads, tokens, value dim].
+#: Attends to the latent vectors and rotated keys in a cache. Maps queries without position and rotated queries,
+#: [batch, heads, tokens, dim], and the mask to the outputs of heads, [batch, heads, tokens, value dim].
 AttendShort = Callable[[Tensor, Tensor, AttentionMask], Tensor]
 
 
 class LatentAttention(nn.Module):
-    """Heads are counted from the outputs of q_proj (or q_b_proj) and kv_b_proj: a rank may have some of them."""
+    """Latent attention. The number of heads follows from the outputs of q_proj (or q_b_proj) and kv_b_proj, so a rank
+    may have some of them."""
 
     def __init__(self, settings: Settings, layer: int) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(sizes.kv_rank, sizes.num_heads * (sizes.nope_dim + sizes.value_dim), bias=False)
         self.o_proj = nn.Linear(sizes.num_heads * sizes.value_dim, width, bias=sizes.bias)
         self.attend: Attend = attend
-        #: A cache that attends by itself puts this here: then no keys and values are made of all that it holds.
+        #: Set by a cache that attends itself: then the cached latent vectors are not expanded to keys and values.
         self.attend_short: AttendShort | None = None
 
     def forward(
@@ -89,6 +90,6 @@ class LatentAttention(nn.Module):
 
 
 def _heads(projected: Tensor, first_dim: int, second_dim: int) -> tuple[Tensor, Tensor]:
-    """[batch, tokens, heads x (first + second)] to the two parts, each [batch, heads, tokens, its dim]."""
+    """Split [batch, tokens, heads x (first + second)] into two parts, each [batch, heads, tokens, its dim]."""
     heads = projected.view(*projected.shape[:-1], -1, first_dim + second_dim).transpose(1, 2)
     return heads[..., :first_dim], heads[..., first_dim:]

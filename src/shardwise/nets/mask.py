@@ -1,4 +1,4 @@
-"""Attention masks (causal, window, documents, padding), and where tokens stand in their documents."""
+"""Attention masks (causal, window, documents, padding), and the positions of tokens in their documents."""
 
 from typing import NamedTuple
 
@@ -9,26 +9,26 @@ from torch import Tensor
 class AttentionMask(NamedTuple):
     """The attention mask of the layers of one kind.
 
-    An attention on one device needs `dense` alone. One that has only a part of the sequence (context parallelism) makes
-    its own from the rest.
+    Attention on one device needs only `dense`. Attention over a part of the sequence (context parallelism) makes its
+    own mask from the other fields.
     """
 
-    #: [batch or 1, 1, queries, keys], True where seen. None: all before it and itself, in the order of the tokens.
+    #: [batch or 1, 1, queries, keys], True where visible. None: plain causal attention.
     dense: Tensor | None
     #: [batch or 1, queries].
     positions: Tensor
-    #: [batch, queries], where several documents are packed into one sequence.
+    #: [batch, queries], if several documents are packed into one sequence.
     documents: Tensor | None
     window: int | None
-    #: [sequences + 1], int32: where each sequence begins among all tokens of the batch, one row behind the other, and
-    #: their number. Then there is no `dense`: the kernel takes sequences of any length, each by itself.
+    #: [sequences + 1], int32: the start of each sequence in the flattened batch, and the total number of tokens. Then
+    #: `dense` is None: the kernel takes packed sequences of any length.
     starts: Tensor | None = None
 
 
 def find_starts(shape: torch.Size, device: torch.device, documents: Tensor | None) -> Tensor:
-    """Where sequences begin in [batch, tokens] laid out flat: rows, or the documents in them, numbered.
+    """Return where sequences start in flattened [batch, tokens]: rows, or the documents in them, numbered.
 
-    How many documents there are is asked of the device once, here, and not by every layer.
+    The number of documents is read from the device once, here, rather than in every layer.
     """
     batch, num_tokens = shape
     if documents is None:
@@ -38,12 +38,12 @@ def find_starts(shape: torch.Size, device: torch.device, documents: Tensor | Non
 
 
 def number_documents(documents: Tensor) -> Tensor:
-    """Runs of equal ids, counted from 0 in each sequence: an id that comes back later is another document."""
+    """Number runs of equal ids from 0 in each sequence: an id that returns later is another document."""
     return _starts(documents).cumsum(1) - 1
 
 
 def positions_in(documents: Tensor) -> Tensor:
-    """Positions that begin at 0 in each document."""
+    """Return positions that start at 0 in each document."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     return index - torch.where(_starts(documents), index, 0).cummax(1).values
 
@@ -57,7 +57,7 @@ def causal_mask(
     documents: Tensor | None = None,
     attention_mask: Tensor | None = None,
 ) -> Tensor | None:
-    """The mask of queries that are the last of the keys, or None where the plain order says it all.
+    """Return the mask of queries that are the last of the keys; None if plain causal attention suffices.
 
     `attention_mask` is [batch, keys], 0 for padding.
     """

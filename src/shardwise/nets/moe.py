@@ -1,4 +1,4 @@
-"""Mixture of experts: choose, sort by expert, compute, and bring back.
+"""Mixture of experts: route, sort by expert, compute, and restore the order.
 
 hidden ── router ── routes ── permute ── exchange(experts) ── unpermute ──┬── output
    └──────────────────────── shared experts, meanwhile ───────────────────┘
@@ -17,21 +17,21 @@ from shardwise.nets.router import Router, balancing_loss
 from shardwise.nets.routes import Queue, count_choices, in_line, make_routes
 from shardwise.nets.settings import Settings
 
-#: From the experts, rows sorted by expert, the number of rows of each of all experts, and what can be computed while
-#: bytes move: what the experts make of the rows, in the same order, and what was computed meanwhile.
+#: Maps the experts, rows sorted by expert, the number of rows per expert (over all experts), and a function to run
+#: while bytes move, to the experts' outputs in the same order and the result of that function.
 Exchange = Callable[[Experts, Tensor, Tensor, Callable[[], Tensor | None]], tuple[Tensor, Tensor | None]]
 
 
 def all_here(
     experts: Experts, rows: Tensor, counts: Tensor, meanwhile: Callable[[], Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """The exchange of one device: there is nobody to exchange with."""
+    """Compute on one device, without an exchange."""
     return experts(rows, counts), meanwhile()
 
 
 class MoE(nn.Module):
-    """One layer of experts. Expert parallelism puts its own function on `exchange`, and each rank's experts in
-    `experts`; where tokens lie on several ranks, `queue` has theirs too. All else stays."""
+    """One layer of experts. Expert parallelism replaces `exchange`, and leaves each rank's experts in `experts`. If
+    tokens are on several ranks, `queue` counts those of the other ranks too."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ class MoE(nn.Module):
         self.kernels = True
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The output, and the weighted balancing loss if the settings give it a weight."""
+        """Return the output, and the weighted balancing loss if the settings give it a weight."""
         tokens = hidden.flatten(0, -2)
         choice = self.router(tokens)
         count, capacity = self.mixture.num_experts, self.mixture.capacity
         routes = make_routes(choice.experts, count, capacity, self.queue)
-        # Dropped tokens count too: balance is about what routers ask for.
+        # Dropped tokens count too: the balance concerns what the router asks for.
         load = count_choices(choice.experts, count)
         if self.training:
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A norm, alone or with a sum before it, by kernels: where nothing but the module takes part in a call of it."""
+"""A norm, alone or after a sum, by kernels if a call of the module does nothing but the norm."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from shardwise.torch_private import get_compiled_call, hooks_of
 
 
 def normed(norm: nn.Module, x: Tensor, *, kernels: bool) -> Tensor:
-    """`norm(x)`."""
+    """Return `norm(x)`."""
     if kernels and _is_plain(norm, x):
         if isinstance(norm, nn.LayerNorm):
             return layer_norm(x, norm.weight, norm.bias, norm.eps)
@@ -19,7 +19,7 @@ def normed(norm: nn.Module, x: Tensor, *, kernels: bool) -> Tensor:
 
 
 def add_normed(norm: nn.Module, x: Tensor, residual: Tensor, *, kernels: bool) -> tuple[Tensor, Tensor]:
-    """The norm of `residual + x`, and that sum."""
+    """Return the norm of `residual + x`, and that sum."""
     if kernels and x.shape == residual.shape and x.dtype == residual.dtype and _is_plain(norm, x):
         if isinstance(norm, nn.LayerNorm):
             return add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps)
@@ -31,7 +31,7 @@ def add_normed(norm: nn.Module, x: Tensor, residual: Tensor, *, kernels: bool) -
 
 
 def _is_plain(norm: nn.Module, x: Tensor) -> bool:
-    """Whether a call of the module is its class's forward and nothing else: no hook, no unit of a pipeline, no wrap."""
+    """Whether a call runs only the forward of the module's class: no hook, no pipeline unit, no wrapper."""
     if torch.compiler.is_compiling() or type(norm) not in (nn.RMSNorm, nn.LayerNorm) or "forward" in vars(norm):
         return False
     if hooks_of(norm) or get_compiled_call(norm) is not None:

@@ -1,10 +1,10 @@
-"""ResNet-50 (He et al. 2015; the stride is in the 3 x 3, as everybody has it since), with torchvision's names.
+"""ResNet-50 (He et al. 2015; with the stride in the 3 x 3, as is usual since), with torchvision's names.
 
     images ── conv1 bn1 relu maxpool ── layer1 x3 ── layer2 x4 ── layer3 x6 ── layer4 x3 ── avgpool ── fc
 
     shardwise train resnet50
 
-Images are bytes, [rows, 3, height, width], and become numbers on the device, in channels last: so are the weights.
+Images are uint8, [rows, 3, height, width]. They are converted on the device, to channels last, like the weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-#: By how much a bottleneck is wider at its end than in its middle.
+#: The ratio of a bottleneck's output channels to those in its middle.
 EXPANSION = 4
-#: Of ImageNet's colours, from 0 to 1.
+#: ImageNet's mean and deviation per colour, from 0 to 1.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Bottleneck(nn.Module):
-    """1 x 1 to a few channels, 3 x 3, 1 x 1 to many, beside a residual."""
+    """1 x 1 to few channels, 3 x 3, 1 x 1 to many, with a residual."""
 
     def __init__(self, given: int, width: int, stride: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Four layers of `depths` blocks each, the first `width` channels wide; `classes` scores come out."""
+    """Four layers of `depths` blocks each, the first `width` channels wide, and `classes` scores."""
 
     mean: Tensor
     deviation: Tensor
@@ -75,7 +75,7 @@ class ResNet(nn.Module):
                 each.weight.data = each.weight.data.contiguous(memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores, [rows, classes]."""
+        """Return scores, [rows, classes]."""
         numbers = (images.to(self.mean.dtype) / 255 - self.mean) / self.deviation
         hidden = self.conv1(numbers.contiguous(memory_format=torch.channels_last))
         hidden = self.maxpool(self.relu(self.bn1(hidden)))
@@ -85,11 +85,11 @@ class ResNet(nn.Module):
 
 
 def class_loss(output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
-    """Cross entropy with `batch["labels"]`, a class for each image."""
+    """Return the cross entropy with `batch["labels"]`, a class for each image."""
     labels: Tensor = batch["labels"]
     return cross_entropy(output.float(), labels, reduction="sum"), labels.shape[0]
 
 
 def resnet50() -> tuple[ResNet, Any]:
-    """What `model.source=shardwise.nets.resnet:resnet50` trains: the model and its loss."""
+    """Return the model and its loss, for `model.source=shardwise.nets.resnet:resnet50`."""
     return ResNet(), class_loss

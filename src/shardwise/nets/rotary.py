@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021), and how they are stretched beyond the length of training."""
+"""Rotary positions (Su et al. 2021), and their scaling beyond the training length."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Rotary(nn.Module):
-    """From positions to rotations. It has no weights, so every pipeline stage may have its own."""
+    """Maps positions to rotations. It has no weights, so every pipeline stage may have its own."""
 
     frequencies: Tensor
 
@@ -24,11 +24,11 @@ class Rotary(nn.Module):
         self.rope, self.dim = rope, dim
         self.scale = magnitude_of(rope)
         frequencies, device = frequencies_of(rope, dim), torch.get_default_device()
-        # Nobody would give them their numbers later, on the meta device.
+        # Not on the meta device: nothing would compute their values later.
         self.register_buffer("frequencies", frequencies if device.type == "meta" else frequencies.to(device), False)
 
     def reset_parameters(self) -> None:
-        """Give frequencies that have memory alone their numbers."""
+        """Compute frequencies that have memory but no values."""
         self.frequencies.copy_(frequencies_of(self.rope, self.dim))
 
     def forward(self, positions: Tensor) -> Rotation:
@@ -36,20 +36,20 @@ class Rotary(nn.Module):
         return angles.cos() * self.scale, angles.sin() * self.scale
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Rotary":
-        # A module may be cast to bfloat16, or emptied on its way from the meta device. Frequencies bear neither.
+        # Recomputed: casting to bfloat16, or emptying on the way from the meta device, would destroy the frequencies.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.frequencies = frequencies_of(self.rope, self.dim).to(self.frequencies.device)
         return self
 
 
 def rotate(heads: Tensor, rotation: Rotation, *, interleaved: bool) -> Tensor:
-    """Rotate [batch, heads, tokens, dim]. Pairs come out half a head apart, whichever way they came in: queries and
-    keys alike, so that their products are what they should be."""
+    """Rotate [batch, heads, tokens, dim]. Pairs come out half a head apart, also if they came in interleaved. That does
+    not change products of queries and keys."""
     return rotate_plain(heads, *rotation, interleaved=interleaved)
 
 
 def frequencies_of(rope: Rope, dim: int) -> Tensor:
-    """Radians a token for each pair. Computed on the CPU, in float32: the same numbers on every device."""
+    """Return the radians per token of each pair. Computed on the CPU in float32: the same values on every device."""
     even = torch.arange(0, dim, 2, device="cpu", dtype=torch.float32)
     frequencies: Tensor = 1.0 / rope.theta ** (even / dim)
     if isinstance(rope.scaling, Linear):
@@ -62,7 +62,7 @@ def frequencies_of(rope: Rope, dim: int) -> Tensor:
 
 
 def magnitude_of(rope: Rope) -> float:
-    """What cosines and sines are multiplied by: YaRN's sharper logits, half of it on each side of the product."""
+    """Return the factor on cosines and sines: YaRN's temperature, half of it on each side of the product."""
     yarn = rope.scaling
     if not isinstance(yarn, Yarn):
         return 1.0
@@ -74,7 +74,8 @@ def magnitude_of(rope: Rope) -> float:
 
 
 def latent_magnitude_of(rope: Rope) -> float:
-    """What DeepSeek multiplies the logits of latent attention by, beside that: all of a head, not its rotated part."""
+    """Return DeepSeek's additional factor on the logits of latent attention: for whole heads, not their rotated
+    part."""
     yarn = rope.scaling
     if not isinstance(yarn, Yarn) or not yarn.magnitude_all:
         return 1.0
@@ -93,7 +94,8 @@ def _llama3(frequencies: Tensor, scaling: Llama3) -> Tensor:
 
 def _yarn(frequencies: Tensor, scaling: Yarn, theta: float, dim: int) -> Tensor:
     def pair_of(turns: float) -> float:
-        """The pair that turns this many times in the original length: theta^(2 pair / dim) solved for the pair."""
+        """Return the pair that turns this many times in the original length: theta^(2 pair / dim) solved for the
+        pair."""
         return dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_of(scaling.fast_turns), pair_of(scaling.slow_turns)
@@ -101,7 +103,7 @@ def _yarn(frequencies: Tensor, scaling: Yarn, theta: float, dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001  # A step in place of a ramp.
+        high += 0.001  # A step instead of a ramp.
     pairs = torch.arange(dim // 2, device="cpu", dtype=torch.float32)
     stretched = ((pairs - low) / (high - low)).clamp(0, 1)
     return frequencies / scaling.factor * stretched + frequencies * (1 - stretched)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and how much each counts."""
+"""Choose the experts of each token, and their weights."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ from shardwise.nets.settings import Mixture
 
 
 class Choice(NamedTuple):
-    """For each token, its experts and their weights, both [tokens, chosen]; and all scores, [tokens, experts]."""
+    """The experts of each token and their weights, both [tokens, chosen]; and all scores, [tokens, experts]."""
 
     experts: Tensor
     weights: Tensor
@@ -21,7 +21,7 @@ class Choice(NamedTuple):
 
 
 class Router(nn.Module):
-    """Scores by one matrix, always in float32: a rounded score sends a token to another expert."""
+    """Scores from one matrix, always in float32: rounding a score would send a token to another expert."""
 
     correction: Tensor | None
     load: Tensor
@@ -30,9 +30,9 @@ class Router(nn.Module):
         super().__init__()
         self.mixture, self.kernels = mixture, True
         self.weight = nn.Parameter(torch.empty(mixture.num_experts, width))
-        #: Added to scores for choosing alone. No gradient reaches it: `balance.py` moves it.
+        #: Added to scores for the choice only. It gets no gradient: `balance.py` moves it.
         self.register_buffer("correction", torch.empty(mixture.num_experts) if mixture.correction else None)
-        #: How many tokens went to each expert in training, since `balance.py` last looked.
+        #: The number of tokens of each expert in training, since `balance.py` last read it.
         self.register_buffer("load", torch.empty(mixture.num_experts, dtype=torch.int64), persistent=False)
         self.reset_parameters()
 
@@ -43,7 +43,7 @@ class Router(nn.Module):
             nn.init.zeros_(self.correction)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Router":
-        # A correction moves by thousandths, which bfloat16 has no room for: a module that is cast keeps it as it is.
+        # The correction moves by thousandths, which bfloat16 cannot represent, so casting the module does not cast it.
         before = self.correction
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if before is not None and self.correction is not None and self.correction.dtype != before.dtype:
@@ -71,10 +71,10 @@ class Router(nn.Module):
 
 
 def balancing_loss(choice: Choice, counts: Tensor) -> Tensor:
-    """How uneven the load is: the number of experts times the sum of each one's load and mean score.
+    """Return the unevenness of the load: the number of experts times the sum over experts of load times mean score.
 
-    Load is that of a token's choices together, so an even load costs as many as are chosen (Switch Transformer,
-    equation 4, which has one choice). Scores are shares: sigmoids are divided by their sum (DeepSeek-V3, equation 18).
+    The load counts all choices of a token, so an even load gives the number of choices (Switch Transformer, equation 4,
+    has one choice). Scores are shares: sigmoids are divided by their sum (DeepSeek-V3, equation 18).
     """
     num_tokens, num_experts = choice.scores.shape
     shares = choice.scores / choice.scores.sum(-1, keepdim=True)
@@ -82,15 +82,15 @@ def balancing_loss(choice: Choice, counts: Tensor) -> Tensor:
 
 
 def _plain_precision(device: torch.device) -> AbstractContextManager[Any]:
-    # The meta device has no autocast. torch can be asked, but that call ends a compiled graph (seen with torch 2.11).
+    # The meta device has no autocast. Asking torch about that ends a compiled graph (seen with torch 2.11).
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def _in_best_groups(ranked: Tensor, mixture: Mixture) -> Tensor:
-    """Scores with all outside each token's best groups made hopeless.
+    """Return scores with all experts outside each token's best groups excluded.
 
-    A group is as good as its best expert (DeepSeek-V2, section 2.2.2), or its best two together where scores are
-    sigmoids (DeepSeek-V3, section 2.1.2).
+    The score of a group is that of its best expert (DeepSeek-V2, section 2.2.2), or of its best two together for
+    sigmoid scores (DeepSeek-V3, section 2.1.2).
     """
     groups = ranked.view(ranked.shape[0], mixture.num_groups, -1)
     best = min(2 if mixture.scores == "sigmoid" else 1, groups.shape[-1])

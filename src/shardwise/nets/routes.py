@@ -1,6 +1,6 @@
-"""Tokens in the order of their experts: `kernels/experts.py` has the picture, and the ways there and back.
+"""Sort tokens by expert: `kernels/experts.py` has the picture, and the kernels for both directions.
 
-What is decided here is who is dropped where experts have a capacity.
+This file decides which tokens are dropped if experts have a capacity.
 """
 
 import math
@@ -12,13 +12,13 @@ from torch.nn.functional import one_hot
 
 from shardwise.kernels.experts import Order, make_order
 
-#: From the experts chosen by each token, [tokens, chosen], and the number of experts: how many choices of the same
-#: expert come before each choice, and how many choices there are in all.
+#: Maps the experts chosen by each token, [tokens, chosen], and the number of experts to the number of choices of the
+#: same expert before each choice, and the number of all choices.
 Queue = Callable[[Tensor, int], tuple[Tensor, int]]
 
 
 def in_line(experts: Tensor, num_experts: int) -> tuple[Tensor, int]:
-    """The queue of one device: token by token."""
+    """Queue choices on one device: token by token."""
     flat = experts.flatten()
     return one_hot(flat, num_experts).cumsum(0).gather(1, flat[:, None])[:, 0] - 1, flat.numel()
 
@@ -29,7 +29,7 @@ def make_routes(
     capacity: float | None = None,
     queue: Queue = in_line,
 ) -> Order:
-    """Sort choices by expert; within one, by token.
+    """Sort choices by expert; for one expert, by token.
 
     With a capacity, an expert takes the first of its queue, up to that many times its even share, rounded up.
     """
@@ -37,7 +37,7 @@ def make_routes(
         return make_order(experts, num_experts)
     places, num_choices = queue(experts, num_experts)
     is_kept = places < math.ceil(capacity * num_choices / num_experts)
-    # Those that are dropped go to an expert behind all others.
+    # Dropped choices go to an extra expert after all others.
     flat = torch.where(is_kept, experts.flatten(), num_experts)
     num_kept = flat.numel() if flat.is_meta else int(is_kept.sum())
     order = make_order(flat, num_experts + 1)
@@ -45,7 +45,7 @@ def make_routes(
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
-    """How many choices fell on each expert."""
+    """Return the number of choices of each expert."""
     flat = experts.flatten()
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
     return counts.scatter_add_(0, flat, torch.ones_like(flat))

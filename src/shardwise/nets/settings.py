@@ -1,4 +1,4 @@
-"""What a transformer is: its sizes and its choices, as values. No tensor and no device."""
+"""The sizes and options of a transformer, as values. No tensors and no devices."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,17 +10,17 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """Positions divided by a factor."""
+    """Positions are divided by a factor."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3:
-    """Llama 3.1: long waves divided by a factor, short ones left alone, and a ramp between.
+    """Llama 3.1: low frequencies are divided by a factor, high ones stay, with a ramp between.
 
-    A wave is long if it turns fewer than `low_turns` times in `original_length` tokens, and short if it turns more than
-    `high_turns` times.
+    A frequency is low if it turns fewer than `low_turns` times in `original_length` tokens, and high if it turns more
+    than `high_turns` times.
     """
 
     factor: float
@@ -31,7 +31,7 @@ class Llama3:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yarn:
-    """YaRN (Peng et al. 2023): the ramp of section 3.2, and logits made sharper as in section 3.4.
+    """YaRN (Peng et al. 2023): the ramp of section 3.2, and the sharper logits of section 3.4.
 
     `magnitude` and `magnitude_all` are DeepSeek's `mscale` and `mscale_all_dim`.
     """
@@ -43,13 +43,13 @@ class Yarn:
     magnitude: float | None = None
     magnitude_all: float | None = None
     attention_factor: float | None = None
-    #: Whether the ends of the ramp are whole dimensions.
+    #: Whether the ends of the ramp are rounded to whole dims.
     rounded: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary positions. The two numbers of a pair lie next to each other if `interleaved`, else half a head apart."""
+    """Rotary positions. The two numbers of a pair are adjacent if `interleaved`, otherwise half a head apart."""
 
     theta: float = 10000.0
     scaling: Linear | Llama3 | Yarn | None = None
@@ -58,7 +58,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """Attention by heads. With fewer heads of keys and values than of queries it is GQA."""
+    """Multi-head attention. With fewer key and value heads than query heads it is GQA."""
 
     num_heads: int
     num_kv_heads: int
@@ -78,10 +78,10 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values are kept as one short vector a token.
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values are cached as one short vector per token.
 
-    A head of queries and keys has `nope_dim` numbers without position and `rope_dim` rotated ones, which all heads of
-    keys share. Queries go through a short vector too, of `q_rank`, unless that is None.
+    A head of queries and keys has `nope_dim` numbers without position and `rope_dim` rotated ones, which all key heads
+    share. Queries go through a short vector too, of `q_rank`, unless that is None.
     """
 
     num_heads: int
@@ -107,14 +107,14 @@ class Mlp:
 class Mixture:
     """Mixture of experts. Each token goes to `num_chosen` of `num_experts`, and to all `num_shared`.
 
-    Experts are chosen by their scores, by sigmoid or softmax. With `num_groups` they are chosen only from the best
-    `num_chosen_groups` of these. `correction` adds a number to each expert's score for choosing alone; balancing by
-    bias moves it. Chosen scores are made to sum to 1 if `normalised`, then multiplied by `scale`.
+    Experts are chosen by their scores, sigmoid or softmax. With `num_groups` they are chosen only from the best
+    `num_chosen_groups` groups. `correction` adds a number to each expert's score for the choice only; bias-based
+    balancing moves it. Chosen scores are normalised to a sum of 1 if `normalised`, then multiplied by `scale`.
     """
 
     num_experts: int
     num_chosen: int
-    #: Of one expert; shared experts are one MLP of `num_shared` times that.
+    #: The width of one expert; shared experts are one MLP of `num_shared` times that.
     width: int
     num_shared: int = 0
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -123,11 +123,11 @@ class Mixture:
     scale: float = 1.0
     num_groups: int = 1
     num_chosen_groups: int = 1
-    #: The most tokens of one expert, as a multiple of its even share; None drops no token.
+    #: The maximum number of tokens of one expert, as a multiple of its even share; None drops no token.
     capacity: float | None = None
-    #: Weight of the balancing loss. If it is not 0, the model returns that loss beside its logits.
+    #: The weight of the balancing loss. If it is not 0, the model returns that loss with its logits.
     auxiliary: float = 0.0
-    #: Layers that are dense all the same.
+    #: Layers with a dense MLP instead of experts.
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -153,8 +153,8 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropout:
-    """What is dropped at random in training: numbers of the embeddings, weights of attention, and numbers that are
-    about to be added to the residual. Each is a probability."""
+    """Dropout probabilities in training: of the embeddings, of attention weights, and of what is added to the
+    residual."""
 
     embedding: float = 0.0
     attention: float = 0.0
@@ -175,19 +175,19 @@ class Settings:
     vocabulary: int
     width: int
     num_layers: int
-    #: The longest sequence that it is meant for. With learned positions there can be none longer.
+    #: The longest sequence that the model is meant for. Learned positions allow none longer.
     length: int
     attention: Heads | Latent
     mlp: Mlp
     mixture: Mixture | None = None
-    #: None: positions are learned.
+    #: None: learned positions.
     rope: Rope | None = Rope()
     norm: Literal["rms", "layer"] = "rms"
     norm_epsilon: float = 1e-6
     #: How many tokens a query sees, itself included, in `windowed_layers` (None: in every layer).
     window: int | None = None
     windowed_layers: tuple[int, ...] | None = None
-    #: Whether the head is the embedding.
+    #: Whether the head shares the embedding's weight.
     tied: bool = False
     dropout: Dropout = Dropout()
 
@@ -208,7 +208,7 @@ class Settings:
 
     @property
     def rotated_dim(self) -> int:
-        """How many numbers of a head are rotated."""
+        """The number of rotated numbers of a head."""
         return self.attention.rope_dim if isinstance(self.attention, Latent) else self.attention.head_dim
 
     @property

@@ -1,4 +1,4 @@
-"""The transformer: an embedding, blocks, a norm and a head. `settings.py` says which."""
+"""The transformer: an embedding, blocks, a norm and a head, as `settings.py` describes them."""
 
 from typing import NamedTuple
 
@@ -18,15 +18,15 @@ from shardwise.nets.settings import Heads, Settings
 
 
 class Output(NamedTuple):
-    """What a model with a balancing loss returns: add `auxiliary`, which is weighted already, to the mean loss."""
+    """The output of a model with a balancing loss: add `auxiliary`, which is already weighted, to the mean loss."""
 
     logits: Tensor
     auxiliary: Tensor
 
 
 class Transformer(nn.Module):
-    """A causal language model. Built under `torch.device("meta")` it takes no memory; `initialise` or `hf.load` then
-    gives weights to those of its parameters that a process wants."""
+    """A causal language model. Built under `torch.device("meta")` it takes no memory; then `initialise` or `hf.load`
+    materialises the parameters that a process needs."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -50,10 +50,10 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor | Output:
-        """Logits, [batch, tokens, vocabulary].
+        """Return logits, [batch, tokens, vocabulary].
 
-        `attention_mask` is 0 for padding, over all tokens with those in the cache. `documents` are ids of the packed
-        documents that tokens belong to: none sees another, and positions begin at 0 in each.
+        `attention_mask` is 0 for padding, over all tokens including those in the cache. `documents` are ids of packed
+        documents: tokens see only their own document, and positions start at 0 in each.
         """
         num_before = 0 if cache is None else cache.num_tokens
         self._check(input_ids, documents, num_before)
@@ -77,7 +77,7 @@ class Transformer(nn.Module):
     def _masks(
         self, positions: Tensor, documents: Tensor | None, attention_mask: Tensor | None, num_before: int
     ) -> tuple[AttentionMask, AttentionMask]:
-        """What queries see in layers without a window, and in those with one."""
+        """Return the masks of layers without a window, and of those with one."""
         num_queries = positions.shape[1]
         heads, window = self.settings.attention, self.settings.window
         has_mask = documents is not None or (window is not None and window < num_queries)

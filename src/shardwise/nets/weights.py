@@ -1,4 +1,4 @@
-"""The weights of a transformer by name: their shapes, a part of each, and a way to put them into a module."""
+"""The weights of a transformer by name: their shapes, slices of them, and how to fill them."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,12 @@ from shardwise.nets.settings import Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.torch_private import buffer_slots, parameter_slots
 
-#: From a weight's name and its whole shape: the part of it that a rank holds, one slice a dim.
+#: Maps a weight's name and its whole shape to the part that a rank holds, one slice per dim.
 Slices = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
 
 
 def shapes_of(settings: Settings) -> dict[str, tuple[int, ...]]:
-    """Every weight that is saved, by name, with its whole shape. A tied head is under the embedding's name alone."""
+    """Return the whole shape of every saved weight, by name. A tied head is under the embedding's name only."""
     with torch.device("meta"):
         whole = Transformer(settings).state_dict()
     if settings.tied:
@@ -23,7 +23,7 @@ def shapes_of(settings: Settings) -> dict[str, tuple[int, ...]]:
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and saved buffers of a module, by the first of each one's names."""
+    """Return the parameters and saved buffers of a module, each by its first name."""
     saved = set(module.state_dict())
     buffers = {name: each for name, each in module.named_buffers() if name in saved}
     return {**dict(module.named_parameters()), **buffers}
@@ -32,8 +32,8 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 def place(module: nn.Module, name: str, *, device: torch.device | str | None = None) -> Tensor:
     """Return the memory of a parameter or buffer, to be filled without autograd.
 
-    It is new memory if the weight is on the meta device, or is to be moved. Its type stays what it is, and what is tied
-    stays tied.
+    It is new memory if the weight is on the meta device, or is to be moved. Its dtype stays, and tied weights stay
+    tied.
     """
     owner, _, key = name.rpartition(".")
     old: Tensor = getattr(module.get_submodule(owner), key)

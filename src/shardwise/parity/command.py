@@ -1,4 +1,4 @@
-"""`shardwise check`: a plan against one device, on this machine."""
+"""`shardwise check`: compare a plan with one device, on this machine."""
 
 import argparse
 import math
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def _prove(plan: Plan, make: "MakeProblem", what: str, arguments: argparse.Namespace, start: float) -> Answer:
-    """What ranks ask of NCCL, and whether that is right."""
+    """Check the NCCL calls of all ranks."""
     from shardwise.parity.programs import check_programs
 
     proof = check_programs(plan, make, device=arguments.device)

@@ -119,14 +119,14 @@ def _measured(course: Course, wanted: Step, ours: Sequence[Step]) -> Iterator[tu
 
 
 def _evaluated(expected: Course, found: Sequence[Course], step: int) -> Iterator[tuple[Kind, str | None, list[_Apart]]]:
-    """The loss of the batch that is held out, where one was looked at after a step."""
+    """Yield the loss of the held-out batch, if it was evaluated after a step."""
     if step in expected.evaluations:
         wanted = expected.evaluations[step]
         yield "evaluation", None, [_numbers_apart(each.evaluations.get(step, math.nan), wanted) for each in found]
 
 
 def _largest(weights: Mapping[str, Tensor]) -> float:
-    """The largest weights, number for number: the root of the mean square of the tensor that has most of it."""
+    """Return the largest RMS of any weight tensor."""
     sizes = [
         float(each.norm()) / each.numel() ** 0.5
         for each in weights.values()
@@ -136,7 +136,7 @@ def _largest(weights: Mapping[str, Tensor]) -> float:
 
 
 def _least_weight(weight: Tensor | None, largest: float) -> float:
-    """What a weight is measured against at the least."""
+    """Return the least value that a weight's error is relative to."""
     if weight is None or not weight.is_floating_point():
         return 0.0
     return float(_LEAST * largest * weight.numel() ** 0.5)
@@ -147,13 +147,13 @@ def _all_names(one: Mapping[str, Tensor], others: Sequence[Mapping[str, Tensor]]
 
 
 def _ordered(names: Iterable[str], order: Sequence[str]) -> list[str]:
-    """Names in an order; those that it lacks come last."""
+    """Return names in an order; names that it lacks come last."""
     places = {name: place for place, name in enumerate(order)}
     return sorted(names, key=lambda name: places.get(name, len(places)))
 
 
 def _all_apart(found: Sequence[Tensor | None], wanted: Tensor | None, least: float) -> list[_Apart]:
-    """How far the tensors of all ranks are off. Most often all have the same, which is measured once."""
+    """Return the errors of the tensors of all ranks. Most often all are equal, and are measured once."""
     apart: list[_Apart] = []
     first = found[0]
     for each in found:
@@ -167,7 +167,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _apart(found: Tensor | None, wanted: Tensor | None, least: float = 0.0) -> _Apart:
-    """How far a tensor is off. One that is smaller than `least` is measured against that."""
+    """Return the error of a tensor, relative to `least` if the tensor is smaller."""
     if found is None or wanted is None or found.shape != wanted.shape:
         return _Apart(math.inf, math.nan)
     ours, theirs = found.double().flatten(), wanted.double().flatten()

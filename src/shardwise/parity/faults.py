@@ -97,7 +97,7 @@ FAULTS: Mapping[str, Fault] = {
 
 
 def get_fault(name: str, subject: Subject) -> Fault:
-    """The fault of a name, if it can be made there."""
+    """Return the fault of a name, if it can be injected there."""
     if name not in FAULTS:
         error = unknown("fault", name, FAULTS)
         raise ShardwiseError(error.problem, remedy=f"--inject {error.remedy or next(iter(FAULTS))}")

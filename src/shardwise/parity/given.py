@@ -77,13 +77,13 @@ def _without_other_dropout(module: nn.Module) -> list[str]:
     found = []
     for name, each in module.named_modules():
         if isinstance(each, DropoutModule) and not isinstance(each, nn.Dropout) and each.p:
-            each.p = 0.0  # One device and many ranks draw other masks, and other masks are no mistake.
+            each.p = 0.0  # One device and many ranks draw different masks, which is not an error.
             found.append(f"dropout by {name or 'the module'} ({type(each).__name__}): it is off here")
     return found
 
 
 def _turned(batch: Batch, by: int) -> Batch:
-    """A batch with its rows in other places: what a stage has kept of the example is then wrong."""
+    """Return a batch with its rows rotated: state that a stage kept from the example is then wrong."""
     length = length_of(batch)
     return {
         name: entry.roll(by, 0) if isinstance(entry, Tensor) and entry.dim() and entry.shape[0] == length else entry

@@ -13,9 +13,9 @@ from shardwise.ranks.gpus import Gpu, find_gpus
 from shardwise.units import counted, format_bytes
 
 _REMEDY = "--steps 1, or a module of the same kind with fewer or narrower layers: what a plan does to it is the same"
-#: Of one device's training: weights, gradients, the two moments of AdamW.
+#: Copies of the weights in one device's training: weights, gradients, the two moments of AdamW.
 _TRAINED = 4
-#: What is kept of each step, to be compared: gradients, the weights that were used, and those after it.
+#: Copies kept of each step for the comparison: gradients, the weights that were used, and those after it.
 _KEPT = 3
 
 

@@ -121,37 +121,37 @@ def _shrunk_mixture(mixture: Mixture, plan: Plan) -> Mixture:
 
 
 def _num_layers(plan: Plan) -> int:
-    """As many as the plan's stages want."""
+    """Return as many layers as the plan's stages need."""
     if plan.layers is not None:
         return sum(plan.layers)
     return max(2, plan.num_stages or 2 * plan.pp)
 
 
 def _head_dim(plan: Plan) -> int:
-    """In fp8 so many that one head is a layer of 8-bit numbers."""
+    """Return the head dim; in fp8 large enough for a layer of 8-bit numbers."""
     return _HEAD_DIM if plan.fp8_scales is None else 2 * _HEAD_DIM
 
 
 def _num_heads(plan: Plan, least: int) -> int:
-    """So many that every rank of tp has some, and of those every rank of an all-to-all over cp."""
+    """Return enough heads for every rank of tp, and of those for every rank of an all-to-all over cp."""
     needed = plan.tp * (plan.cp if plan.context == "all-to-all" else 1)
     return -(-max(least, needed) // least) * least
 
 
 def length_for(plan: Plan) -> int:
-    """How long sequences are. Under cp they do not divide, so that they are padded; nor do they under sp."""
+    """Return the length of sequences. Under cp and sp it does not divide, so that sequences are padded."""
     if plan.cp > 1:
         return 2 * plan.cp * max(1, _LENGTH // (2 * plan.cp)) - 1
     return _LENGTH - 1 if plan.sp and _LENGTH % plan.tp == 0 else _LENGTH
 
 
 def problem_of(settings: Settings, plan: Plan, num_steps: int) -> MakeProblem:
-    """What makes the module and its batches, on every rank alike."""
+    """Return a factory of the module and its batches, the same on every rank."""
     return partial(_make, settings, rows=rows_for(plan), length=length_for(plan), num_steps=num_steps)
 
 
 def rows_for(plan: Plan) -> int:
-    """How many sequences a batch has: every microbatch of every replica at least one."""
+    """Return the number of sequences in a batch: at least one for every microbatch of every replica."""
     pieces = plan.dp * plan.microbatches
     return pieces * max(1, 4 // pieces)
 
@@ -169,7 +169,7 @@ def _make(settings: Settings, *, rows: int, length: int, num_steps: int) -> Prob
 
 
 def _first_value(name: str, like: Tensor, generator: torch.Generator) -> Tensor:
-    """Numbers of which all matter: matrices keep the size of what goes through, norms and biases are no identity."""
+    """Return values that all matter: matrices keep the scale of activations, norms and biases are not the identity."""
     drawn = torch.randn(like.shape, generator=generator)
     if like.dim() > 1:
         return drawn / math.sqrt(like.shape[-1])
@@ -177,7 +177,7 @@ def _first_value(name: str, like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def batch_of(rows: int, length: int, vocabulary: int, seed: int) -> dict[str, Tensor]:
-    """Tokens of which more and more labels are ignored from row to row: replicas have different numbers of them."""
+    """Return tokens with more and more ignored labels from row to row, so that replicas have different numbers."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocabulary, (rows, length + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -187,7 +187,7 @@ def batch_of(rows: int, length: int, vocabulary: int, seed: int) -> dict[str, Te
 
 
 def describe(settings: Settings) -> str:
-    """The sizes, in words."""
+    """Describe the sizes in words."""
     heads, mixture = settings.attention, settings.mixture
     shared = f" ({heads.num_kv_heads} of keys)" if isinstance(heads, Heads) else ", latent"
     experts = f", {mixture.num_experts} experts of which {mixture.num_chosen} are chosen" if mixture else ""

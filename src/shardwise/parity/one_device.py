@@ -1,4 +1,5 @@
-"""One device beside a check: what fails there already, and whether ranks train parts of a batch and not the whole."""
+"""One device beside a check: what fails there already, and whether ranks train on parts of a batch, not on the
+whole."""
 
 from collections.abc import Sequence
 
@@ -13,12 +14,12 @@ from shardwise.parity.reference import sees_whole, train_reference
 from shardwise.planner.plan import Plan
 from shardwise.stages.split.lines import line_of_error
 
-# A loss of a whole batch is a sum if it is so nearly as many times as large as there are parts.
+# A loss over a whole batch counts as a sum if it is this close to the number of parts times the loss of a part.
 _IS_TIMES = 0.01
 
 
 def train_alone(problem: Problem, plan: Plan, legs: Sequence[Leg]) -> Course:
-    """The steps on one device. What fails there is no matter of the plan."""
+    """Train the steps on one device. What fails there is not caused by the plan."""
     try:
         return train_reference(problem, plan, legs=legs)
     except ShardwiseError:
@@ -34,7 +35,7 @@ def train_alone(problem: Problem, plan: Plan, legs: Sequence[Leg]) -> Course:
 def find_microbatches(
     plan: Plan, make: MakeProblem, legs: Sequence[Leg], expected: Course, found: Sequence[Course], device: str
 ) -> str | None:
-    """Where ranks train what one device trains on microbatches, and not on whole batches: how these differ."""
+    """Describe the difference if ranks train what one device trains on microbatches, and not on whole batches."""
     num_parts = plan.dp * plan.microbatches
     with torch.random.fork_rng(devices=[]), small_matrices():
         problem = make().on(device)

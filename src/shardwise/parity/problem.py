@@ -75,16 +75,16 @@ class Problem:
 
     @property
     def bucket_bytes(self) -> int:
-        """How large buckets are, so that there is more than one."""
+        """The size of buckets, such that there is more than one."""
         return max(_LEAST_BUCKET_BYTES, sum(each.nbytes for each in self.module.parameters()) // _NUM_BUCKETS)
 
     def without_kernels(self) -> nn.Module:
-        """The module, which computes by definitions alone: what kernels are held against."""
+        """Return the module, computed by definitions without kernels, as the reference for kernels."""
         settle(self.module, self.loss, kernels=False)
         return self.module
 
     def on(self, device: str) -> "Problem":
-        """The same on a device."""
+        """Return the same problem on a device."""
         put_on(self.module, torch.device(device))
         batches = [batch_on(each, torch.device(device)) for each in self.batches]
         held_out = None if self.held_out is None else batch_on(self.held_out, torch.device(device))
@@ -96,12 +96,12 @@ MakeProblem = Callable[[], Problem]
 
 
 def clip_factor(norm: float, clip: float | None) -> float:
-    """What gradients of this norm are multiplied by."""
+    """Return the clipping factor for gradients of this norm."""
     return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
 
 
 def microbatches_of(batch: Batch, plan: Plan, *, apart: bool) -> list[Batch]:
-    """The microbatches of a plan as one device sees them: each of all replicas together, or every replica's `apart`."""
+    """Return a plan's microbatches as one device sees them: each over all replicas, or `apart` for each replica."""
     pieces = cut_batch(batch, plan.dp * plan.microbatches)
     if apart:
         return pieces

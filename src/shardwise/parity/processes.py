@@ -1,4 +1,4 @@
-"""The ranks of a check: whether there is room for them, and what one of them says."""
+"""The ranks of a check: whether they fit on this machine, and the errors that they report."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +11,14 @@ from shardwise.ranks.gpus import Gpus
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 
-#: Each rank is a process with a torch of its own.
+#: Each rank is a process with its own torch.
 MOST_RANKS = 32
 MOST_MICROBATCHES = 256
 
 
 @contextmanager
 def ranks_of(plan: Plan, ranks: Ranks | None, device: str) -> Iterator[Ranks]:
-    """Ranks that are up already, or those of a plan while they are needed. A user's mistake is told as one."""
+    """Yield running ranks, or start those of a plan while they are needed. Report a user's mistake as such."""
     gpus: Gpus = "shared" if device == "cuda" else "none"
     try:
         if ranks is not None:
@@ -49,7 +49,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def sentence_of(error: RankError) -> ShardwiseError:
-    """A user's mistake, found by a rank, without the way that led there; a mistake of ours as it is."""
+    """Return a user's mistake, found by a rank, without its traceback; a bug of ours unchanged."""
     if "shardwise.errors.ShardwiseError" not in error.problem:
         return error
     return ShardwiseError(error.problem.splitlines()[0], remedy=error.remedy)

@@ -1,4 +1,4 @@
-"""What the ranks of a plan ask of NCCL, recorded by processes on this machine's CPU, and proven: `check --nccl`."""
+"""The NCCL calls of a plan's ranks, recorded by processes on this machine's CPU, and proven: `check --nccl`."""
 
 from contextlib import ExitStack
 
@@ -22,7 +22,7 @@ from shardwise.ranks.spawn import Ranks
 from shardwise.ranks.wires import ManyProcesses
 
 _LIMIT_SECONDS = 600.0
-#: What nobody answers for so long is never answered.
+#: A call without an answer for this long counts as never answered.
 STALL_SECONDS = 30.0
 
 
@@ -32,9 +32,9 @@ def record_on_rank(
     stall_seconds: float = STALL_SECONDS,
     rehearses: bool = True,
 ) -> Program:
-    """Train, evaluate and gather the state as one rank of a plan; what it asked of its groups, as far as it came.
+    """Train, evaluate and gather the state as one rank of a plan; return the recorded calls of its groups.
 
-    With `rehearses` a CPU stands for a GPU; without, ranks are on GPUs that NCCL connects.
+    With `rehearses` a CPU stands in for a GPU; without, ranks are on GPUs that NCCL connects.
     """
     with (
         small_matrices(),
@@ -70,7 +70,7 @@ def record_on_rank(
                 raise
             return recorder.program(error.problem.splitlines()[0])
         except RuntimeError as error:
-            # The others are told, and what they have asked for so far says why.
+            # The other ranks are notified; the calls recorded so far show the reason.
             return recorder.program(f"{type(error).__name__}: {str(error).splitlines()[0]}")
         program = recorder.program()
         wires.close()
@@ -78,9 +78,9 @@ def record_on_rank(
 
 
 def check_programs(plan: Plan, make: MakeProblem, *, device: str = "cpu") -> Proof:
-    """Record what all ranks of a plan ask of NCCL, each a process on this machine, and prove that it can end.
+    """Record the NCCL calls of all ranks of a plan, each a process on this machine, and prove that they can complete.
 
-    On CPUs they go the way of GPUs over gloo; with `device="cuda"` they are on GPUs, which they may share.
+    On CPUs they take the code path of GPUs over gloo; with `device="cuda"` they are on GPUs, which they may share.
     """
     check_plan(plan)
     if plan.num_ranks == 1:

@@ -1,4 +1,4 @@
-"""The same steps on one rank of a plan, as the engines run them."""
+"""The same steps on one rank of a plan, as the engine runs them."""
 
 import hashlib
 import io
@@ -27,7 +27,7 @@ Break = Callable[[Engine], None]
 
 
 def engine_of(problem: Problem, plan: Plan, wires: ManyProcesses | None = None) -> Engine:
-    """The engine of this rank for a problem, over wires of its own if none are given."""
+    """Return the engine of this rank for a problem, with its own wires if none are given."""
     return parallelize(
         problem.module, plan, loss=problem.loss, optimizer=problem.optimizer, example=problem.batches[0],
         clip=float("inf") if problem.clip is None else problem.clip, bucket_bytes=problem.bucket_bytes, wires=wires,
@@ -43,7 +43,7 @@ def train_on_rank(
     finds_uses: bool = True,
     legs: Sequence[Leg] | None = None,
 ) -> Course:
-    """Train as one rank of a plan, in one leg or in several. With `finds_uses`, weights are looked at where they are
+    """Train as one rank of a plan, in one leg or in several. With `finds_uses`, weights are recorded where they are
     used."""
     steps: list[Step] = []
     evaluations: dict[int, float] = {}

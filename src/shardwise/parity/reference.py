@@ -126,7 +126,7 @@ class _OneDevice:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The loss of the batch that is held out, by the newest weights, with nothing dropped."""
+        """Return the loss of the held-out batch with the newest weights, without dropout."""
         module = self._problem.module
         training = [each for each in module.modules() if each.training]
         _put(module, self._newest)
@@ -167,7 +167,7 @@ class _OneDevice:
         return sum_of_losses / count
 
     def _placed(self, step: int) -> Iterator[Batch]:
-        """What is computed at once, each where its rows stand in the batch."""
+        """Yield the batches that are computed at once, each with the place of its rows in the whole batch."""
         batch = self._problem.batches[step]
         rows = self._parts({"rows": torch.arange(length_of(batch))})
         for each, mine in zip(self._parts(batch), rows, strict=True):
@@ -176,7 +176,7 @@ class _OneDevice:
             yield each
 
     def _parts(self, batch: Batch) -> list[Batch]:
-        # A sum may be of all replicas, as a balancing loss must be.
+        # A sum may be over all replicas, as a balancing loss must be.
         return [batch] if self._whole else microbatches_of(batch, self._plan, apart=self._apart)
 
     def _loss(self, batch: Batch) -> Any:
@@ -204,12 +204,12 @@ class _OneDevice:
 
 
 def _numbers(result: Any) -> tuple[Tensor, Any]:
-    """A loss as a sum and what it is summed over; a mean counts as one."""
+    """Return a loss as a sum and the number that it is summed over; a mean counts as one."""
     return result if isinstance(result, tuple) else (result, 1)
 
 
 def _masters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Copies in full precision of weights of 16 bits, for optimizers to work on."""
+    """Return full-precision copies of 16-bit weights, for optimizers to work on."""
     return {
         name: nn.Parameter(each.detach().float(), requires_grad=each.requires_grad)
         for name, each in module.named_parameters()
@@ -218,7 +218,7 @@ def _masters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _make_optimizers(problem: Problem, masters: dict[str, nn.Parameter]) -> list[Optimizer]:
-    """The user's own, made on the module's parameters; they work on the masters of those that have one."""
+    """Return the user's optimizers, made on the module's parameters; they work on master weights if there are any."""
     named = dict(problem.module.named_parameters())
     shares = shares_of(problem.optimizer)
     trained = {name: each for name, each in named.items() if each.requires_grad}

@@ -27,7 +27,7 @@ from shardwise.units import counted, format_bytes
 
 
 class _Saved(NamedTuple):
-    """A tensor that was saved, or what stands for it; and whose version says whether it was changed since."""
+    """A saved tensor, or its stand-in; and a witness whose version shows whether it was changed since."""
 
     packed: Any
     unpack: Callable[[Any], Tensor] | None
@@ -82,7 +82,7 @@ class _Site:
             packed = hooks.pack_hook(tensor)
             if isinstance(packed, Tensor):
                 return _as_it_is(packed)
-            # It has nothing of the tensor but its version, which all views of one memory have in common.
+            # Only the version of the tensor is kept, which all views of one storage share.
             witness = tensor.detach()
             witness.data = self._nothing
             return _Saved(packed, partial(self._unpack, hooks), witness, version_of(tensor))
@@ -101,7 +101,7 @@ class PlacedActivationOffload:
         self.parts = {place.name: part for place, part in parts.items() if part}
         self._room = _Room(limit_bytes)
         self._sites = {place.name: _Site(place, part, self._room) for place, part in parts.items() if part}
-        # Places of the CPU are one device: layer by layer they have one, that of the one that sends most.
+        # Places on the CPU are one device: layer by layer they share one offload, that of the place that sends most.
         most = sorted(self._sites, key=self.parts.__getitem__)
         self._by_device = {self._sites[name].device: self._sites[name] for name in most}
 
@@ -121,21 +121,21 @@ class PlacedActivationOffload:
         return sum(each.returned_bytes for each in self._room.by_place.values())
 
     def saving(self, stays: Iterable[Tensor]) -> AbstractContextManager[Any]:
-        """Around a forward that goes from device to device. `stays` is there anyway."""
+        """Return a context for a forward that goes from device to device. `stays` is there anyway."""
         return _saving(self._by_device.values(), list(stays))
 
     def saving_at(self, place: Place, stays: Iterable[Tensor]) -> AbstractContextManager[Any]:
-        """Around the forward of a stage, in the thread of its place."""
+        """Return a context for the forward of a stage, in the thread of its place."""
         return _saving([self._sites[place.name]] if place.name in self._sites else [], list(stays))
 
     def put_away(self, place: Place) -> None:
-        """A half of a backward is over at a place: what it has brought back goes, until the other half asks for it."""
+        """Free what one half of a backward has brought back at a place, until the other half needs it."""
         if place.name in self._sites:
             self._sites[place.name].offload.put_away()
 
 
 def _saving(sites: Iterable[_Site], stays: list[Tensor]) -> AbstractContextManager[Any]:
-    # What each place's offload has autograd call in one forward.
+    # The hooks of each place's offload in one forward.
     pairs = {site.device: (site, site.offload.saving(stays, None)) for site in sites}
 
     def pack(tensor: Tensor) -> _Saved:

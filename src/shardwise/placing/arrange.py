@@ -74,7 +74,7 @@ class _Task:
         self._is_alone = bool(self._memory) and len(self._devices) == 1
 
     def ways(self) -> Iterator[tuple[Way, str]]:
-        """The ways to make room, in the order in which they are tried, and why.
+        """Yield the ways to save memory, in the order in which they are tried, with the reason.
 
         The planner is asked when it is its turn.
         """
@@ -106,7 +106,7 @@ class _Task:
         return find_loads(self._module, example, moments=self._options.moments)
 
     def _stream(self, way: Way, made: Arrangement) -> None:
-        """Not everything fits on the devices: the rest comes to them from the host."""
+        """Stream from the host what does not fit on the devices."""
         options = self._options
         room = sum(place.room_bytes for place in self._memory)
         host = HostWeights(self._module, way.units, room - way.offloaded_bytes, self._memory[0], options.folder)
@@ -147,7 +147,7 @@ class _Task:
     def _fill_stages(
         self, places: Sequence[Place], batch: Batch, part: float | None, made: Arrangement
     ) -> dict[str, Place]:
-        """In a pipeline: the stages of the schedule, cut where they are even, or where there is room."""
+        """Fill the stages of the schedule, cut evenly, or where there is room."""
         module, options, count = self._module, self._options, self._options.microbatches
         example, *others = (_at_home(each, module) for each in cut_rows(batch, min(count, rows_of(batch))))
         ranks = make_schedule(options, len(places), count).placement.ranks
@@ -185,7 +185,7 @@ class _Task:
     def _offloaded(
         self, held: Sequence[Sequence[Load]], places: Sequence[Place], part: float | None, num_in_flight: int
     ) -> PlacedActivationOffload | None:
-        """Have places send the part of their activations that there is no room for, or that was asked for."""
+        """Let places offload the share of their activations that does not fit, or that was requested."""
         room = sum(place.room_bytes for place in self._memory) if self._memory else None
         # A module that is to be trained later sends what was asked for. Its activations are not known by now.
         parts = dict.fromkeys(places, self._options.activations_on_host or 0.0)
@@ -200,7 +200,7 @@ class _Task:
 
 
 def _by_place(stages: Sequence[Sequence[Load]], ranks: Sequence[int], places: Sequence[Place]) -> list[list[Load]]:
-    """The units of each place, of all of its stages."""
+    """Return the units of each place, of all of its stages."""
     found: list[list[Load]] = [[] for _ in places]
     for stage, rank in zip(stages, ranks, strict=True):
         found[rank] += stage
@@ -208,7 +208,7 @@ def _by_place(stages: Sequence[Sequence[Load]], ranks: Sequence[int], places: Se
 
 
 def _owners(found: Split, places: Sequence[Place]) -> dict[str, Place]:
-    """The place of each parameter and buffer: that of the first stage that holds it."""
+    """Return the place of each parameter and buffer: that of the first stage that holds it."""
     where: dict[str, Place] = {}
     for stage, place in zip(found.stages, places, strict=True):
         assert stage is not None, "all stages are in this process"
@@ -218,6 +218,6 @@ def _owners(found: Split, places: Sequence[Place]) -> dict[str, Place]:
 
 
 def _at_home(example: Batch, module: nn.Module) -> Batch:
-    """A batch where the module's weights are before they are placed."""
+    """Return a batch on the device of the module's weights before they are placed."""
     home = next((each.device for each in module.parameters()), home_of(example))
     return {name: moved(each, home) for name, each in example.items()}

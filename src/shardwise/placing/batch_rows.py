@@ -24,7 +24,8 @@ def home_of(batch: Batch) -> torch.device:
 
 
 def cut_rows(batch: Batch, num_microbatches: int) -> list[Batch]:
-    """The microbatches. What has a row for each of the batch's is cut, wherever it is; all else goes to each."""
+    """Return the microbatches. Tensors with a row for each of the batch's are cut, at any depth; all else goes to
+    each."""
     entries, tree = _flat(batch)
     found: list[Batch] = []
     for cut in plain.cut_batch(entries, num_microbatches, pad=True):
@@ -34,7 +35,7 @@ def cut_rows(batch: Batch, num_microbatches: int) -> list[Batch]:
 
 
 def inputs_with_gradient(batch: Batch) -> list[str]:
-    """The entries that want a gradient."""
+    """Return the entries that require a gradient."""
     for name, entry in batch.items():
         inside = [] if isinstance(entry, Tensor) else pytree.tree_leaves(entry)
         if any(isinstance(each, Tensor) and each.requires_grad for each in inside):

@@ -51,7 +51,7 @@ class Unit:
 
     @property
     def held(self) -> Load:
-        """What it asks of its place, but for what is on its way."""
+        """The memory that it needs at its place, except for units in transit."""
         states = {self.name: self.fixed_bytes + (0 if self.is_streamed else self.own_bytes)}
         return replace(self.load, states=states)
 
@@ -117,12 +117,12 @@ def lay_out_streams(
 
 
 def held_loads(units: Sequence[Unit], *, trains: bool) -> list[Load]:
-    """What units of one place ask of it, with those that are on their way."""
+    """Return the memory that units of one place need there, including those in transit."""
     return [*(unit.held for unit in units), _on_their_way(units, trains=trains)]
 
 
 def _on_their_way(units: Sequence[Unit], *, trains: bool) -> Load:
-    """Weights, and in training their gradients, of as many units as are on their way."""
+    """Return the weights, and in training their gradients, of as many units as are in transit."""
     largest = sorted(unit.weight_bytes for unit in units)[-NUM_AHEAD:]
     num_bytes = (2 if trains else 1) * sum(largest) if any(each.is_streamed for each in units) else 0
     return Load(unit="on its way", cost=0.0, states={"on its way": num_bytes}, kept_bytes=0)
@@ -182,7 +182,7 @@ class HostWeights:
 def _computing_places(
     loads: Sequence[Load], devices: Sequence[Place], memory: Sequence[Place], part: float | None
 ) -> list[Place]:
-    """The device of each unit: runs of them, as even as speeds are. Weights may come and go."""
+    """Return the device of each unit: runs of units, divided by the devices' speeds. Weights may be streamed."""
     resting = [replace(load, states={}) for load in loads]
     try:
         runs = lay_out(resting, devices, range(min(len(devices), len(loads))), num_in_flight=1, part=part)
@@ -193,7 +193,7 @@ def _computing_places(
 
 
 def _with_streams(place: Place, units: Sequence[Unit], part: float | None, *, trains: bool) -> list[Unit]:
-    """The units of one device, the fewest of them on the host, and as evenly among the others as they go."""
+    """Return the units of one device, with the fewest of them on the host, spread as evenly as possible."""
 
     def streaming(chosen: Collection[int]) -> list[Unit]:
         return [replace(unit, is_streamed=number in chosen) for number, unit in enumerate(units)]

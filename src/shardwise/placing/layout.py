@@ -26,12 +26,12 @@ class NoRoomError(ShardwiseError):
 
 
 def window_bytes(place: Place) -> int:
-    """What may be between a place and the host at once."""
+    """Return the bytes that may be in transit between a place and the host at once."""
     return min(DEFERRED_FREE_BYTES, int(place.room_bytes * _WINDOW))
 
 
 def offloaded_bytes(part: float, loads: Sequence[Load], num_in_flight: int) -> float:
-    """What is on the host with a part of the activations there."""
+    """Return the bytes on the host with a share of the activations there."""
     stays = sum(load.small_bytes for load in loads)
     if num_in_flight > 1 and loads:
         stays += loads[0].given_bytes
@@ -39,7 +39,7 @@ def offloaded_bytes(part: float, loads: Sequence[Load], num_in_flight: int) -> f
 
 
 def bytes_with(part: float, loads: Sequence[Load], num_in_flight: int, window: float) -> float:
-    """What units need of their place with a part of their activations on the host, and so much on its way."""
+    """Return the memory that units need at their place with a share of activations on the host, and some in transit."""
     if not part:
         return total_bytes(loads, num_in_flight)
     offloaded = offloaded_bytes(part, loads, num_in_flight)
@@ -48,13 +48,13 @@ def bytes_with(part: float, loads: Sequence[Load], num_in_flight: int, window: f
 
 
 def least_bytes(part: float | None, loads: Sequence[Load], num_in_flight: int, window: float) -> float:
-    """What units need of their place at the least."""
+    """Return the least memory that units need at their place."""
     parts = (0.0, 1.0) if part is None else (part,)
     return min(bytes_with(each, loads, num_in_flight, window) for each in parts)
 
 
 def find_part(part: float | None, loads: Sequence[Load], num_in_flight: int, place: Place) -> float | None:
-    """The part of a place's activations that goes, in hundredths; None if there is no room even so."""
+    """Return the share of a place's activations to offload, in hundredths; None if even that does not fit."""
     parts = [hundredth / 100 for hundredth in range(101)] if part is None else [part]
     window = window_bytes(place)
     fitting = (each for each in parts if bytes_with(each, loads, num_in_flight, window) <= place.room_bytes)
@@ -70,7 +70,7 @@ def lay_out(
     inseparable: Sequence[tuple[int, int]] = (),
     part: float | None = 0.0,
 ) -> list[range]:
-    """The units of each stage, one run after the other. Stage i is on place `ranks[i]`.
+    """Return the units of each stage, one run after the other. Stage i is on place `ranks[i]`.
 
     A place with several stages gives each of them an equal part of its room and of its time. `part` is what of the
     activations goes to the host.
@@ -106,7 +106,7 @@ def no_room(
     num_in_flight: int,
     part: float | None = 0.0,
 ) -> NoRoomError:
-    """What is needed, and what there is, place by place."""
+    """Describe the memory needed and available, place by place."""
     needed = total_bytes(loads, num_in_flight)
     activations = num_in_flight * sum(load.kept_bytes for load in loads)
     largest = max(loads, key=lambda load: total_bytes([load], num_in_flight))

@@ -38,7 +38,7 @@ class Load:
 
 
 def state_bytes(module: nn.Module, *, moments: int) -> dict[str, int]:
-    """Bytes of each parameter and buffer. In training a parameter has a gradient and `moments` more of its size."""
+    """Return the bytes of each parameter and buffer. In training a parameter has a gradient and `moments` more."""
     sizes = {name: each.nbytes for name, each in module.named_buffers()}
     for name, each in module.named_parameters():
         sizes[name] = each.nbytes * (2 + moments if trains(module) and each.requires_grad else 1)
@@ -52,7 +52,7 @@ def trains(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleLoads:
-    """Everything that a module asks of its places: units, their calls in order, and calls between which is no cut."""
+    """All needs of a module: units, their calls in order, and calls that must not be separated."""
 
     units: Mapping[str, nn.Module]
     calls: list[Load]
@@ -72,7 +72,7 @@ class ModuleLoads:
 
 
 def find_loads(module: nn.Module, example: Batch | None, *, moments: int) -> ModuleLoads:
-    """What the module asks for, measured on an example if there is one."""
+    """Return the load of the module, measured on an example if there is one."""
     if example is None:
         calls = loads_without_example(module, moments=moments)
         return ModuleLoads(units=find_units(module), calls=calls, inseparable=[], are_measured=False)
@@ -86,7 +86,7 @@ def find_loads(module: nn.Module, example: Batch | None, *, moments: int) -> Mod
 
 
 def loads_without_example(module: nn.Module, *, moments: int) -> list[Load]:
-    """The units in the order of the module, each as costly as its weights are large. Activations are not known."""
+    """Return the units in the module's order, with costs by the size of their weights. Activations are unknown."""
     units = find_units(module)
     return [
         Load(unit=name, cost=float(sum(each.nbytes for each in units[name].parameters())), states=states, kept_bytes=0)
@@ -103,7 +103,7 @@ def loads_of(
     moments: int,
     is_one_of_many: bool = False,
 ) -> list[Load]:
-    """The calls of units on the example, with what was measured there. It may be a microbatch, one of many."""
+    """Return the calls of units on the example, with measurements. The example may be one of many microbatches."""
     sizes, states = state_bytes(module, moments=moments), _states_of(module, units, moments=moments)
     returned = [
         sum(prod(each.shape) * each.dtype.itemsize for each in call.outline.tensors.values()) for call in flow.calls
@@ -134,7 +134,7 @@ def _sum_of(one: Load, other: Load) -> Load:
 
 
 def _states_of(module: nn.Module, units: Mapping[str, nn.Module], *, moments: int) -> dict[str, dict[str, int]]:
-    """Bytes of the parameters and buffers of each unit, by their first names in the module."""
+    """Return the bytes of the parameters and buffers of each unit, by their first names in the module."""
     sizes = state_bytes(module, moments=moments)
     first_names = {id(each): name for name, each in [*module.named_parameters(), *module.named_buffers()]}
     mine = {name: [first_names[id(each)] for each in (*u.parameters(), *u.buffers())] for name, u in units.items()}
@@ -144,7 +144,7 @@ def _states_of(module: nn.Module, units: Mapping[str, nn.Module], *, moments: in
 def _kept_bytes(
     module: nn.Module, units: Mapping[str, nn.Module], example: Batch, is_one_of_many: bool
 ) -> list[list[int]]:
-    """What autograd would keep for each call of a unit, piece by piece, in order; what glue keeps is the last unit's.
+    """Return the bytes that autograd would save for each call of a unit, in order; those of glue go to the last unit.
 
     It is counted and let go: there may be no room for all of it.
     """
@@ -173,7 +173,7 @@ def _kept_bytes(
 
 
 def _refuse_results(names: Sequence[str]) -> None:
-    """Tensors that want a gradient and are left in attributes: whoever reads them has those of one microbatch."""
+    """Tensors in attributes that require a gradient: code that reads them gets those of one microbatch."""
     if names:
         raise ShardwiseError(
             f"the forward leaves tensors with a gradient in {some(names)}: with several microbatches that is of one of"
@@ -187,6 +187,6 @@ def _unpacked(_: None) -> Tensor:
 
 
 def total_bytes(loads: Sequence[Load], num_in_flight: int) -> int:
-    """What these units need together, with so many microbatches between their forward and their backward."""
+    """Return the total need of these units, with this many microbatches between their forward and backward."""
     states = {name: size for load in loads for name, size in load.states.items()}
     return sum(states.values()) + num_in_flight * sum(load.kept_bytes for load in loads)

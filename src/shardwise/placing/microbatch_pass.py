@@ -180,7 +180,7 @@ class MicrobatchPass:
             sent = interpreter.io.sender(instruction)()
             mail.post((stage, peer, microbatch), [_handed(each, target) for each in sent])
         elif kind in RECEIVES:
-            # It runs beside computation: nobody waits for it but what needs it.
+            # It runs beside computation: only its users wait for it.
             expected.setdefault((stage, microbatch), []).append(instruction)
 
 
@@ -218,7 +218,7 @@ def _numbered(microbatch: Batch, number: int, device: torch.device) -> _Microbat
 
 
 def _handed(value: Tensor, device: torch.device) -> Tensor:
-    """The same numbers outside any graph, on another device, which want a gradient if they did."""
+    """Return the same values on another device, detached; they require a gradient if the originals did."""
     return value.detach().to(device).requires_grad_(value.requires_grad)
 
 

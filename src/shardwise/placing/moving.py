@@ -33,7 +33,7 @@ def settle(module: nn.Module, where: Mapping[str, torch.device]) -> None:
 
 
 def moved(given: Any, device: torch.device) -> Any:
-    """The same, with every tensor in it on a device. What is inside of other objects, like caches, stays."""
+    """Return the same value with every tensor in it on a device. Tensors inside other objects, like caches, stay."""
     leaves = leaves_of(given)
     if all(each.device == device for each in leaves if isinstance(each, Tensor)):
         return given
@@ -79,7 +79,7 @@ class CrossDeviceMode(TorchFunctionMode):
 
 
 class InputMover:
-    """Hooks on a module and its units, where there is more than one device. `remove` takes them away.
+    """Hooks on a module and its units, if there is more than one device. `remove` removes them.
 
     In the threads of a pipeline all is where it is needed, and nothing is done here.
     """

@@ -40,7 +40,7 @@ class Way:
     parts: Mapping[Place, float] = field(default_factory=dict)
     offloaded_bytes: int = 0
     host_computes: bool = False
-    #: Whether weights are read from disk: what that takes is not known, so it is for want of another way.
+    #: Whether weights are read from disk: the time of that is unknown, so it is the last resort.
     reads_disk: bool = False
 
 
@@ -76,14 +76,14 @@ class _Work:
 
 
 class _Prices:
-    """What computation and links take, measured when somebody asks for the first time."""
+    """The times of computation and links, measured on first use."""
 
     def __init__(self, question: OffloadQuestion) -> None:
         self._question = question
         self._links: dict[str, tuple[Link, Link]] = {}
 
     def seconds(self, works: Sequence[_Work], *, is_pipelined: bool, on_host_bytes: int = 0) -> float:
-        """What a batch takes. The host updates weights of `on_host_bytes`."""
+        """Return the time of a batch. The host updates weights of `on_host_bytes`."""
         together = max if is_pipelined else sum
         forward = together([each.cost / (self._flops * each.place.speed) for each in works])
         inward, outward = [0.0], [0.0]
@@ -123,7 +123,7 @@ class _Prices:
 
 
 def decide(question: OffloadQuestion) -> tuple[Sequence[Way], str]:
-    """The ways that there is room for, the fastest first, those that read a disk last; and what each would take."""
+    """Return the ways that fit, the fastest first, those that read a disk last; and the time of each."""
     prices = _Prices(question)
     candidates: list[Callable[[], Way | None]] = []
     for part in _parts_to_try(question):
@@ -148,18 +148,17 @@ def decide(question: OffloadQuestion) -> tuple[Sequence[Way], str]:
 
 
 def _parts_to_try(question: OffloadQuestion) -> list[float | None]:
-    """What may be done with activations: leave them where they are (0), send the part that was asked for, or (None)
-    what there is no room for."""
+    """Return the shares of activations to try: none (0), the requested share, or (None) as much as does not fit."""
     asked = question.options.activations_on_host
     if not trains(question.module) or asked == 0.0:
         return [0.0]
-    if asked is None:  # Without an example nobody knows how large they are.
+    if asked is None:  # Without an example their size is unknown.
         return [0.0, None] if question.loads.are_measured else [0.0]
     return [asked]
 
 
 def parts_of(loads: Mapping[Place, Sequence[Load]], part: float | None, num_in_flight: int) -> dict[Place, float]:
-    """What part of its activations each place sends."""
+    """Return the share of activations that each place offloads."""
     found = {}
     for place, some in loads.items():
         sent = find_part(part, some, num_in_flight, place)
@@ -175,7 +174,7 @@ def parts_of(loads: Mapping[Place, Sequence[Load]], part: float | None, num_in_f
 
 
 def _with_activations_offloaded(question: OffloadQuestion, prices: _Prices, part: float | None) -> Way:
-    """All weights on the devices."""
+    """Return the way with all weights on the devices."""
     loads, devices = question.loads, question.devices
     ranks = range(min(len(devices), len(loads.calls)))
     runs = lay_out(loads.calls, devices, ranks, num_in_flight=1, inseparable=loads.inseparable, part=part)
@@ -237,14 +236,14 @@ def _with_streams(question: OffloadQuestion, prices: _Prices, part: float | None
 
 
 def _with_host_computing(question: OffloadQuestion, prices: _Prices) -> Way:
-    """The host is a place like the others."""
+    """Return the way with the host as a place like the others."""
     places, loads = [*question.devices, *question.memory], question.loads
     runs = lay_out(loads.calls, places, range(len(places)), num_in_flight=1, inseparable=loads.inseparable)
     works = [
         _Work(place=place, cost=sum(loads.calls[call].cost for call in run))
         for place, run in zip(places, runs, strict=True)
     ]
-    seconds = float("inf")  # Without an example nobody knows.
+    seconds = float("inf")  # Unknown without an example.
     if loads.are_measured:
         seconds = prices.seconds(works, is_pipelined=question.is_pipelined)
     return Way(words="if the host computes", seconds=seconds, host_computes=True)
@@ -277,7 +276,7 @@ def _reason(question: OffloadQuestion, ways: Sequence[Way], refusals: Sequence[N
 
 
 def _checkpointed(question: OffloadQuestion, prices: _Prices) -> float | None:
-    """What a step would take if every unit were computed again in the backward, and kept nothing but what it is given.
+    """Return the time of a step with every unit recomputed in the backward, keeping only its inputs.
 
     None if that has no room, or would keep about as much.
     """

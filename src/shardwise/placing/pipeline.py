@@ -49,7 +49,7 @@ class Pipeline:
         self._draws: dict[tuple[Any, ...], bool] = {}
 
     def run(self, batch: Batch) -> Any:
-        """What the module returns for a batch; its backward goes through the places too."""
+        """Return the module's output for a batch; its backward runs on the places too."""
         given = inputs_with_gradient(batch) if torch.is_grad_enabled() else []
         trained = any(each.requires_grad for each in self._module.parameters())
         trains = torch.is_grad_enabled() and (trained or bool(given))
@@ -82,12 +82,12 @@ class Pipeline:
         return self._schedules[count]
 
     def _modes(self) -> tuple[Any, ...]:
-        """What decides whether modules draw: training or not, and the probabilities of dropouts."""
+        """Return what determines whether modules draw: training mode, and the probabilities of dropouts."""
         return tuple((each.training, each.__dict__.get("p")) for each in self._module.modules())
 
 
 def make_schedule(options: PlaceOptions, num_places: int, count: int) -> Schedule:
-    """The schedule for so many microbatches, computation only. Those that hold the weights twice are refused."""
+    """Return the schedule for this many microbatches, compute only. Refuse those that hold the weights twice."""
     schedule = schedule_of(Plan(pp=num_places, microbatches=count, schedule=options.schedule, chunks=options.chunks))
     if len(schedule.placement.pipes) > 1 or schedule.staleness:
         raise ShardwiseError(
@@ -108,7 +108,7 @@ class _InFlight:
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def output(self, joint: Joint) -> Any:
-        """The joined output, in autograd's graph."""
+        """Return the joined output, in autograd's graph."""
         anchor = torch.zeros((), requires_grad=True)
         trigger = _Backwards.apply(self, anchor, *self.inputs.values())  # type: ignore[no-untyped-call]
         numbers = joint.differentiable
@@ -119,7 +119,7 @@ class _InFlight:
         return joint.filled(tensors)
 
     def backward(self) -> list[Tensor]:
-        """Run the backwards, and return the gradients of the inputs that want one."""
+        """Run the backwards, and return the gradients of the inputs that require one."""
         if self.microbatch_pass is None:
             raise ShardwiseError(
                 "the backward of this forward has been run, and nothing was kept for a second one",
@@ -171,7 +171,7 @@ class _Outputs(torch.autograd.Function):
 
 
 def _cut(batch: Batch, count: int, wanted: Sequence[str]) -> list[Batch]:
-    """The microbatches. Of entries that want a gradient each has a leaf of its own."""
+    """Return the microbatches. Each has its own leaf of entries that require a gradient."""
     return [
         {name: each.detach().requires_grad_() if name in wanted else each for name, each in microbatch.items()}
         for microbatch in cut_rows(batch, count)

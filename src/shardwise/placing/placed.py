@@ -60,7 +60,7 @@ class Placed(nn.Module):
         return self._arranged.activations
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns. With several microbatches it is computed on all places at once."""
+        """Return the module's output. With several microbatches it is computed on all places at once."""
         if self._options.microbatches == 1 or self._arranged.is_by_layers or _has_cache(kwargs):
             if not self.where:
                 self.lay_out(None)
@@ -123,7 +123,7 @@ class Placed(nn.Module):
         )
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by their names."""
+        """Return the arguments of a call by name."""
         given: dict[str, Any] = {}
         for name, value in self._signature.bind(*args, **kwargs).arguments.items():
             kind = self._signature.parameters[name].kind

@@ -13,9 +13,9 @@ from shardwise.cluster.local import available_bytes
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.units import counted, parse_bytes
 
-#: Matmuls of this size say how fast a device is: a GPU is told of several at once, or it would wait to be told.
+#: Matmuls of this size measure the speed of a device. On a GPU several are launched at once, so that it does not idle.
 _TRIED_SIZE, _TRIED_SIZE_OF_GPUS, _TRIED_AT_ONCE = 1024, 4096, 8
-#: And so many bytes how fast the host copies.
+#: Copies of this many bytes measure the speed of the host's memory.
 _TRIED_BYTES = 32 * 2**20
 
 
@@ -52,7 +52,7 @@ def find_places(
     held_bytes: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Place, ...]:
-    """The places of these names. Room is what is free, or the user's budget; speed is measured where kinds differ.
+    """Return the places of these names. Room is free memory, or the user's budget; speed is measured if kinds differ.
 
     `held_bytes` are in the host's memory already, and count as room there: they are what is to be placed. `dtype` is
     that of what is multiplied.
@@ -125,7 +125,7 @@ def _gpus() -> list[str]:
 
 
 def _free_bytes(device: torch.device, held_bytes: int, num_host: int) -> int:
-    """What may be used of a device: of the host's memory, places on the CPU have equal parts."""
+    """Return the usable memory of a device. Places on the CPU share the host's memory equally."""
     if device.type == "cpu":
         return (available_bytes() + held_bytes) // num_host
     free, _ = torch.cuda.mem_get_info(device)
@@ -162,7 +162,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, size: int | None = No
 
 
 def multiplied(module: nn.Module) -> torch.dtype:
-    """The type of most of a module's weights, or one that matmuls take."""
+    """Return the dtype of most of a module's weights, or one that matmuls support."""
     sizes: Counter[torch.dtype] = Counter()
     for each in module.parameters():
         sizes[each.dtype] += each.numel()
@@ -171,7 +171,7 @@ def multiplied(module: nn.Module) -> torch.dtype:
 
 
 def copied_bytes_per_second() -> float:
-    """What the host's memory reads and writes in a copy, the best of a few."""
+    """Return the bytes per second that the host's memory reads and writes in a copy, the best of a few."""
     source = torch.zeros(_TRIED_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
     seconds = []

@@ -88,7 +88,7 @@ def _odds_text(account: Account) -> str:
 
 
 def assumptions(account: Account) -> str:
-    """What the answer rests on and nobody said: precision, links, the host."""
+    """Return the assumptions of an answer that were not given: precision, links, the host."""
     told = [f"precision={account.plan.precision}"]
     if account.plan.precision != "fp32":
         software = account.question.software_in(account.plan.precision)
@@ -162,7 +162,7 @@ def _places(run: Sequence[RankBytes]) -> str:
 
 
 def _bar(rank: RankBytes, capacity: float, canvas: Canvas) -> str:
-    """A bar as long as the device's memory; what goes beyond it stands behind its end."""
+    """Return a bar as long as the device's memory; what exceeds it is drawn after its end."""
     groups = in_groups(rank.parts)
     bar, drawn, total = "", 0, 0.0
     for name, _, mark, colour in GROUPS:
@@ -220,7 +220,7 @@ def compared(best: Account, other: Account) -> list[str]:
 
 
 def account_data(account: Account) -> dict[str, object]:
-    """An account as plain data, for `--json`."""
+    """Return an account as plain data, for `--json`."""
     return {
         "plan": str(account.plan),
         "seconds": account.seconds,
@@ -278,7 +278,7 @@ def draw_pool(best: Account, alone: Account, canvas: Canvas) -> None:
 
 
 def tally_lines(tally: "Tally") -> list[str]:
-    """How many candidates fell to what, as sentences."""
+    """Return how many candidates were rejected and why, as sentences."""
     lines = [f"{tally.considered:,} candidates, {tally.priced:,} priced, {tally.fitting:,} of them fit."]
     fallen = [f"{count:,} {_REFUSED[reason]}" for reason, count in tally.refused.most_common()]
     if tally.slower:
@@ -295,7 +295,7 @@ def tally_lines(tally: "Tally") -> list[str]:
 
 
 def tally_data(tally: "Tally") -> dict[str, object]:
-    """The same for `--json`."""
+    """Return the same for `--json`."""
     return {
         "considered": tally.considered,
         "priced": tally.priced,

@@ -1,4 +1,4 @@
-"""`shardwise fit`: whether a plan fits, rank by rank, and how long its step is."""
+"""`shardwise fit`: check whether a plan fits, rank by rank, and predict the time of its step."""
 
 import argparse
 import re
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    # These load numpy, which --help does not need; and further below what not every answer does.
+    # These load numpy, which --help does not need; further imports below are for some answers only.
     from shardwise.planner.account import account
     from shardwise.planner.composition import composes, nearest_plan
     from shardwise.planner.drawing import account_data
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         lora=arguments.lora,
     )
     if not _says_precision(arguments.plan):
-        plan = replace(plan, precision=question.precisions[0])  # As on GPUs everybody trains; the plan printed says so.
+        plan = replace(plan, precision=question.precisions[0])  # The usual one on GPUs; the printed plan names it.
     working_at("the account of every rank")
     found = account(question, plan)
     changes = () if found.fits else _changes(found)
@@ -153,7 +153,7 @@ def _draw(found: "Account", changes: "tuple[Change, ...]", canvas: Canvas) -> No
 
 
 def _draw_ranks(found: "Account", canvas: Canvas) -> None:
-    """Rank by rank, those of one stage together: its replicas hold the same."""
+    """Draw the memory of ranks, one line per stage: its replicas hold the same."""
     from shardwise.planner.drawing import GROUPS, in_groups
 
     names = [name for name, *_ in GROUPS]

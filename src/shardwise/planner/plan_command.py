@@ -1,4 +1,4 @@
-"""`shardwise plan`: the best plan for a model on a cluster, with its reasons."""
+"""`shardwise plan`: find the best plan for a model on a cluster, with its reasons."""
 
 import argparse
 from pathlib import Path
@@ -147,7 +147,7 @@ def _train(arguments: argparse.Namespace) -> Answer:
 
 
 def _find(arguments: argparse.Namespace, question: Any) -> tuple[Any, float | None]:
-    """What the goal asks for, and the price of its step where there are prices."""
+    """Return the plan for the goal, and the price of its step if prices are known."""
     from shardwise.planner.goals import cheapest, fewest_devices
     from shardwise.planner.search.findings import find_plan
 

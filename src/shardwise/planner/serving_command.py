@@ -1,4 +1,4 @@
-"""`shardwise plan --task serve`: from what is typed to what is shown."""
+"""`shardwise plan --task serve`: find a way to serve a model, and show it."""
 
 import argparse
 from collections.abc import Sequence
@@ -129,7 +129,7 @@ def _draw(found: ServingFindings, canvas: Canvas) -> None:
 
 
 def _between(way: Serving) -> str:
-    """What the prompts of others make of the time between two tokens, if it is much."""
+    """Describe the effect of other requests' prompts on the time between two tokens, if it is large."""
     if way.mean_token < 1.05 * way.each_token:
         return ""
     return f", or {format_seconds(way.mean_token)} on average with the prompts of others read in between"

@@ -1,4 +1,4 @@
-"""`shardwise validate`: predictions against published measurements."""
+"""`shardwise validate`: compare predictions with published measurements."""
 
 import argparse
 from collections.abc import Mapping
@@ -95,7 +95,7 @@ def _chosen(runs: list[Run], quality: str | None) -> list[Run]:
 
 
 def _draw_errors(summary: Mapping[str, Any], canvas: Canvas) -> None:
-    """A line for each source, and one for all."""
+    """Draw a line for each source, and one for all."""
     rows = [[name, *_cells(of_source)] for name, of_source in summary["by_source"].items()]
     whole = {key: summary[key] for key in ("time", "memory", "oom", "inside_interval")}
     rows.append([canvas.paint("all", "bold"), *_cells({"rows": summary["rows"], **whole})])

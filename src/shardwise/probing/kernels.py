@@ -61,7 +61,7 @@ class Both(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A kind of operation, as torch computes it and as the cost model counts it, for rows of so many tokens."""
+    """A kind of operation, as torch computes it and as the cost model counts it, for rows of this many tokens."""
 
     operation: Operation
     run: Callable[..., Tensor | list[Tensor]]

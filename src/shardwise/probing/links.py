@@ -24,9 +24,9 @@ _SIZE_SECONDS = 0.6
 #: The first size estimates the rate of a link. The next is chosen to take so long that the overhead of starting and
 #: answering a message, and what buffers on the way absorb, are small beside it.
 _FIRST, _LONG_SECONDS, _LARGEST = 2**19, 0.15, 2**28
-#: A rate below this share of the median of its kind is measured again, so many times.
+#: A rate below this share of the median of its kind is measured again, this many times.
 _BEHIND, _AGAIN = 0.95, 2
-#: Above so many devices, only the first devices of two hosts are measured, and the others are assumed to be equal.
+#: Above this many devices, only the first devices of two hosts are measured, and the others are assumed to be equal.
 _MOST_DEVICES = 64
 
 

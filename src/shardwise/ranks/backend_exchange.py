@@ -12,12 +12,12 @@ from shardwise.ranks.cpu_exchange import CpuExchange
 from shardwise.ranks.exchange import Done, Exchange, Then, Ticket
 from shardwise.ranks.faults import Watch
 
-#: Sums that may be under way before the oldest must have ended: each holds its memory until then.
+#: The number of sums in progress at which the oldest is waited for: each holds its memory until then.
 _MOST_UNDER_WAY = 2
 
 
 class BackendExchange:
-    """Collectives of the backend. Results are taken in the order in which they were asked for."""
+    """Collectives of the backend. Results must be taken in the order of the requests."""
 
     def __init__(self, watch: Watch | None = None) -> None:
         self._queue: deque[_Turn] = deque()
@@ -72,7 +72,7 @@ class BackendExchange:
     def close(self) -> None:
         self._queue.clear()
 
-    # A backend goes by the order in which it is asked, and needs no channels.
+    # A backend matches collectives by their order, and needs no channels.
 
     def _start_shards(self, flat: Tensor, group: Group, channel: int) -> Then:  # noqa: ARG002
         own = flat.view(group.size, -1)[group.rank]
@@ -91,7 +91,7 @@ class BackendExchange:
 
         def wait() -> None:
             work.wait()
-            if self._watch is not None:  # The device waits from here on, and soon the host for the device.
+            if self._watch is not None:  # From here on the device waits, and soon the host for the device.
                 self._watch.mark()
 
         return wait
@@ -131,10 +131,10 @@ class _Until:
 
 
 class HostExchange(BackendExchange):
-    """Between GPUs that only gloo connects: over the host. Results are taken in the order in which they were asked for.
+    """Collectives between GPUs that only gloo connects: over the host. Results must be taken in order.
 
-    gloo sums to shards and gathers numbers of the host alone. So each rank copies its own there, and what comes of them
-    back. That is slow, and it is how several ranks can share one GPU, which NCCL refuses.
+    gloo reduce-scatters and gathers host tensors only. So each rank copies its own there, and the result back. That is
+    slow, but it lets several ranks share one GPU, which NCCL refuses.
     """
 
     def __init__(self, watch: Watch | None = None) -> None:
@@ -164,7 +164,7 @@ class HostExchange(BackendExchange):
 
 
 def _copied(ticket: Ticket, host: Tensor, device: Tensor) -> Then:
-    """What waits for numbers of the host, and copies them to the device."""
+    """Return a function that waits for a host tensor, and copies it to the device."""
 
     def wait() -> None:
         ticket.wait()
@@ -174,12 +174,12 @@ def _copied(ticket: Ticket, host: Tensor, device: Tensor) -> Then:
 
 
 def _uncounted(group: Group) -> Group:
-    """The same ranks, whose traffic has been counted already."""
+    """Return a group of the same ranks, whose traffic has been counted already."""
     return Group(group.handle)
 
 
 def make_exchange(device: torch.device, watch: Watch | None, *, on_nccl: bool) -> Exchange:
-    """What moves numbers between replicas that compute on such a device."""
+    """Return the exchange between replicas that compute on this device."""
     if on_nccl:
         return BackendExchange(watch)
     return CpuExchange(watch) if device.type == "cpu" else HostExchange(watch)

@@ -21,16 +21,16 @@ _NUM_QUESTIONS = 8
 
 
 def this_machine() -> str:
-    """A name that only processes with the same clock have in common."""
+    """Return a name that is the same for processes with the same clock only."""
     try:
-        # Another after each start of the machine.
+        # It changes with each boot of the machine.
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return platform.node()
 
 
 class SharedClock:
-    """How far this rank's clock is from that of rank 0. All ranks of the group ask at once."""
+    """The offset of this rank's clock from that of rank 0. All ranks of the group ask at once."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class SharedClock:
         self._is_shared: bool | None = None
 
     def correction(self) -> float:
-        """Seconds to add to this rank's clock. Asked for anew each time: clocks drift apart."""
+        """Return the seconds to add to this rank's clock. Measured each time, as clocks drift apart."""
         if self._is_shared is None:
             self._is_shared = self._compare_machines()
         if self._is_shared:
@@ -65,7 +65,7 @@ class SharedClock:
         return all(torch.equal(each, mine) for each in all_of_them)
 
     def _ask(self) -> tuple[float, float]:
-        """One question: how long the answer took, and how far off this clock is by it."""
+        """Ask once; return how long the answer took, and the offset of this clock by it."""
         answer, start = torch.zeros(1, dtype=torch.float64), self._clock()
         self._move(self._group.send([answer], 0, 0), 0)
         self._move(self._group.recv([answer], 0, 0), 0)

@@ -202,7 +202,8 @@ def sum_over(tensor: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
 
 
 def gather(tensor: Tensor, group: Group, dim: int, *, used_alike: bool, length: int | None = None) -> Tensor:
-    """Every rank's piece along a dim. `used_alike`: all ranks compute the same from it, so gradients are not summed.
+    """Gather every rank's piece along a dim. `used_alike`: all ranks compute the same from it; gradients are not
+    summed.
 
     `length` is that of the whole, where the ranks may not divide it.
     """
@@ -216,7 +217,7 @@ def gather(tensor: Tensor, group: Group, dim: int, *, used_alike: bool, length: 
 
 
 def scatter(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's piece, along a dim, of what all ranks have alike."""
+    """Return this rank's piece, along a dim, of a tensor that is the same on all ranks."""
     length = tensor.shape[dim]
     return _apply(
         tensor,
@@ -227,7 +228,7 @@ def scatter(tensor: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def exchange(tensor: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Rows for every rank against rows from every rank."""
+    """Exchange rows with every rank, with a backward."""
     return _apply(
         tensor,
         group,
@@ -261,24 +262,24 @@ def _finished(result: Tensor | Pending) -> Tensor:
 
 
 def longest_piece(length: int, num_ranks: int) -> int:
-    """The length of the first piece, which no other exceeds."""
+    """Return the length of the first piece, which is the longest."""
     return -(-length // num_ranks)
 
 
 def span_of(length: int, group: Group) -> tuple[int, int]:
-    """Where this rank's piece of a length starts and stops: all are as long as the first while there is enough."""
+    """Return the start and stop of this rank's piece: all are as long as the first, except those at the end."""
     size = longest_piece(length, group.size)
     return min(group.rank * size, length), min((group.rank + 1) * size, length)
 
 
 def piece_of(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's piece of a tensor along a dim."""
+    """Return this rank's piece of a tensor along a dim."""
     start, stop = span_of(tensor.shape[dim], group)
     return tensor.narrow(dim, start, stop - start)
 
 
 def filled(tensor: Tensor, dim: int, length: int, value: float = 0) -> Tensor:
-    """A tensor with zeros, or another value, at the end of a dim, up to a length."""
+    """Pad a tensor at the end of a dim, up to a length."""
     missing = length - tensor.shape[dim]
     if not missing:
         return tensor
@@ -288,12 +289,12 @@ def filled(tensor: Tensor, dim: int, length: int, value: float = 0) -> Tensor:
 
 
 def others_bytes(whole: Tensor, group: Group) -> int:
-    """The bytes of all but one rank's piece: what a rank sends, round a ring or not, so that all have the whole."""
+    """Return the bytes of all pieces except one: what a rank sends so that all have the whole, in a ring or not."""
     return whole.numel() * whole.element_size() * (group.size - 1) // group.size
 
 
 def _joined(stacked: Tensor, dim: int, length: int | None) -> Tensor:
-    """Pieces that lie one after the other, joined along a dim, without what they are filled up with."""
+    """Join contiguous pieces along a dim, without their padding."""
     num_ranks, dim = stacked.shape[0], dim % (stacked.dim() - 1)
     size = stacked.shape[dim + 1]
     if length is not None and length != num_ranks * size:
@@ -303,7 +304,7 @@ def _joined(stacked: Tensor, dim: int, length: int | None) -> Tensor:
 
 
 def _cut(tensor: Tensor, count: int, dim: int) -> Tensor:
-    """The pieces of a tensor along a dim, one after the other in memory, all of one length."""
+    """Return the pieces of a tensor along a dim, contiguous and padded to one length."""
     dim %= tensor.dim()
     size = longest_piece(tensor.shape[dim], count)
     pieces = (*tensor.shape[:dim], count, size, *tensor.shape[dim + 1 :])

@@ -30,11 +30,11 @@ Works = Sequence[dist.Work]
 
 
 class _Job:
-    """A sum in steps: each gives the transfers that the next waits for. The thread goes through them."""
+    """A sum in steps. Each step yields the transfers to wait for before the next. The thread runs them."""
 
     def __init__(self, steps: Iterator[Works], peer: int, watch: Watch | None, *, follows: bool) -> None:
         self._steps, self._peer, self._watch = steps, peer, watch
-        #: Whether what it sums is only made by the job before it.
+        #: Whether its input is the result of the job before it.
         self.follows = follows
         self._posted: Works = ()
         self._begun = 0.0
@@ -42,7 +42,7 @@ class _Job:
         self._error: BaseException | None = None
 
     def post(self) -> None:
-        """Take the first step, and wait for nothing."""
+        """Take the first step without waiting."""
         self._begun = perf_counter()
         try:
             self._posted = next(self._steps, ())
@@ -50,7 +50,7 @@ class _Job:
             self._error = error
 
     def run(self) -> None:
-        """Take the other steps, each when the transfers before it have ended."""
+        """Take the other steps, each after the transfers of the one before."""
         try:
             if self._error is None:
                 _wait(self._posted)
@@ -116,7 +116,7 @@ class CpuExchange:
         group.traffic.note("all_gather", others_bytes(flat, group))
         received, sent = _post_gather(pieces, shard, group, self._tag(channel))
         if lends:
-            # Who has sent its own has made room for this rank's, so this waits for no more than the network.
+            # A rank that has sent its own has room for this rank's, so this waits only for the network.
             received = [*((work, _next_rank(group)) for work in sent), *received]
         else:
             self._sent += sent
@@ -133,7 +133,7 @@ class CpuExchange:
             self._thread = None
 
     def _behind(self, then: Then | None) -> Ticket:
-        """One rank alone: in its turn, since what was asked for before may make it."""
+        """Queue a function for a single rank: its input may be the result of an earlier job."""
         if then is None and self._thread is None:
             return Done()
         return self._start(_and_then(iter(()), then), Group(), follows=True)
@@ -147,7 +147,7 @@ class CpuExchange:
         return job
 
     def _work(self) -> None:
-        """Finish one job after the other, with the next one's numbers coming in. None ends it, behind the last."""
+        """Finish jobs in order, while the data of the next arrives. None after the last one ends the thread."""
         last: _Job | None = None
         has_ended = False
         with torch.no_grad():
@@ -166,13 +166,13 @@ class CpuExchange:
                 last = job
 
     def _tag(self, channel: int) -> int:
-        """A new pair of tags: the index of a transfer in its channel is the same on all ranks."""
+        """Return a new pair of tags: a transfer has the same index in its channel on all ranks."""
         count = self._counts[channel] = self._counts.get(channel, -1) + 1
         return channel * _TAGS_OF_A_CHANNEL + 2 * count % _TAGS_OF_A_CHANNEL
 
 
 class _Arrivals:
-    """Transfers to be waited for by the main thread, once, each with a rank that has its part in it."""
+    """Transfers that the main thread waits for once, each with a rank that takes part in it."""
 
     def __init__(self, works: list[tuple[dist.Work, int]], what: str, watch: Watch | None) -> None:
         self._works, self._what, self._watch = works, what, watch
@@ -187,7 +187,7 @@ class _Arrivals:
 
 
 def _next_rank(group: Group) -> int:
-    """A rank of the world that all of a group wait for, if anyone is late."""
+    """Return a rank of the world that a late group waits for."""
     return 0 if group.handle is None else dist.get_process_group_ranks(group.handle)[(group.rank + 1) % group.size]
 
 
@@ -198,7 +198,7 @@ def _and_then(steps: Iterator[Works], then: Then | None) -> Iterator[Works]:
 
 
 def _sum_pieces(flat: Tensor, group: Group, tag: int, pool: BufferPool) -> Iterator[Works]:
-    """Every rank's part of this rank's piece comes in, and this rank's parts of theirs go out."""
+    """Receive every rank's part of this rank's piece, and send this rank's parts of theirs."""
     assert group.handle is not None, "one rank alone sends nothing"
     pieces = flat.view(group.size, -1)
     others = [rank for rank in range(group.size) if rank != group.rank]
@@ -218,7 +218,7 @@ def _sum_pieces(flat: Tensor, group: Group, tag: int, pool: BufferPool) -> Itera
 
 
 def _sum_whole(flat: Tensor, group: Group, tag: int, pool: BufferPool) -> Iterator[Works]:
-    """Every rank sums one piece, and brings it to all. Few numbers are not worth cutting to pieces."""
+    """Let every rank sum one piece and send it to all. Small tensors are not cut into pieces."""
     length = -(-flat.numel() // group.size) * group.size
     even = flat if length == flat.numel() and flat.is_contiguous() else flat.new_zeros(length)
     if even is not flat:
@@ -239,6 +239,6 @@ def _post_gather(
     ranks = dist.get_process_group_ranks(group.handle)
     others = [rank for rank in range(group.size) if rank != group.rank]
     received = [(group.handle.recv([pieces[rank]], rank, tag), ranks[rank]) for rank in others]
-    # Not all to the same rank first.
+    # Start at different ranks, so that not all send to the same one first.
     sent = [group.handle.send([shard], (group.rank + step) % group.size, tag) for step in range(1, group.size)]
     return received, sent

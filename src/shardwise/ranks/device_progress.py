@@ -20,7 +20,7 @@ from contextlib import nullcontext
 
 import torch
 
-# A queue of a stream holds fewer, so no number is used twice in one.
+# More than the queue of a stream holds, so no number is used twice in one.
 _MOST_MARKS = 2048
 
 
@@ -31,7 +31,7 @@ class DeviceProgress:
         self._written = torch.full((1,), -1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._read = self._written.numpy()
         self._numbers = torch.split(torch.arange(_MOST_MARKS, device=device), 1)
-        #: What was marked and may not have been passed: its number and the place, first to last.
+        #: Marks that the device may not have passed: number and place, in order.
         self._marks: deque[tuple[int, object]] = deque(maxlen=_MOST_MARKS)
         self._count = 0
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -39,14 +39,14 @@ class DeviceProgress:
         self._read_answer, self._asked = self._answer.numpy(), -1
 
     def mark(self, place: object) -> None:
-        """Ask the device to say when it comes here."""
+        """Let the device report when it gets here."""
         number = self._count % _MOST_MARKS
         self._count += 1
         self._marks.append((number, place))
         self._written.copy_(self._numbers[number], non_blocking=True)
 
     def ask(self) -> None:
-        """Ask the device to say when it has done all that it was asked for until now, unless it is still to answer."""
+        """Let the device report when it has done all work launched so far, unless an answer is still pending."""
         if self._is_answered():
             self._asked = (self._asked + 1) % _MOST_MARKS
             threading.Thread(target=self._ask, args=(self._asked,), name="shardwise-ask", daemon=True).start()
@@ -59,7 +59,7 @@ class DeviceProgress:
         return int(self._read_answer[0]) == self._asked
 
     def behind(self) -> tuple[int, object] | None:
-        """The number of the mark that the device has passed last, and where it stands since; None if it passed all."""
+        """Return the number of the last mark that the device has passed, and its place since; None if it passed all."""
         last = int(self._read[0])
         marks = list(self._marks)
         passed = [place for place, (number, _) in enumerate(marks) if number == last]

@@ -13,7 +13,7 @@ Then = Callable[[], None]
 
 
 class Ticket(Protocol):
-    """Something that is under way."""
+    """An operation in progress."""
 
     def wait(self) -> None: ...
 
@@ -48,7 +48,7 @@ class Exchange(Protocol):
 
 
 class Done:
-    """Nothing to wait for."""
+    """A ticket without anything to wait for."""
 
     def wait(self) -> None:
         pass

@@ -40,9 +40,9 @@ from shardwise.torch_private import PrefixStore, Store
 LIMIT_SECONDS = 20.0
 # Waits have no timeout of their own: gloo closes every connection of a group when one wait times out.
 _FOREVER = timedelta(days=1)
-# How long a broken connection waits for the reason under `torchrun`, where nobody but a rank itself gives one, and does
-# so before its connections close: who was killed says nothing, and the ranks that are left are waited for. A process
-# that started ranks takes longer to tell.
+# How long a broken connection waits for the reason under `torchrun`. There only a rank itself gives one, and does so
+# before its connections close: a killed rank gives none, and the remaining ranks are waited for. A process that
+# started ranks takes longer to report.
 _SETTLE_ALONE_SECONDS = 1.0
 
 
@@ -59,7 +59,7 @@ def _is_of_another(error: BaseException) -> bool:
 
 
 class Waitable(Protocol):
-    """What can be waited for: work of `torch.distributed`."""
+    """Something that can be waited for: work of `torch.distributed`."""
 
     def wait(self, timeout: timedelta = ...) -> Any: ...
 
@@ -99,7 +99,7 @@ class Watch:
 
     @property
     def place(self) -> object:
-        """Where this rank stands."""
+        """The current place of this rank."""
         return self._lookout.place
 
     @property
@@ -213,7 +213,7 @@ class Watch:
         lookout.told.set()
         stage, microbatch = getattr(place, "stage", None), getattr(place, "microbatch", None)
         details = "" if stage is None else f" (stage {stage}, microbatch {microbatch})"
-        if stage is not None or not isinstance(error, ShardwiseError):  # A refusal says what it is about.
+        if stage is not None or not isinstance(error, ShardwiseError):  # A refusal explains itself.
             error.add_note(f"at {place}{details}")
         lookout.publish(describe_failure(self.rank, error))
 
@@ -249,20 +249,20 @@ class Watch:
 
 
 def last_place(store: Store, rank: int, name: str = "pipeline") -> str | None:
-    """The key under which the last watch of that name of a rank tells where it stands, if there is one."""
+    """Return the key under which the last watch of that name of a rank reports its place, if there is one."""
     counted = f"shardwise/{name}/watches/{rank}"
     return f"shardwise/{name}/{store.add(counted, 0)}/place/{rank}" if store.check([counted]) else None
 
 
 def default_store() -> Store:
-    """The store of the default process group, without the prefix of that group."""
+    """Return the store of the default process group, without the group's prefix."""
     return store_of_faults(torch_private.default_store())
 
 
 def store_of_faults(store: Store) -> Store:
-    """A store as faults are told in it, without prefixes of groups.
+    """Return the store for fault reports, without prefixes of groups.
 
-    Each attempt at a run has names of its own there: what failed in the last is no news in this.
+    Each attempt at a run has its own names there: failures of the last one must not be seen in this one.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store

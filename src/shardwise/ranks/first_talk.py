@@ -28,7 +28,7 @@ def first_talk(
     watch: Watch | None = None,
     seconds: float = CONNECT_SECONDS,
 ) -> None:
-    """Have a group talk for the first time, when all its ranks are here. What goes wrong is a sentence."""
+    """Let a group communicate for the first time, when all its ranks are here. A failure becomes a clear error."""
     ended, wrong = threading.Event(), list[BaseException]()
 
     def run() -> None:
@@ -54,7 +54,7 @@ def first_talk(
 
 
 def cannot_connect(num_ranks: int, reason: str, interfaces: list[str] | None = None) -> ShardwiseError:
-    """What is said of ranks that NCCL cannot connect. `interfaces` are those of this machine."""
+    """Return the error for ranks that NCCL cannot connect. `interfaces` are those of this machine."""
     here = [name for _, name in socket.if_nameindex()] if interfaces is None else interfaces
     chosen = environment.find_variable("NCCL_SOCKET_IFNAME")
     told = "NCCL_SOCKET_IFNAME is not set" if chosen is None else f"NCCL_SOCKET_IFNAME is {chosen}"
@@ -68,7 +68,7 @@ def cannot_connect(num_ranks: int, reason: str, interfaces: list[str] | None = N
 
 
 def _reason(error: BaseException) -> str:
-    """What NCCL says, in a line: its last error, if torch has asked for it."""
+    """Return NCCL's reason in one line: its last error, if torch includes it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     after = [lines[number + 1] for number, line in enumerate(lines[:-1]) if line.startswith("Last error")]
     of_nccl = [line for line in lines if "nccl" in line.lower()]

@@ -1,7 +1,7 @@
-"""The GPUs of this machine, and what is refused of them before anything starts.
+"""The GPUs of this machine, and checks of them before anything starts.
 
-`find_gpus` alone asks torch and the machine. All that is decided is decided of the value that it gives, so that
-machines can be tried that are not here.
+Only `find_gpus` asks torch and the machine. All decisions are made from the value that it returns, so that they can be
+tested for machines that are not here.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import FP8_SCALES
 from shardwise.units import counted, format_bytes
 
-#: Which GPUs ranks of one machine compute on.
+#: Which GPUs the ranks of one machine compute on.
 Gpus = Literal["own", "shared", "none"]
-#: The first that computes in bf16: Ampere.
+#: The first compute capability with bf16: Ampere.
 _BF16 = (8, 0)
-#: The first that multiplies 8-bit numbers: Ada, and Hopper after it.
+#: The first compute capability with fp8 matmuls: Ada, and Hopper after it.
 _FP8 = (8, 9)
 
 
@@ -38,9 +38,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The GPUs that a process may use; how many the machine has; `visible` is CUDA_VISIBLE_DEVICES.
+    """The GPUs that a process may use; the number that the machine has; `visible` is CUDA_VISIBLE_DEVICES.
 
-    `cuda` is the release that torch was built for, None if for none.
+    `cuda` is the release that torch was built for; None if it was built without CUDA.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -54,9 +54,9 @@ class Found:
 
 
 def find_gpus() -> Found:
-    """The GPUs that this process may use."""
+    """Return the GPUs that this process may use."""
     if environment.place_under_torchrun() is not None:
-        environment.keep_streams_apart()  # To ask starts CUDA.
+        environment.keep_streams_apart()  # Before CUDA starts, which asking does.
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Found(
         gpus=tuple(gpu_of(number) for number in range(count)),
@@ -67,7 +67,7 @@ def find_gpus() -> Found:
 
 
 def gpu_of(device: torch.device | int) -> Gpu:
-    """What torch says of one GPU."""
+    """Return torch's description of one GPU."""
     found = torch.cuda.get_device_properties(device)
     return Gpu(name=found.name, memory_bytes=found.total_memory, capability=(found.major, found.minor))
 
@@ -178,7 +178,7 @@ def check_room(needed: int, free: int, gpu: Gpu, module: str) -> None:
 
 
 def describe_mixed(gpus: Sequence[Gpu]) -> str | None:
-    """What is to be said of ranks with different GPUs, given by rank: who has what, and what comes of it."""
+    """Describe ranks with different GPUs: which ranks have which, and the consequence; None if all are alike."""
     kinds: dict[Gpu, list[int]] = {}
     for rank, gpu in enumerate(gpus):
         kinds.setdefault(gpu, []).append(rank)

@@ -1,7 +1,7 @@
 """The connections of a pipeline, made once for all of its messages.
 
-Two groups over gloo for each pipeline, one for each direction. Where ranks compute on GPUs that NCCL connects, one NCCL
-group of two besides for each direction between two ranks that talk:
+Each pipeline has two gloo groups, one for each direction. If ranks compute on GPUs that NCCL connects, there is also
+one NCCL group of two for each direction between two ranks that communicate:
 
     pp=3        ranks 0 -> 1     ranks 1 -> 2     ranks 1 -> 0     ranks 2 -> 1
 
@@ -20,7 +20,7 @@ from shardwise.ranks.faults import Watch
 from shardwise.ranks.first_talk import first_talk
 from shardwise.torch_private import default_backend
 
-#: From a rank of a pipeline to another.
+#: From one rank of a pipeline to another.
 Link = tuple[int, int]
 
 
@@ -30,7 +30,7 @@ def is_on_nccl(device: torch.device) -> bool:
         return False
     try:
         return bool(default_backend(device).name() == "nccl")
-    except RuntimeError:  # It has no backend for the device.
+    except RuntimeError:  # There is no backend for the device.
         return False
 
 
@@ -41,7 +41,7 @@ def make_groups(pipelines: Sequence[Sequence[int]]) -> tuple[dist.ProcessGroup, 
     """
     found: list[dist.ProcessGroup] = []
     for ranks in pipelines:
-        # Ranks of a group are in the order of the world's: so must be those of the pipeline.
+        # Ranks of a group are in the world's order, so those of the pipeline must be too.
         assert list(ranks) == sorted(ranks), f"the ranks {ranks} of a pipeline are not in the order of the world"
         pair = [dist.new_group(list(ranks), backend="gloo") for _ in range(2)]
         if dist.get_rank() in ranks:
@@ -99,7 +99,7 @@ def _add_up(handle: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _begin(talk: Callable[[], None], group: dist.ProcessGroup, device: torch.device, watch: Watch | None) -> None:
-    """The first talk of a group; on a CPU that stands for a GPU there is nothing to wait for in vain."""
+    """Run the first communication of a group; on a CPU that stands in for a GPU it cannot hang."""
     if device.type == "cuda":
         first_talk(talk, group, device, watch)
     else:

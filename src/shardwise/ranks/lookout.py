@@ -26,7 +26,7 @@ from shardwise.torch_private import Store
 
 #: Where the process that started the ranks writes that one of them died.
 LOST = "shardwise/lost"
-#: Where a rank that ends its own process, as its host does not come back, writes why; and the status it ends with.
+#: Where a rank that ends its own process, because its host does not return, writes why; and its exit status.
 LAST_WORD, STATUS_OF_LAST_WORD = "shardwise/last word", 70
 #: How long a broken connection may wait for the reason why it broke.
 SETTLE_SECONDS = 3.0
@@ -72,7 +72,7 @@ class Lookout:
             self.gpu = DeviceProgress(device)
 
     def settle(self, seconds: float) -> bool:
-        """Look more often for this time, and return whether a verdict has come."""
+        """Look more often for this time, and return whether there is a verdict."""
         self._hurry.set()
         return self.stopped.wait(seconds)
 
@@ -98,7 +98,7 @@ class Lookout:
     def _mine(self) -> RankLocation:
         waits_for, behind = self.waits_for, None if self.gpu is None else self.gpu.behind()
         if not waits_for and behind is not None:
-            # Since when is seen by the number: it changes as long as the GPU moves on.
+            # The number shows since when: it changes as long as the GPU makes progress.
             return replace(self._board.mine(behind[1], -2 - behind[0], self._others), on_gpu=True)
         return self._board.mine(self.place, self._moves, waits_for)
 
@@ -127,7 +127,7 @@ class Lookout:
         verdict = self._find_failure()
         stays = mine.at_seconds > 2 * self._beat
         if self.gpu is not None and stays and not mine.waits_for:
-            self.gpu.ask()  # Its host may wait for it where nothing says so.
+            self.gpu.ask()  # Its host may wait for it at an unmarked place.
         if verdict is None and stays and mine.waits_for:
             stall = find_stall(self._board.read(mine), self.rank, self._limit)
             if stall is not None:

@@ -38,7 +38,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "model": ("pp", "tp"),
     "world": ORDER,
 }
-#: Groups for experts: the ranks that share them out, and those that hold the same ones.
+#: Groups for experts: the ranks that they are sharded over, and those that hold the same ones.
 EXPERT_GROUPS = ("ep", "expert_gradients")
 
 
@@ -58,13 +58,13 @@ class Mesh:
     groups: Mapping[str, Group] = field(repr=False)
 
     def group(self, name: str) -> Group:
-        """The group of this rank that has this name."""
+        """Return the group of this rank with this name."""
         if name not in self.groups:
             raise unknown("group", name, self.groups)
         return self.groups[name]
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """The ranks, in the world, of this rank's group."""
+        """Return the world's ranks of this rank's group."""
         handle = self.group(name).handle
         return (self.rank,) if handle is None else tuple(dist.get_process_group_ranks(handle))
 
@@ -111,14 +111,14 @@ def _grid(plan: Plan) -> torch.Tensor:
 
 
 class Replica(NamedTuple):
-    """One of the data parallel replicas of a plan: which, and of how many."""
+    """One of the data parallel replicas of a plan: its index, and their number."""
 
     replica: int
     num_replicas: int
 
 
 def replicas_of(plan: Plan) -> list[Replica]:
-    """Of each rank of a plan, in order, the replica that it is a part of."""
+    """Return the replica of each rank of a plan, in order."""
     grid = _grid(plan)
     parts = grid.unbind(ORDER.index("dp"))
     places = {rank: place for place, part in enumerate(parts) for rank in part.flatten().tolist()}
@@ -126,15 +126,15 @@ def replicas_of(plan: Plan) -> list[Replica]:
 
 
 def places_together(plan: Plan) -> list[int]:
-    """Of each rank of a plan, in order, a number that it shares with those it computes one forward with: those of its
-    replica that have the same stages."""
+    """Return for each rank of a plan, in order, a number that it shares with the ranks that compute one forward
+    together: those of its replica with the same stages."""
     grid = _grid(plan).movedim((ORDER.index("dp"), ORDER.index("pp")), (0, 1)).flatten(2).flatten(0, 1)
     places = {rank: place for place, ranks in enumerate(grid.tolist()) for rank in ranks}
     return [places[rank] for rank in range(plan.num_ranks)]
 
 
 def agree_on(plan: Plan, watch: Watch) -> None:
-    """Find ranks with another plan before anything else is done: one of them says so, and all stop."""
+    """Detect ranks with another plan before anything else is done: one of them reports it, and all stop."""
     plans = watch.exchange(str(plan), "the comparison of plans")
     different = next((other for other, text in enumerate(plans) if text != plans[0]), None)
     if different is None:
@@ -152,7 +152,7 @@ def _along(grid: torch.Tensor, axes: Sequence[str]) -> list[tuple[int, ...]]:
 def _expert_parts(
     grid: torch.Tensor, plan: Plan, *, experts_over_tp: bool
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Ranks that share out the experts, and ranks that hold the same ones."""
+    """Return the ranks that experts are sharded over, and the ranks that hold the same ones."""
     among = ("dp", "cp", "tp") if experts_over_tp else ("dp", "cp")
     alike = _along(grid, among)
     if len(alike[0]) % plan.ep:
@@ -196,7 +196,7 @@ class Replicas:
 
     @property
     def count(self) -> int:
-        """How many ranks hold the same parameters."""
+        """The number of ranks that hold the same parameters."""
         return self.shard.size * self.copies.size
 
 

@@ -22,7 +22,7 @@ _FOREVER = timedelta(days=1)
 
 
 class Sent(NamedTuple):
-    """A tensor on its way, as part of a message, and the rank of the world that it goes to."""
+    """A tensor in transit, as part of a message, and its destination rank in the world."""
 
     work: Any
     tensor: Tensor
@@ -31,7 +31,7 @@ class Sent(NamedTuple):
 
 
 class WaitingOutbox:
-    """For gloo. The newest are held; those before them are a thread's, which waits for them first to last."""
+    """For gloo. The newest are held; a thread waits for those before them, in order."""
 
     def __init__(self, watch: Watch | None, held_bytes: int = _HELD_BYTES) -> None:
         self._watch, self._most_bytes = watch, held_bytes
@@ -69,7 +69,7 @@ class WaitingOutbox:
         self._num_bytes = 0
 
     def close(self) -> None:
-        """Hold nothing any more."""
+        """Release everything."""
         self._newest.clear()
         self._last_waited = None
         if self._thread is not None:
@@ -103,7 +103,7 @@ class WaitingOutbox:
                 item.work.wait(_FOREVER)
             except RuntimeError as error:
                 self._broken = (error, item.peer)
-            # No name may keep what has arrived while the queue is empty.
+            # While the queue is empty, no local variable may keep an arrived tensor alive.
             self._oldest = None
             del item
 
@@ -111,8 +111,8 @@ class WaitingOutbox:
 class StreamWork:
     """Work of NCCL, which runs on a stream of the device.
 
-    Waited for with a limit, it would hold up the host until it has ended. Without one, what is computed next waits for
-    it on the device, and the host goes on.
+    A wait with a timeout would block the host until it has ended. Without one, later computation waits for it on the
+    device, and the host continues.
     """
 
     __slots__ = ("_work",)
@@ -125,10 +125,10 @@ class StreamWork:
 
 
 class StreamOutbox:
-    """For NCCL, whose work runs on a stream and knows whether it is done.
+    """For NCCL, whose work runs on a stream and can be polled.
 
-    A tensor that is let go of once its work is done, or once the stream that computes waits for it, may be freed: its
-    memory is used again in the order of that stream.
+    A tensor may be freed once its work is done, or once the computing stream waits for it: its memory is reused in the
+    order of that stream.
     """
 
     def __init__(self) -> None:

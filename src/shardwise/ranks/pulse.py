@@ -29,12 +29,12 @@ from shardwise.ranks.lookout import LOST
 from shardwise.ranks.rank_error import RankError, decode, encode
 from shardwise.torch_private import Store
 
-#: Where it is said that a rank is silent.
+#: Where a silent rank is reported.
 SILENT = "shardwise/silent"
-#: Longer than a watch waits, which says more, and looks at a rank only when it has waited for it for a moment. With
-#: what follows, others know of it within 30 s.
+#: Longer than the limit of a watch, which reports more, and observes a rank only after waiting for it for a moment.
+#: With what follows, other ranks know of it within 30 s.
 SILENT_SECONDS = LIMIT_SECONDS + 3.0
-#: What a process has to end by itself, after a rank was found to be silent.
+#: The time that a process has to end by itself, after a rank was found to be silent.
 _END_SECONDS = 2.0
 _BEAT_SECONDS = 1.0
 _SETTLE_SECONDS = 3.0
@@ -44,12 +44,12 @@ _FRAME = re.compile(r'^  File "(.*)", line .* in (.*)$', re.MULTILINE)
 
 
 class Pulse:
-    """One process's sign of life, until it ends. `tells`: it says itself on stderr why it is ended."""
+    """The heartbeat of one process, until it ends. `tells`: it reports on stderr why it is ended."""
 
     def __init__(
         self, store: Store, rank: int, num_ranks: int, *, limit_seconds: float = SILENT_SECONDS, tells: bool = False
     ) -> None:
-        # A client of its own, as a watch has.
+        # A separate client, as for a watch.
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._rank, self._num_ranks, self._limit, self._tells = rank, num_ranks, limit_seconds, tells
         self._beat = min(_BEAT_SECONDS, limit_seconds / 4)
@@ -58,11 +58,11 @@ class Pulse:
         self._main = threading.main_thread().ident
         self._thread = threading.Thread(target=self._live, name="shardwise-pulse", daemon=True)
         self._thread.start()
-        # As of a watch: a thread that comes back from a call of the store while Python ends is taken for a crash.
+        # As for a watch: a thread that returns from a call of the store while Python ends is taken for a crash.
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Say that this process has ended."""
+        """Report that this process has ended."""
         self._closed.set()
         self._thread.join(_SETTLE_SECONDS)
         atexit.unregister(self.close)
@@ -75,7 +75,7 @@ class Pulse:
                 self._store.set(key_of(self._rank), json.dumps([number, self._place()]))
                 if self._next.is_too_long():
                     self._say()
-                if self._next.has_ended:  # Then the one after it is ours to look at.
+                if self._next.has_ended:  # Then observe the one after it.
                     self._next = Silence(self._store, (self._next.rank + 1) % self._num_ranks, self._limit)
                 if self._store.check([SILENT]):
                     self._end()
@@ -101,17 +101,17 @@ class Pulse:
         os._exit(1)
 
     def _place(self) -> str:
-        """Where the main thread is, in files of ours."""
+        """Return where the main thread is, in our own files."""
         with tempfile.TemporaryFile() as file:
-            # Not from `sys._current_frames`: up to Python 3.11 it makes objects while it holds a lock of all threads.
-            # If the collector runs then and lets go of one that needs that lock, no thread ever runs again.
+            # Not from `sys._current_frames`: up to Python 3.11 it creates objects while it holds a lock of all threads.
+            # If the garbage collector runs then and frees an object that needs that lock, no thread ever runs again.
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             return place_in(file.read().decode(errors="replace"), self._main or 0)
 
 
 def place_in(stacks: str, thread: int) -> str:
-    """Where a thread is, in files of ours, by what `faulthandler` has written of all threads."""
+    """Return where a thread is, in our own files, from `faulthandler`'s dump of all threads."""
     _, _, stack = stacks.partition(f"hread 0x{thread:0{2 * struct.calcsize('P')}x} ")
     for file, function in _FRAME.findall(stack.partition("\n\n")[0]):
         path = Path(file)
@@ -121,7 +121,7 @@ def place_in(stacks: str, thread: int) -> str:
 
 
 class Silence:
-    """How long a rank has been silent, by the clock of who looks: clocks of machines differ."""
+    """How long a rank has been silent, by the observer's clock: clocks of machines differ."""
 
     def __init__(self, store: Store, rank: int, limit_seconds: float) -> None:
         self.rank, self.has_ended = rank, False
@@ -130,13 +130,13 @@ class Silence:
         self._since = self._looked = time.monotonic()
 
     def is_too_long(self) -> bool:
-        """Look whether its count is another, and say whether it has been the same for too long.
+        """Check whether its counter has changed, and return whether it has been the same for too long.
 
-        One that has not joined yet may be slow to start, and has three times as long; known to be stopped, it has half.
+        A rank that has not joined yet may be slow to start, and has three times as long; a stopped one has half.
         """
         found = self._store.get(key_of(self.rank)) if self._store.check([key_of(self.rank)]) else None
         now = time.monotonic()
-        # Who was stopped himself, or could not reach the store, has not looked at all meanwhile.
+        # An observer that was stopped itself, or could not reach the store, has not observed anything meanwhile.
         if found != self._seen or now - self._looked > self._limit / 2:
             self._seen, self._since = found, now
         self._looked = now

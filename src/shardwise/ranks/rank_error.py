@@ -1,4 +1,4 @@
-"""What a rank's error is to everyone else, and how it is written down for them."""
+"""The error of a rank as other ranks see it, and its form in the store."""
 
 import json
 import traceback
@@ -8,7 +8,7 @@ from shardwise.errors import ShardwiseError
 
 
 class RankError(ShardwiseError):
-    """Another process failed: `rank` is the one that did, or that is missing."""
+    """Another process failed: `rank` is the one that failed or is missing."""
 
     def __init__(self, problem: str, *, remedy: str | None = None, rank: int | None = None) -> None:
         super().__init__(problem, remedy=remedy)
@@ -19,7 +19,7 @@ class RankError(ShardwiseError):
 
 
 def describe_failure(rank: int, error: BaseException) -> RankError:
-    """What a rank's own error is to everyone else: its rank, where it stood, its text and its traceback."""
+    """Return a rank's error as other ranks see it: its rank, its place, its text and its traceback."""
     place = next((f" {note}" for note in getattr(error, "__notes__", ()) if note.startswith("at ")), "")
     problem = error.problem if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
     story = "".join(traceback.format_exception(error)).rstrip().replace("\n", "\n    ")
@@ -28,10 +28,10 @@ def describe_failure(rank: int, error: BaseException) -> RankError:
 
 
 def encode(error: RankError) -> str:
-    """An error as it stands in the store."""
+    """Return an error in the form of the store."""
     return json.dumps({"problem": error.problem, "remedy": error.remedy, "rank": error.rank})
 
 
 def decode(text: bytes) -> RankError:
-    """The error that stands in the store."""
+    """Return the error from the form of the store."""
     return RankError(**json.loads(text))

@@ -1,4 +1,4 @@
-"""`sw.replica_of`: which rows a process is to load, where every replica loads its own."""
+"""`sw.replica_of`: which rows a process has to load, if every replica loads its own."""
 
 import torch.distributed as dist
 
@@ -8,13 +8,13 @@ from shardwise.ranks.worker import join_if_launched
 
 
 def replica_of(plan: Plan | str) -> Replica:
-    """The data parallel replica of a plan that this process is a part of, and how many there are.
+    """Return the index of the data parallel replica that this process belongs to, and the number of replicas.
 
     index, count = sw.replica_of(plan)
     sampler = DistributedSampler(data, num_replicas=count, rank=index)
 
     Ranks of one replica (tp, pp, cp) have the same index: they load the same rows. Under `torchrun` the processes are
-    joined here, if the script has not. Alone there is one replica.
+    joined here, if the script has not done so. A single process is the only replica.
     """
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     join_if_launched()

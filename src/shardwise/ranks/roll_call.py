@@ -1,12 +1,12 @@
-"""Which attempt at a run this is: one word for all ranks that `torchrun` has started together.
+"""The name of this attempt at a run: one word for all ranks that `torchrun` has started together.
 
-It keeps one store for all attempts, and counts restarts on each machine by itself: one that came later has counted
-fewer. So the first rank draws a word, and all that are there answer to it, each with a token of its own:
+`torchrun` keeps one store for all attempts, and counts restarts on each machine separately: a machine that joined later
+has counted fewer. So the first rank draws a word, and all ranks answer to it, each with its own token:
 
     rank 0    attempt = W                       waits for W/here/1, W/here/2 ...      W/go = all tokens
     rank 1    reads W, W/here/1 = its token                     waits for W/go with its token
 
-A word of an earlier attempt has no `go` with this rank's token, and is waited out.
+A word of an earlier attempt has no `go` with this rank's token, so it is waited out.
 """
 
 import json
@@ -22,7 +22,7 @@ _LOOK_SECONDS, _PATIENCE_SECONDS = 0.02, 300.0
 
 
 def agree_on_attempt(store: Store, rank: int, num_ranks: int, patience: float = _PATIENCE_SECONDS) -> str:
-    """The word of this attempt. Every rank calls this alike."""
+    """Return the word of this attempt. Every rank calls this alike."""
     return _call(store, num_ranks, patience) if rank == 0 else _answer(store, rank, patience)
 
 

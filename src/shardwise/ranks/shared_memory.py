@@ -36,20 +36,20 @@ from shardwise.ranks import objects
 
 #: The largest message for this path: for a larger one, gloo's threads, which move it beside computation, pay off.
 MOST_BYTES = 16 * 2**20
-# A receiver reports after so many bytes, or so many messages, read: a Linux socket holds about 270 unread messages.
+# A receiver reports after this many bytes, or this many messages, read: a Linux socket holds about 270 unread messages.
 _TELL_AFTER_BYTES = 2**18
 _TELL_AFTER = 64
-# Two messages fit, and as much beside them as may be read without a word of it: else the largest could wait for good.
+# Two messages fit, and as much as may be read before it is reported: otherwise the largest could wait forever.
 _HALF_BYTES = 2 * MOST_BYTES + 4 * _TELL_AFTER_BYTES
 _ALIGNMENT = 64
-# What is told on the socket: a tag, and of a message where it lies and its bytes.
+# What is sent on the socket: a tag, and for a message its offset and its bytes.
 _TOLD = struct.Struct("<QQQ")
-# Python ignores the signal of a closed socket anyway; not every system can be asked for none.
+# Python ignores the signal of a closed socket anyway; not every system has the flag.
 _AT_ONCE = int(getattr(socket, "MSG_DONTWAIT", 0)) | int(getattr(socket, "MSG_NOSIGNAL", 0))
 _WHOLE = int(getattr(socket, "MSG_WAITALL", 0))
 #: Memory without a name, given to another process over a socket: Linux has it. Elsewhere messages go through the group.
 _NEEDED = ((os, "memfd_create"), (socket, "send_fds"), (socket, "AF_UNIX"))
-_READ = 0  # The tag that tells how many messages were read.
+_READ = 0  # The tag of a report of how many messages were read.
 
 
 class Arrival:
@@ -71,7 +71,7 @@ class Arrival:
                 pair.listen()
 
     def fill(self, address: int, num_bytes: int) -> None:
-        """Take the message from where it lies."""
+        """Copy the message from its offset."""
         if num_bytes != self.num_bytes:
             raise RuntimeError(f"a message of {num_bytes} bytes came where one of {self.num_bytes} was expected")
         ctypes.memmove(self.message.data_ptr(), address, num_bytes)
@@ -89,7 +89,7 @@ class Pair:
         first = ctypes.addressof(self._bytes)
         self._out, self._in = (first, first + _HALF_BYTES) if writes_first_half else (first + _HALF_BYTES, first)
         self._room = _Room()
-        #: What was sent and found no room yet, with its tag.
+        #: Sent messages that did not fit yet, with their tags.
         self.pending: deque[tuple[Tensor, int]] = deque()
         self._wanted: dict[int, deque[Arrival]] = {}
         self._early: dict[int, deque[Tensor]] = {}
@@ -118,7 +118,7 @@ class Pair:
             self.behind.discard(self)
 
     def want(self, message: Tensor, tag: int) -> Arrival:
-        """Say where the next message of this tag shall lie."""
+        """Set where the next message of this tag is to be copied."""
         arrival = Arrival(self, message)
         early = self._early.get(tag)
         if early:
@@ -256,7 +256,7 @@ def meet(group: dist.ProcessGroup) -> dict[int, Pair]:
 
 
 def _listen(stack: contextlib.ExitStack, num_ranks: int) -> tuple[socket.socket | None, tuple[str, str] | None]:
-    """A socket that others of this machine can call, and its address; neither where that is not to be had."""
+    """Return a socket for other processes of this machine, and its address; None for both if that is impossible."""
     machine = Path("/proc/sys/kernel/random/boot_id")
     if not all(hasattr(*each) for each in _NEEDED) or not machine.exists():
         return None, None

@@ -164,7 +164,7 @@ class Ranks:
             theirs.close()
 
     def _begin(self, process: Any) -> None:
-        """Start a rank. The server that it is forked from may have been ended by whoever ends processes."""
+        """Start a rank. The fork server that it comes from may have been killed from outside."""
         try:
             process.start()
         except (EOFError, ConnectionError) as error:
@@ -209,7 +209,7 @@ class Ranks:
         return [reports[rank][0] for rank in range(self.devices)]
 
     def _read(self, rank: int) -> Any:
-        """A rank's report; if it ended without one, how."""
+        """Return a rank's report; if it ended without one, how it ended."""
         with contextlib.suppress(EOFError, OSError):
             # Not simply read to its end: what a dead rank has started may hold the other end of the pipe open.
             if self._calls[rank].poll():

@@ -40,7 +40,7 @@ class Wires:
     ranks: tuple[int, ...]
     #: The rank of this process in the world.
     rank: int
-    #: The watch that is told where this process stands, if there are others.
+    #: The watch that reports where this process is, if there are others.
     watch: Watch | None
     #: The ranks that hold the same dense weights, and those that hold the same experts.
     dense: Replicas

@@ -33,16 +33,16 @@ from shardwise.torch_private import PrefixStore, TCPStore
 
 #: How much later a rank under `torchrun` ends than the one whose failure it follows. It looks ten times a second.
 _LATER_SECONDS = 0.5
-#: How often a rank looks whether its agent is there.
+#: How often a rank checks whether its agent is there.
 _LOOK_SECONDS = 0.5
 _TELL_WITHIN = timedelta(seconds=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A rank's error, as it is told to the process that started it.
+    """A rank's error, as it is reported to the process that started it.
 
-    `when` is of the machine's monotonic clock. `follows` says that it looks like the consequence of another rank's.
+    `when` is by the machine's monotonic clock. `follows`: it looks like the consequence of another rank's error.
     """
 
     error: RankError
@@ -76,7 +76,7 @@ def serve(
             report = _run(rank, call)
             calls.send_bytes(_pickled(rank, report))
     except (EOFError, ConnectionError):
-        pass  # The other end was closed: there is no more to do.
+        pass  # The other end was closed: there is nothing left to do.
     except Exception as error:
         calls.send_bytes(_pickled(rank, _failed(rank, error)))
     _end_group()
@@ -106,9 +106,9 @@ def _join(rank: int, num_ranks: int, port: int, gpus: Gpus, silent_seconds: floa
 
 
 def choose_backend(place: int, num_places: int, gpus: Gpus = "own") -> str:
-    """How processes of one launcher talk: over NCCL too if there is a GPU for each, and then this one takes its own.
+    """Choose the backend of one launcher's processes: NCCL too if there is a GPU for each; then this one takes its own.
 
-    Where they are `shared`, there may be fewer than processes.
+    If GPUs are `shared`, there may be fewer than processes.
     """
     num_gpus = torch.cuda.device_count() if dist.is_nccl_available() and torch.cuda.is_available() else 0
     if not num_gpus or gpus == "none" or (num_places > num_gpus and gpus == "own"):
@@ -147,9 +147,9 @@ def join_if_launched() -> None:
 
 
 def _end_with_launcher() -> None:
-    """End this process when its agent is gone, however that ended: nobody would start it again, and
-    those that are started in its place would find it in their way."""
-    if not environment.is_from_standby():  # Else it ends with who stands for it.
+    """End this process when its agent is gone, however that ended: nothing would restart it, and its replacements would
+    collide with it."""
+    if not environment.is_from_standby():  # Otherwise it ends with the process that stands for it.
         threading.Thread(target=_look_for, args=(os.getppid(),), name="shardwise-agent", daemon=True).start()
 
 
@@ -160,7 +160,8 @@ def _look_for(parent: int) -> None:
 
 
 def is_first_to_tell(what: str = "") -> bool:
-    """Under `torchrun`: whether no other rank of this attempt has asked. Where its store does not answer, each is."""
+    """Under `torchrun`, whether no other rank of this attempt has asked. If the store does not answer, each is
+    first."""
     master = environment.find_master()
     assert master is not None, "only torchrun has such a store"
     try:
@@ -171,9 +172,9 @@ def is_first_to_tell(what: str = "") -> bool:
 
 
 def _tell_once(num_here: int) -> None:
-    """Let a rank that ends because another has failed say that in a line: the one that failed says where.
+    """Let a rank that ends because another has failed report that in one line: the failed one says where.
 
-    It waits a moment before it ends, so that `torchrun` sees that one end first, and calls it the cause.
+    It waits a moment before it ends, so that `torchrun` sees the failed one end first, and reports it as the cause.
     """
     before = sys.excepthook
     if getattr(before, "tells_once", False):
@@ -182,11 +183,11 @@ def _tell_once(num_here: int) -> None:
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         rank = environment.rank_under_torchrun()
         is_anothers = isinstance(error, RankError) and error.rank not in (None, rank)
-        # One on another machine has told it there.
+        # A rank on another machine has reported it there.
         is_here = isinstance(error, RankError) and _machine_of(error.rank or 0, num_here) == _machine_of(rank, num_here)
         is_told = is_anothers and is_here
         if isinstance(error, ShardwiseError) and not isinstance(error, RankError):
-            is_told = not is_first_to_tell(error.problem)  # What all ranks refuse alike.
+            is_told = not is_first_to_tell(error.problem)  # A refusal that all ranks raise alike.
         if not is_told:
             before(kind, error, trace)
             return

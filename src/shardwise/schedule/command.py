@@ -35,7 +35,7 @@ shardwise schedule 1f1b --stages 4 --microbatches 8 --save 1f1b.schedule --save 
 shardwise schedule --compare --stages 4 --microbatches 8
 """
 
-#: A drawing of more computations than this is no longer read; it can still be saved.
+#: Drawings of more computations than this are unreadable; they can still be saved.
 _MOST_DRAWN = 6000
 
 
@@ -109,7 +109,7 @@ def _get_schedule(arguments: argparse.Namespace) -> tuple[Schedule, Question]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # No file has a name so long.
+    except OSError:  # The text is too long for the name of a file.
         return False
 
 
@@ -191,7 +191,7 @@ def _render_numbers(outcome: Outcome, canvas: Canvas) -> None:
 
 
 def _ranks_of(ranks: list[int]) -> str:
-    """`0 1 2 3 2 1 0`: the ranks that a path goes through, each stay said once, the middle left out if it is long."""
+    """Return `0 1 2 3 2 1 0`: the ranks along a path without repetitions, with the middle of a long one left out."""
     stays = [rank for position, rank in enumerate(ranks) if position == 0 or ranks[position - 1] != rank]
     if len(stays) > 24:
         return " ".join([*map(str, stays[:12]), "...", *map(str, stays[-11:])])
@@ -199,7 +199,7 @@ def _ranks_of(ranks: list[int]) -> str:
 
 
 def _compare(arguments: argparse.Namespace) -> Answer:
-    """Make and play every schedule; those that cannot be made for the question are listed with the reason."""
+    """Make and simulate every schedule; list those that cannot be made, with the reason."""
     if arguments.name is not None or arguments.save:
         extra = arguments.name if arguments.name is not None else "--save"
         raise ShardwiseError(
@@ -214,7 +214,7 @@ def _compare(arguments: argparse.Namespace) -> Answer:
         except ShardwiseError as error:
             refused.append((name, error.problem.splitlines()[0]))
             if len(refused) == len(names()):
-                raise  # What even `auto` cannot do, nothing can.
+                raise  # If even `auto` fails, no schedule is possible.
     outcomes.sort(key=lambda entry: (entry[1].span, entry[1].makespan))
     data = {
         "num_stages": question.num_ranks,

@@ -68,7 +68,7 @@ class Instruction(NamedTuple):
     beside: "Instruction | None" = None
 
     def __str__(self) -> str:
-        """The text form, which `parse` reads back."""
+        """Return the text form, which `parse` reads back."""
         kind, stage, microbatch, peer, beside = self
         text = f"{stage}{kind}{microbatch}"
         if peer is not None:

@@ -92,7 +92,7 @@ def play_out(schedule: Schedule, question: Question) -> Outcome:
 
 
 def _steady_step(trace: Trace, num_steps: int) -> float:
-    """Seconds between the ends of the last two steps, all ranks having taken them."""
+    """Return the seconds between the ends of the last two steps, over all ranks."""
     ends = [0.0] * num_steps
     for event in trace.events:
         if event.lane is Lane.STEP:
@@ -101,7 +101,7 @@ def _steady_step(trace: Trace, num_steps: int) -> float:
 
 
 def names() -> list[str]:
-    """Every schedule that can be asked for."""
+    """Return every available schedule."""
     return [*CATALOGUE, "auto"]
 
 

@@ -78,11 +78,11 @@ class Placement:
         return tuple(tuple(sorted(stages)) for stages in found)
 
     def pipe(self, microbatch: int) -> tuple[int, ...]:
-        """The stages that a microbatch goes through, in order."""
+        """Return the stages that a microbatch goes through, in order."""
         return self.pipes[microbatch % len(self.pipes)]
 
     def with_skips(self, *skips: tuple[int, int]) -> "Placement":
-        """The same placement with values that jump over stages."""
+        """Return the same placement with values that skip stages."""
         for maker, user in skips:
             if not any(maker in pipe and user in pipe and pipe.index(maker) < pipe.index(user) for pipe in self.pipes):
                 raise ShardwiseError(
@@ -92,7 +92,7 @@ class Placement:
         return replace(self, skips=(*self.skips, *skips))
 
     def with_ties(self, *ties: tuple[int, ...]) -> "Placement":
-        """The same placement with groups of stages that share weights."""
+        """Return the same placement with groups of stages that share weights."""
         for tie in ties:
             wrong = [stage for stage in tie if not 0 <= stage < self.num_stages]
             if wrong or len(set(tie)) < 2:

@@ -18,7 +18,7 @@ from shardwise.units import counted
 #: Beyond this an answer takes minutes.
 _MOST_RANKS = 1024
 
-#: Beyond these, sums of times lose what a drawing shows. Any unit will do, so nobody needs them.
+#: Beyond these, sums of times lose digits that a drawing shows. Any unit can be chosen, so they are not needed.
 _LEAST, _MOST = 1e-12, 1e12
 
 
@@ -117,7 +117,7 @@ def read_stage_times(path: Path, num_ranks: int, pair: float | None = None) -> t
 
 
 def read_file(path: Path, what: str, remedy: str) -> str:
-    """The text of a file that a user names. `what` is what errors call it."""
+    """Return the text of a user's file. `what` is its name in errors."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
@@ -135,7 +135,7 @@ def _text_rows(text: str) -> list[tuple[str, list[str]]]:
 
 
 def _json_rows(text: str, path: Path) -> list[tuple[str, list[str]]]:
-    """A list with `[1, 1.2, 0.8]` or `{"F": 1, "I": 1.2, "W": 0.8}` for each stage."""
+    """Return a list with `[1, 1.2, 0.8]` or `{"F": 1, "I": 1.2, "W": 0.8}` for each stage."""
     try:
         entries = json.loads(text)
         if not isinstance(entries, list):

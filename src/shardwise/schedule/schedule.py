@@ -78,9 +78,9 @@ class Schedule:
         return {(ranks[each.stage], ranks[each.peer]) for each in every if each.kind in SENDS and each.peer is not None}
 
     def step_of(self, microbatch: int) -> int:
-        """The step that a microbatch's gradient belongs to."""
+        """Return the step that a microbatch's gradient belongs to."""
         return microbatch // self.num_microbatches
 
     def with_orders(self, orders: Sequence[Sequence[Instruction]]) -> "Schedule":
-        """The same schedule with other instructions."""
+        """Return the same schedule with other instructions."""
         return replace(self, orders=tuple(tuple(order) for order in orders))

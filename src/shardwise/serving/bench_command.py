@@ -1,4 +1,4 @@
-"""`shardwise bench`: how fast a server answers."""
+"""`shardwise bench`: measure how fast a server answers."""
 
 import argparse
 import asyncio
@@ -79,7 +79,7 @@ async def _measure_all(address: Address, arguments: argparse.Namespace, rates: l
 
 
 async def _find_vocabulary(address: Address) -> int | None:
-    """How many tokens the model knows, where its server says so."""
+    """Return the size of the model's vocabulary, if its server reports it."""
     models: Any = await address.get("/v1/models")
     size = models["data"][0].get("vocabulary_size")
     return int(size) if size else None

@@ -28,7 +28,7 @@ class Layers(Protocol):
         """Return the logits of one token per row, without waiting for the host. A row of length 0 is padding."""
 
     def mixed(self, inputs: Inputs, *, in_pieces: bool) -> Tensor:
-        """Return the logits of the tokens that want them; with `in_pieces`, by piecewise graphs if there are any."""
+        """Return the logits of the tokens that need them; with `in_pieces`, by piecewise graphs if there are any."""
 
 
 def can_be_launched(model: Transformer, cache: KVCache) -> bool:

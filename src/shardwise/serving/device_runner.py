@@ -31,7 +31,7 @@ def make_runner(model: Transformer, cache: KVCache, *, max_running: int, max_len
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """Tokens on their way to the host."""
+    """Tokens in transit to the host."""
 
     tokens: Tensor
     event: torch.cuda.Event | None

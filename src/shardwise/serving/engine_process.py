@@ -176,7 +176,7 @@ class EngineProcess:
                 raise self._gone() from None
 
     def _take_news(self, seconds: float) -> list[Token] | None:
-        """Return the tokens of the next finished step, or None if none finishes within so many seconds."""
+        """Return the tokens of the next finished step, or None if none finishes within this many seconds."""
         news = self._receive(seconds)
         if news is None:
             return None

@@ -32,7 +32,7 @@ _HEAD_BYTES = 16
 #: dropped: blocks that leave the cache later were requested later, or are nearer to the beginning of their prefix, and
 #: a block behind a missing one cannot be found.
 _MOST_WRITES = 256
-#: Places for blocks that are read ahead: at most so many, and at most so many bytes.
+#: Places for blocks that are read ahead: at most this many, and at most this many bytes.
 _MOST_READS, _MOST_READ_BYTES = 64, 256 * 2**20
 _WRITERS, _READERS = 4, 8
 

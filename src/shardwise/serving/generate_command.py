@@ -1,4 +1,4 @@
-"""`shardwise generate`: a file of requests answered without a server."""
+"""`shardwise generate`: answer a file of requests without a server."""
 
 import argparse
 import json

@@ -100,7 +100,7 @@ class KVCache(Protocol):
 
 
 def block_bytes(settings: Settings, num_layers: int, dtype: torch.dtype, block_size: int, tp: int = 1) -> int:
-    """Return the bytes of one block on a rank with so many layers and 1/`tp` of the heads."""
+    """Return the bytes of one block on a rank with this many layers and 1/`tp` of the heads."""
     sizes = settings.attention
     if isinstance(sizes, Latent):
         return num_layers * block_size * (sizes.kv_rank + sizes.rope_dim) * dtype.itemsize

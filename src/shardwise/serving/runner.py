@@ -1,4 +1,4 @@
-"""Compute one step: pieces of sequences to inputs, inputs through the model, logits of the tokens that want them."""
+"""Compute one step: pieces of sequences to inputs, inputs through the model, logits of the tokens that need them."""
 
 from collections.abc import Sequence as Several
 from dataclasses import replace
@@ -75,7 +75,7 @@ def prepare(pieces: Several[Piece], block_size: int, device: torch.device) -> In
 
 
 def wanted_of(piece: Piece, begin: int = 0) -> list[int]:
-    """Return which tokens of a piece want logits: those of the prompt if requested, and the last."""
+    """Return which tokens of a piece need logits: those of the prompt if requested, and the last."""
     sequence, end = piece.sequence, piece.start + piece.count
     if sequence.request.sampling.prompt_logprobs is None:
         return [begin + piece.count - 1] if piece.is_last else []

@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def load_to_serve(arguments: argparse.Namespace) -> Any:
-    """Load the engine in its own process; with a recorder of what its requests wait for, if asked."""
+    """Load the engine in its own process; if requested, with a recorder of the waiting times of requests."""
     engine = load_as_told(arguments)
     if arguments.record is None:
         return engine
@@ -96,7 +96,7 @@ def _make_server(engine: "EngineProcess", arguments: argparse.Namespace, key: st
 
 
 def _tell_ready(engine: "EngineProcess", server: "Server", url: str, *, as_json: bool) -> None:
-    """Print the one line that programs wait for, or a few for a person."""
+    """Print one line of JSON for programs, or a few lines for people."""
     summary, served = engine.summary, server.served
     if as_json:
         data: dict[str, Any] = {

@@ -13,7 +13,7 @@ For each size the minimum of the last few counts: some steps waited for a compil
 
 from collections import deque
 
-#: Up to so many tokens, a step may take as long as one with fewer.
+#: Up to this many tokens, a step may take as long as one with fewer.
 _FLAT = 1024
 _KEPT = 4
 
@@ -40,7 +40,7 @@ class Speeds:
         kept.append((seconds / num_tokens, num_tokens))
 
     def compute(self, num_blocks: int) -> float | None:
-        """Return the seconds per block of computing so many blocks."""
+        """Return the seconds per block of computing this many blocks."""
         wanted = num_blocks * self._block_size
         if not self._steps:
             return None if self.predicted is None else self.predicted * self._block_size
@@ -49,6 +49,6 @@ class Speeds:
         return rate * num_tokens / max(num_tokens, min(wanted, _FLAT)) * self._block_size
 
     def is_faster(self, tier: str, num_blocks: int) -> bool:
-        """Whether reloading so many blocks is faster than computing them, as far as both are known."""
+        """Whether reloading this many blocks is faster than computing them, as far as both are known."""
         load, compute = self.seconds.get(tier), self.compute(num_blocks)
         return load is None or compute is None or load < compute

@@ -23,7 +23,7 @@ from shardwise.serving.eviction import Arc
 from shardwise.serving.file_tier import FileTier
 from shardwise.serving.host_places import HostPlaces
 
-#: Places for blocks on their way to files: at most so many, and at most so many bytes.
+#: Places for blocks on their way to files: at most this many, and at most this many bytes.
 _MOST_LEAVING, _MOST_LEAVING_BYTES = 256, 512 * 2**20
 _FLUSHED_AT_ONCE = 16
 
@@ -195,7 +195,7 @@ class TierStore:
         self._copies.fence()
 
     def least_seconds(self, num_blocks: int) -> float:
-        """Return the link's time for so many blocks: on a GPU `bring` only launches the copies."""
+        """Return the link's time for this many blocks: on a GPU `bring` only launches the copies."""
         return num_blocks * self._block_seconds
 
     def prefetch(self, names: Sequence[bytes]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.tier_speeds import Speeds
 
-#: One of so many refusals is tried anyway: a tier that was slow once may be fast by now.
+#: One in this many refusals is tried anyway: a tier that was slow once may be fast by now.
 _TRY_AGAIN = 64
 #: Blocks that are reloaded at once: while one batch is being copied to the device, room is made for the next. From
 #: files only a few, after which the decision is made again; but more of them are read ahead.
@@ -26,7 +26,7 @@ _AT_ONCE = {"host": 32, "files": 8}
 _READ_AHEAD = 64
 #: How much later than by recomputing everything a prompt may be ready if its blocks did not come in time from files.
 _LATER = 0.02
-#: Blocks that are copied out ahead while a step runs: so many, plus as many as the step fills.
+#: Blocks that are copied out ahead while a step runs: this many, plus as many as the step fills.
 _AHEAD_IN_A_STEP = 8
 
 
@@ -67,7 +67,7 @@ class Store(Protocol):
         """Wait for all copies."""
 
     def least_seconds(self, num_blocks: int) -> float:
-        """Return the least seconds until so many blocks arrive, where `bring` does not wait for them."""
+        """Return the least seconds until this many blocks arrive, where `bring` does not wait for them."""
 
     def prefetch(self, names: Sequence[bytes]) -> None: ...
 
@@ -195,7 +195,7 @@ class Tiers:
         return is_moved
 
     def _num_worth_it(self, tier: str, num_blocks: int) -> int:
-        """Return how many of so many blocks to reload before deciding again."""
+        """Return how many of this many blocks to reload before deciding again."""
         if not self._measured:
             return num_blocks
         if self.speeds.is_faster(tier, num_blocks):

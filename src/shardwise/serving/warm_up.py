@@ -84,7 +84,7 @@ def _steps(max_running: int) -> Iterator[tuple[Several[tuple[int, int]], int]]:
 
 
 def _piece(start: int, count: int, block_size: int, top_k: int) -> Piece:
-    """Make a piece of a sequence with so many tokens; all of its blocks are block 0."""
+    """Make a piece of a sequence with this many tokens; all of its blocks are block 0."""
     num_tokens = start + count
     request = Request(id="", prompt=(0,), sampling=Sampling(max_tokens=1, temperature=0.6, top_k=top_k))
     sequence = Sequence(

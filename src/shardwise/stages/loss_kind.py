@@ -11,17 +11,17 @@ from shardwise.errors import ShardwiseError
 from shardwise.stages.rows import nodes
 from shardwise.stages.stage import Batch
 
-#: What to write where parts of a batch do not tell its loss.
+#: What to write if the losses of parts do not determine that of the batch.
 REMEDY = (
     "return the sum and the number that it is summed over: return total, number;"
     " or return loss, 1 if the mean of each part's loss is meant"
 )
-#: Of a pair whose second is computed from the module's output.
+#: For a pair whose number is computed from the module's output.
 LEARNED_NUMBER = (
     "the number that the loss is summed over has a gradient itself, as it is computed with parameters, and the sum over"
     " all parts of a batch is divided by it only when all backwards are over"
 )
-#: Of a pair whose first does not add up.
+#: For a pair whose sum does not add up.
 REMEDY_OF_PARTS = (
     "rows that are computed each by itself; a number that the module returns beside them; or return total / number, 1"
     " if each part of a batch by itself is meant"
@@ -35,7 +35,7 @@ REMEDY_OF_LEARNED = "number.detach(), if it is not to be learned; or a plan with
 
 
 class LossKind(Enum):
-    """What parts of a loss are weighed by; the value says it in words."""
+    """How the losses of parts are weighted. The value is a description."""
 
     PAIR = "a sum and its number: parts are added up, and divided by the sum of their numbers"
     BESIDE = (

@@ -48,9 +48,9 @@ from shardwise.stages.trial_run import Context, Run, Runs, Trial, is_finite
 
 #: Other ways to hide parts of an entry: in one row only, the first token, every second token.
 _OTHER_WAYS: tuple[dict[str, Any], ...] = ({"rows": 1}, {"tokens": slice(0, 1)}, {"tokens": slice(None, None, 2)})
-#: About so many whole numbers of an entry are put in the place of others.
+#: About this many integers are tried as replacements in an entry.
 _MOST_WORDS = 12
-#: Outputs of more numbers are not tried on the host.
+#: Outputs with more elements than this are not tried on the host.
 _MOST_ON_HOST = 2**27
 
 
@@ -79,14 +79,14 @@ def try_loss(
         first = find_longer(trial, example, three, seen, first)
     if first.problem is None and first.kind is not LossKind.UNTRIED:
         return first if first.apart else first._replace(decides=trial.decides(three, two_and_one(three, seen)[1]))
-    # Perhaps something is as long as the batch by chance, and no part of the rows.
+    # Perhaps an entry is as long as the batch by chance, and is not cut along its rows.
     for path in sorted(seen.paths):
         fewer = Seen(seen.length, seen.paths - {path})
         if fewer.paths:
             found = _outcome(trial, three_rows(example, fewer), fewer)
             if found.problem is not None or not found.depends:
                 continue
-            if first.failed:  # With a part of it nothing can be computed at all.
+            if first.failed:  # Nothing can be computed from a part of this entry.
                 return found._replace(tables=(path,))
             remedy = f"batch[{path!r}] = sw.whole(batch[{path!r}]) if it has no entry for each row; else {first.remedy}"
             return first._replace(remedy=remedy)
@@ -95,8 +95,8 @@ def try_loss(
 
 
 def _in_pairs(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:
-    """Refuse rows that see each other two by two, where a part has an odd number of them: of three rows the first two
-    are a pair."""
+    """Refuse rows that interact in pairs if a part has an odd number of rows. The first two of three rows are a
+    pair."""
     if tried.kind not in (LossKind.ROWS, LossKind.LABELS, LossKind.SUM):
         return tried
     try:
@@ -111,12 +111,12 @@ def _in_pairs(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:
 
 
 def at_first(for_all: bool) -> Context:
-    """What the first runs of a trial are run in: who tries for all ranks must not wait for them there."""
+    """Return the context for the first runs of a trial: a rank that tries for all must not wait for the others."""
     return NoCollectives if for_all else nullcontext
 
 
 def _of_parts(trial: Trial, example: Batch, seen: Seen, first: Tried) -> Tried:
-    """Refuse what computes all rows, and fails on one half of them: offsets into another entry, say."""
+    """Refuse a module or loss that takes all rows but fails on half of them, for example with offsets as an entry."""
     half = seen.length // 2
     if not first.failed or not half:
         return first
@@ -138,7 +138,7 @@ def _of_parts(trial: Trial, example: Batch, seen: Seen, first: Tried) -> Tried:
 
 
 def _by_halves(trial: Trial, example: Batch, seen: Seen) -> Tried | None:
-    """The same for what cannot be told of three rows, two and one: rows in pairs, the worst two of a batch."""
+    """Try halves of more rows if three rows are not conclusive: rows in pairs, the worst two of a batch."""
     for number in sorted(each for each in {4, 8, seen.length} if 1 < each <= seen.length):
         half = number - number // 2
         try:
@@ -164,10 +164,10 @@ def _outcome(trial: Trial, three: Batch, seen: Seen) -> Tried:
     two, one = two_and_one(three, seen)
     try:
         runs = whole, large, small = trial.run(three), trial.run(two), trial.run(one)
-    except Exception:  # Whoever runs the whole example says what is wrong, if it is.
+    except Exception:  # If something is wrong, the run of the whole example will report it.
         return Tried(LossKind.UNTRIED, failed=True)
     if not all(map(is_finite, runs)):
-        # What is finite for all rows and not for some of them is divided by something that these lack.
+        # Finite for all rows but not for some of them: those rows make a divisor zero.
         return Tried(LossKind.UNTRIED, mismatch(*runs) if is_finite(whole) else None)
     remembered = trial.remembers((two, large), (one, small))
     if remembered is not None:
@@ -192,7 +192,7 @@ def _outcome(trial: Trial, three: Batch, seen: Seen) -> Tried:
 def try_backward(
     module: nn.Module, loss: Loss, example: Batch, rule: RowRule, precision: Context, *, for_all: bool = False
 ) -> Tried:
-    """Only whether backwards of parts can be those of the whole: for a loss that has to be a pair anyway."""
+    """Try only whether backwards of parts add up to that of the whole, for a loss that has to be a pair anyway."""
     seen = rule.look(example)
     tried, three = Tried(LossKind.UNTRIED), three_rows(example, seen)
     try:
@@ -211,10 +211,10 @@ def _of_backward(tried: Tried, whole: Run, bent: str | None) -> Tried:
 
 
 def _spread_out(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried:
-    """The same of outputs that are moved apart: what counts rows by their outputs counts others then."""
+    """Try again with the outputs scaled apart: a loss that selects rows by their outputs then selects others."""
     if tried.problem is not None or tried.kind is LossKind.UNTRIED or not _is_small(runs[0].output):
         return tried
-    if tried.inside:  # The module has computed the loss: it is an output, and is not computed again.
+    if tried.inside:  # The module computes the loss itself, so other outputs would not change it.
         return tried
     two, one = two_and_one(three, seen)
     for factors in WAYS:
@@ -224,7 +224,7 @@ def _spread_out(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
         try:
             whole, large = trial.run(three, output=outputs[0]), trial.run(two, output=outputs[1])
             now = whole, large, trial.run(one, output=outputs[2])
-        except Exception:  # Outputs that are probabilities, say, are none any more.
+        except Exception:  # Scaled outputs may be invalid, for example as probabilities.
             continue
         if is_finite(whole) and not _fits_as(tried, three, seen, now):
             return tried._replace(problem=f"what counts is decided by outputs: with others {mismatch(*now)}")
@@ -232,7 +232,7 @@ def _spread_out(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
 
 
 def _by_slopes(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried:
-    """The same of gradients: what is a constant to autograd may be one of all rows."""
+    """Try again with gradients: a value that is constant for autograd may depend on all rows."""
     is_told = tried.kind not in (LossKind.UNTRIED, LossKind.BESIDE) and not (tried.apart or tried.inside)
     if (
         tried.problem is not None
@@ -246,20 +246,20 @@ def _by_slopes(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
             if _fits_as(tried, three, seen, slopes):
                 continue
             if trial.run(three, seed=1).total != runs[0].total:
-                break  # It draws, and other numbers for other rows.
+                break  # The loss draws at random, so other rows get other draws.
             whole, large, small = (each.total for each in slopes)
             return tried._replace(
                 problem=f"parts of a batch have the loss of the whole, but not its gradient: along the outputs of"
                 f" {NUM_ROWS} rows it is {whole:.6g}, of {FIRST} of them {large:.6g} and of the other {small:.6g}. A"
                 " number of all rows is a constant in it (detach(), item())"
             )
-    except Exception:  # There is no gradient by its outputs alone.
+    except Exception:  # The loss has no gradient with respect to its outputs alone.
         return tried
     return tried
 
 
 def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried:
-    """The same in training mode, where the forward may see more than its own rows, and there is a backward."""
+    """Try again in training mode, where rows may interact in the forward, and there is a backward."""
     if tried.problem is not None or tried.kind is LossKind.UNTRIED:
         return tried
     try:
@@ -269,11 +269,11 @@ def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Trie
             return tried
         is_same = whole.total == runs[0].total and not whole.gradients
         if is_same or trial.run_in_training(three)[0].total != whole.total:
-            return tried  # It does the same in both modes, or something else whenever it is called.
+            return tried  # The same in both modes, or different in every call.
         large, small = (trial.run_in_training(each)[0] for each in two_and_one(three, seen))
         if whole.writes and not (_are_left_alike(whole, large) and _are_left_alike(whole, small)):
-            return tried  # Whoever compares what replicas write says so.
-    except Exception:  # Whoever trains says what is wrong.
+            return tried  # The comparison of the buffers of replicas reports this.
+    except Exception:  # Training will report what is wrong.
         return tried
     now = whole, large, small
     if any(each.has_drawn for each in now):
@@ -293,13 +293,13 @@ def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Trie
 
 
 def _are_left_alike(one: Run, other: Run) -> bool:
-    """Whether two forwards have left the same in buffers, whatever their rows: counts, and no means."""
+    """Whether two forwards of different rows left the same buffers: counts of calls, for example, but not means."""
     pairs = list(zip(one.left, other.left, strict=False))
     return len(one.left) == len(other.left) and all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
 
 def _fits_as(tried: Tried, three: Batch, seen: Seen, now: Runs) -> bool:
-    """Whether other runs are what the loss was found to be."""
+    """Whether other runs fit the kind that was found."""
     if tried.through is not None:
         return fits_by(*_weights(tried.through, three, seen), *now)
     kinds = {LossKind.PAIR: LossKind.SUM, LossKind.EVEN: LossKind.ROWS}
@@ -307,7 +307,7 @@ def _fits_as(tried: Tried, three: Batch, seen: Seen, now: Runs) -> bool:
 
 
 def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried:
-    """The same once masks hide something, and labels are ignored."""
+    """Try again with values hidden by masks and with ignored labels."""
     kind, all_at_once = tried.kind, None
     if kind is not LossKind.UNTRIED:
         all_at_once = trial.less(with_hidden(three, seen, 0), seen, runs, 1.0)
@@ -350,7 +350,7 @@ def _fits(kind: LossKind, whole: Run, large: Run, small: Run) -> bool:
 
 
 def _pair(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Tried:
-    """A sum and its number. The number may be anything that is meant, 1 say; a mean beside one that adds up is none."""
+    """Try a pair of a sum and its number. The number may be a constant such as 1. If it adds up, the sum has to."""
     whole, large, small = runs
     number, first, other = (each.number or 0.0 for each in runs)
     adds_up = abs(number - first - other) <= whole.tolerance * abs(number)
@@ -373,12 +373,12 @@ def _pair(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Tried:
 
 
 def _place(trial: Trial, three: Batch, one: Batch, tolerance: float) -> str:
-    """Where rows see each other."""
+    """Return where rows interact."""
     return first_across(trial.module, trial.run, three, one, tolerance) or "the loss"
 
 
 def _find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried | None:
-    """Which entry the loss is a mean over: parts are weighed by it, if that tells the loss of the whole."""
+    """Find the entry that the loss is a mean over: weighted by it, parts have to give the loss of the whole."""
     for path, value in _ways_to_hide(three, seen):
         hidden = with_hidden(three, seen, value, path)
         again = value in (None, 0) and not isinstance(value, float)
@@ -386,14 +386,14 @@ def _find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
         if less is None or (tried.kind is not LossKind.UNTRIED and _fits(tried.kind, *less)):
             continue
         if less[0].counts != runs[0].counts and tried.kind is not LossKind.UNTRIED:
-            continue  # It is torch's mean over labels that ignores them, which is counted in every batch.
+            continue  # Torch's mean over labels ignores these, and its labels are counted in every batch.
         row = next(int(each.numel()) for here, each in nodes(three) if here == path) // NUM_ROWS
         for first in (0, 1) if not isinstance(value, float) or math.isnan(value) else ():
             through = Through(path, first, value, max(1, row))
-            # Few tokens fit by chance: so it is hidden in other ways as well.
+            # With few tokens, weights may fit by chance, so the entry is hidden in other ways too.
             others = [with_hidden(three, seen, value, path, **how) for how in _OTHER_WAYS]
             tried_on = [(each, trial.less(each, seen, runs, again=again)) for each in others]
-            # Nor do other words count by what they are: a loss may leave out every fifth.
+            # Other integers must not change the weights: a loss may leave out every fifth class.
             words = [with_hidden(three, seen, each, path) for each in _words_of(three, path)] if _is_zero(value) else []
             tried_on += [(each, trial.less(each, seen, runs, again=False)) for each in words]
             cases = ((three, runs), (hidden, less), *tried_on)
@@ -422,7 +422,7 @@ def _is_zero(value: float | None) -> bool:
 
 
 def _words_of(three: Batch, path: str) -> list[int]:
-    """Whole numbers that an entry may have, a few."""
+    """Return a few integers within the range of an entry."""
     entry = next(value for here, value in nodes(three) if here == path)
     most = int(entry.max())
     return sorted({1 + (most - 1) * number // _MOST_WORDS for number in range(_MOST_WORDS + 1)} if most > 0 else ())

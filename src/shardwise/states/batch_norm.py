@@ -73,7 +73,7 @@ def _joined(momentum: float | None, before: _Seen, copies: list[_Seen]) -> _Seen
         added = copy.number - before.number
         if momentum is None:
             total = now.number + added
-            # A mean over all so far: of `now.number` and of those that this copy has added.
+            # A running mean without momentum: over `now.number` microbatches and those of the other copy.
             values = tuple(
                 (now.number * ours + copy.number * theirs - before.number * first) / max(total, 1)
                 for ours, theirs, first in zip(now.values, copy.values, before.values, strict=True)

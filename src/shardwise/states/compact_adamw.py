@@ -1,9 +1,9 @@
-"""AdamW whose two moments are kept in bf16 or in 8 bits: 4 or 2 bytes a number where torch's has 8.
+"""AdamW whose two moments are kept in bf16 or in 8 bits: 4 or 2 bytes per element, where torch's has 8.
 
-What it costs is said in docs/precision.md. Weights, masters and gradients are what they are with torch's.
+docs/precision.md has its costs. Weights, masters and gradients are the same as with torch's AdamW.
 
-Outside of the optimizer its state is torch's: `exp_avg` and `exp_avg_sq` in float32, a number for each of a weight's.
-So checkpoints are the same whatever keeps them, and can be loaded under another plan and with other `states`.
+Outside the optimizer its state is torch's: `exp_avg` and `exp_avg_sq` in float32, with the shape of the weight. So
+checkpoints do not depend on how state is kept, and can be loaded under another plan and with other `states`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +21,7 @@ _KEYS = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
 
 
 class CompactAdamW(Optimizer):
-    """AdamW with states in 16 or 8 bits. Every number is updated by itself; in 8 bits 256 of a piece share a scale."""
+    """AdamW with state in 16 or 8 bits. Updates are elementwise; in 8 bits, 256 elements of a piece share a scale."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class CompactAdamW(Optimizer):
                 f"no states of an optimizer are called {states!r}",
                 remedy=f"states={nearest(states, list(get_args(States))) or '8bit'!r}",
             )
-        #: Not a setting of a group: one that is loaded leaves it as it is.
+        #: Not a setting of a group: loading a state does not change it.
         self.states: States = states
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -75,7 +75,7 @@ class CompactAdamW(Optimizer):
 
     @torch.no_grad()
     def portable_state(self, weight: Tensor) -> dict[str, Any]:
-        """What torch's AdamW would remember of a weight."""
+        """Return the state that torch's AdamW would have for a weight."""
         state = self.state.get(weight)
         if not state:
             return {}
@@ -84,14 +84,14 @@ class CompactAdamW(Optimizer):
 
     @torch.no_grad()
     def adopt_state(self, weight: Tensor, state: Mapping[str, Any]) -> None:
-        """Remember this of a weight: what `portable_state` gave, or torch's AdamW has."""
+        """Set the state of a weight: from `portable_state`, or of torch's AdamW."""
         self.state.pop(weight, None)
         if "exp_avg" not in state or "exp_avg_sq" not in state:
             return
         home = state["exp_avg"].device
         moments = make_moments(torch.empty_like(weight, device=home), bits=8 if self.keeps_blocks else 16)
         step = torch.as_tensor(state.get("step", 0), dtype=torch.float32, device="cpu").clone()
-        # A step of its own, so that what is loaded twice is rounded the same way.
+        # Rounded as in its own step, so that loading twice gives the same bits.
         put(moments, state["exp_avg"].float(), state["exp_avg_sq"].float(), int(step))
         self.state[weight] = {"step": step, **self._entries(moments)}
 
@@ -101,12 +101,12 @@ class CompactAdamW(Optimizer):
 
 
 def portable_state(optimizer: Optimizer, weight: Tensor) -> Mapping[str, Any]:
-    """What an optimizer remembers of a weight, as it can be cut, joined and saved."""
+    """Return an optimizer's state of a weight in a form that can be cut, joined and saved."""
     return optimizer.portable_state(weight) if isinstance(optimizer, CompactAdamW) else optimizer.state.get(weight, {})
 
 
 def adopt_state(optimizer: Optimizer, weight: Tensor, state: dict[str, Any]) -> None:
-    """Let an optimizer remember this of a weight, kept as it keeps things."""
+    """Set an optimizer's state of a weight, in the form that the optimizer keeps."""
     if isinstance(optimizer, CompactAdamW):
         optimizer.adopt_state(weight, state)
     else:

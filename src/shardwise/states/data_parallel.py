@@ -169,11 +169,12 @@ class DataParallel:
         return self.wholes.gradient(name, self._gradients.used)
 
     def held(self) -> Held:
-        """What this rank holds now."""
+        """Return the bytes that this rank holds now."""
         return self.updates.held(self.buckets)
 
     def keep_gradients(self) -> None:
-        """Have those of every step until the next one begins, also of weights that are updated in the backward."""
+        """Keep the gradients of every step until the next one begins, also of weights that are updated in the
+        backward."""
         if self._in_backward is not None:
             self._in_backward.keeps_gradients = True
 
@@ -183,7 +184,7 @@ class DataParallel:
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Take over whole parameters, by name."""
+        """Load whole parameters, by name."""
         self.exchange.settle()
         if self.updates.states is not None:
             self.updates.states.take_home()
@@ -194,7 +195,7 @@ class DataParallel:
                 bucket.weights.expire()
 
     def take_over(self) -> None:
-        """Have all weights here that every rank has whole, with what was written to the module's parameters."""
+        """Gather all weights that every rank has whole, with the script's writes to the module's parameters."""
         for bucket in self.buckets:
             bucket.take_over()
 
@@ -217,7 +218,7 @@ class DataParallel:
 
     @torch.no_grad()
     def _started(self, bucket: Bucket, is_last: bool) -> None:
-        """The gradients of a bucket are on their way: its unit's backward is done."""
+        """Handle a bucket whose sum of gradients has started, after its unit's backward."""
         if bucket.key.unit is not None:
             bucket.weights.let_go(bucket.key.unit)
         if is_last and self._in_backward is not None:

@@ -92,7 +92,7 @@ class OffloadedPiece:
                 bucket.gradients.here = None
 
     def _of(self, host: Tensor) -> Tensor:
-        """Its numbers of what the bucket has on the host: of all of it, or of this rank's piece."""
+        """Return this piece's elements of the bucket's host memory, which has the whole bucket or this rank's piece."""
         span, bucket = self._piece.span, self._bucket
         first = 0
         if len(host) == bucket.layout.length and not bucket.updates_whole:
@@ -103,21 +103,21 @@ class OffloadedPiece:
 class Host:
     """The host's side of one rank, whose weights are on one device.
 
-    All ranks of the world make theirs alike: the room that those of one machine need is added up, and refused here if
-    it is not there, before any of it is taken.
+    All ranks of the world make theirs alike: the memory needed by the ranks of one machine is summed, and refused here
+    if it is not available, before any of it is allocated.
     """
 
     def __init__(self, plan: Plan, device: torch.device, data: DataParallel, gather: Gather) -> None:
         share, self.copies = plan.offload, CopyStreams(device)
-        # States wait for staging buffers, and must not keep weights waiting that come for the next unit.
+        # Separate streams: state waits for staging buffers, and must not delay weights for the next unit.
         self._state_copies = CopyStreams(device)
-        #: What lives there with its gradients: buckets, and wholes that owners make of their pieces.
+        #: What lives there with its gradients: buckets, and whole parameters that owners assemble from their pieces.
         self._buckets = [bucket for bucket in data.buckets if bucket.is_offloaded]
         self._owners = data.updates.offloaded
         self.states: HostStates | None = None
         if share.optimizer or share.parameters:
             check_on_host(data.updates.number_bytes)
-            # Optimizers are asked for their bytes only here: that is a step of each on small weights.
+            # Computed only here, as it takes a step of each optimizer on small weights.
             optimizers = {each: number_bytes() for each, number_bytes in data.updates.number_bytes.items()}
             self.states = HostStates(optimizers, share.optimizer, self._state_copies, self._weights())
             _check_room(plan, self.states.planned_bytes + self._offloaded_bytes, gather)
@@ -131,7 +131,7 @@ class Host:
         self.activations = ActivationOffload(plan, self.copies) if share.activations else None
 
     def _weights(self) -> dict[nn.Parameter, OffloadedWeight]:
-        """What optimizers have of what lives on the host: pieces, or wholes that are made of these."""
+        """Return the optimizers' weights that live on the host: pieces, or whole parameters assembled from them."""
         found: dict[nn.Parameter, OffloadedWeight] = {
             piece.weight: OffloadedPiece(bucket, number)
             for bucket in self._buckets
@@ -143,13 +143,14 @@ class Host:
 
     @property
     def _offloaded_bytes(self) -> int:
-        """What weights and gradients take there, in their own precision, and master weights."""
+        """Return the bytes of weights and gradients there, in their own precision, and of master weights."""
         masters = sum(bucket.master.nbytes for bucket in self._buckets if bucket.master is not None)
         wholes = sum(owners.num_bytes for owners in self._owners)
         return wholes + masters + sum(_num_numbers(each) * each.key.dtype.itemsize for each in self._buckets)
 
     def begin_step(self) -> None:
-        """A step begins. From the second one on, more memory may wait for its copies: part of what nobody needed."""
+        """Begin a step. From the second one on, staging may use more memory: part of what the first step left
+        unused."""
         self._num_steps += 1
         if self._num_steps == 2 and self._buckets:
             self._leaving.grow(spare_bytes(self.copies.device))
@@ -158,12 +159,12 @@ class Host:
 
     @property
     def num_bytes(self) -> int:
-        """What this rank has on the host now."""
+        """The bytes that this rank has on the host now."""
         others = sum(each.num_bytes for each in (self.states, self.activations) if each is not None)
         return self._offloaded_bytes + others
 
     def wait(self) -> None:
-        """Wait until all that lives on the host is there, and what is computed from now on uses the new weights."""
+        """Wait until everything that lives on the host is there. Later computation uses the new weights."""
         if self.states is not None:
             self.states.wait()
         for bucket in self._buckets:
@@ -171,9 +172,9 @@ class Host:
         self._leaving.wait()
 
     def close(self) -> None:
-        """Wait for what is under way, and end threads. State and weights stay where they are.
+        """Wait for transfers in progress, and end threads. State and weights stay where they are.
 
-        The module's parameters are those on the host from now on.
+        The module's parameters are on the host from now on.
         """
         self.wait()
         if self.states is not None:
@@ -190,13 +191,13 @@ class Host:
 
 
 def _num_numbers(bucket: Bucket) -> int:
-    """How many numbers of a bucket are on the host, of weights and gradients."""
+    """Return the number of elements of a bucket on the host, of weights and gradients."""
     weights = bucket.layout.shard_length if bucket.weights.is_sharded else bucket.layout.length
     return weights + (bucket.gradients.home_length if isinstance(bucket.gradients, OffloadedGradients) else 0)
 
 
 def make_host(plan: Plan, device: torch.device, data: DataParallel, gather: Gather) -> Host | None:
-    """The host's side, if the plan has one."""
+    """Return the host's side, if the plan offloads anything."""
     return None if plan.offload == Offload() else Host(plan, device, data, gather)
 
 

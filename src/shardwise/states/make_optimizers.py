@@ -83,9 +83,9 @@ class MadeOptimizer:
         return self.whole
 
     def give(self, weights: Sequence[Weight], local: Callable[[str, Tensor], Tensor] | None, *, sort: bool) -> None:
-        """Put what this rank has into the groups. `local` cuts a whole for this rank, where ranks have parts.
+        """Put this rank's weights into the groups. `local` cuts a whole tensor for this rank, if ranks have parts.
 
-        With `sort` a group's weights stand in the order in which they are given, else in that of the parameters.
+        With `sort` a group's weights are in the given order, otherwise in that of the parameters.
         """
         by_name: dict[str, list[Weight]] = {}
         for each in weights:
@@ -106,14 +106,14 @@ class MadeOptimizer:
     def _first_of(
         self, one: Weight, group: Mapping[str, Any], local: Callable[[str, Tensor], Tensor] | None
     ) -> dict[str, Any]:
-        """What the constructor has made of a parameter's state, for this rank's piece of it."""
+        """Return the state that the constructor made for a parameter, cut to this rank's piece."""
 
         def cut(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             if not value.dim():
                 return value.clone()
-            if value.is_meta:  # Adagrad's sums: no other has any then.
+            if value.is_meta:  # Adagrad's sums: no other optimizer has any state then.
                 return torch.full_like(one.weight.detach(), group["initial_accumulator_value"])
             mine = value if local is None or one.is_joined else local(one.name, value)
             flat = mine.reshape(-1)[one.start : one.start + one.weight.numel()]
@@ -170,7 +170,7 @@ def _made(share: Share, given: list[nn.Parameter], names: Mapping[int, str]) -> 
             " have no numbers",
             remedy=f"make the state in the first {kind.__name__}.step, or a module with weights",
         )
-    # Whole parameters are not held by it while they are cut.
+    # So that the optimizer does not keep whole parameters alive while they are cut.
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group["params"] = []

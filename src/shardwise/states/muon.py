@@ -1,7 +1,7 @@
-"""Muon: momentum, made orthogonal (Jordan et al. 2024).
+"""Muon: orthogonalised momentum (Jordan et al. 2024).
 
-Where torch's own rounds to bf16 before it orthogonalises, this one computes in the precision of its parameters unless
-told otherwise: then the same gradients, summed in another order, give the same weights to the last few bits.
+Torch's own rounds to bf16 before it orthogonalises. This one computes in the precision of its parameters unless `dtype`
+is given: then the same gradients, summed in another order, give the same weights up to the last few bits.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,8 +20,8 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 class Muon(Optimizer):
     """For matrices only: give embeddings, heads, norms and biases to another optimizer (`Share`).
 
-    A step has length `lr` times the square root of rows over columns, if there are more rows. `dtype` is what the
-    orthogonalisation is computed in.
+    A step has length `lr` times the square root of rows over columns, if there are more rows. `dtype` is that of the
+    orthogonalisation.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Muon(Optimizer):
 
 
 def orthogonalise(matrix: Tensor, num_rounds: int = 5, dtype: torch.dtype | None = None) -> Tensor:
-    """The nearest matrix whose singular values are all about 1, by Newton and Schulz's iteration."""
+    """Return the nearest matrix whose singular values are all about 1, by Newton-Schulz iteration."""
     a, b, c = _QUINTIC
     flat = matrix.to(dtype or matrix.dtype)
     is_tall = flat.shape[0] > flat.shape[1]
@@ -79,7 +79,7 @@ def orthogonalise(matrix: Tensor, num_rounds: int = 5, dtype: torch.dtype | None
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(num_rounds):
         gram = x @ x.T
-        # a x + (b gram + c gram gram) x, in sums that are rounded once each.
+        # a x + (b gram + c gram gram) x, as sums that are rounded once each.
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     found: Tensor = x.T if is_tall else x
     return found

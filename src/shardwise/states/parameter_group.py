@@ -35,7 +35,7 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 #: Optimizers that must see each parameter whole.
 MATRIXWISE: frozenset[type[Optimizer]] = frozenset({optim.Adafactor, optim.Muon, Muon})
 
-# The probe's size along each dim: state of a matrix's rows and columns is then half of a number for each of its own.
+# The probe's size along each dim: state for a matrix's rows and columns is then half an element for each of its own.
 _PROBED = 4
 
 
@@ -68,7 +68,7 @@ def shares_of(optimizer: MakeOptimizer | Sequence[Share]) -> tuple[Share, ...]:
 
 
 def sort_out(shares: Sequence[Share], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """The names that each share takes. Every parameter must be taken."""
+    """Return the names that each share takes. Every parameter must be taken."""
     taken: list[list[str]] = [[] for _ in shares]
     for name, parameter in parameters.items():
         number = next((number for number, share in enumerate(shares) if share.takes(name, parameter)), None)
@@ -82,9 +82,9 @@ def sort_out(shares: Sequence[Share], parameters: Mapping[str, nn.Parameter]) ->
 
 
 def number_bytes_of(make: MakeOptimizer, weights: Sequence[nn.Parameter]) -> float:
-    """The bytes that an optimizer keeps for a number, seen by stepping one on small weights like these.
+    """Return the bytes of state per element, measured by a step on small weights like these.
 
-    Counts of steps, which are single numbers, are none. Where state is of rows and columns, this is more than it takes.
+    Counts of steps, which are single numbers, are ignored. For state of rows and columns the result is an upper bound.
     """
     probes = _probes_of(weights)
     with torch.random.fork_rng(devices=[]):
@@ -92,7 +92,7 @@ def number_bytes_of(make: MakeOptimizer, weights: Sequence[nn.Parameter]) -> flo
 
 
 def state_bytes_of(optimizer: Optimizer) -> float:
-    """The same of an optimizer that is there, seen on another with its settings."""
+    """Return the same for an existing optimizer, measured on another with its settings."""
     most = 0.0
     with torch.random.fork_rng(devices=[]):
         for group in optimizer.param_groups:
@@ -104,7 +104,7 @@ def state_bytes_of(optimizer: Optimizer) -> float:
 
 
 def _probes_of(weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """A small weight for each number of dims that some have."""
+    """Return a small weight for each number of dims among the weights."""
     dims = sorted({each.dim() for each in weights} or {1})
     device = weights[0].device if weights else torch.device("cpu")
     return [nn.Parameter(torch.zeros([_PROBED] * dim, device=device)) for dim in dims]

@@ -27,18 +27,18 @@ from shardwise.nets.router import Router
 from shardwise.states.batch_norm import SharedStatistics, is_batch_norm
 from shardwise.torch_private import buffer_slots, version_of
 
-#: Gives what each rank gave, in their order.
+#: Returns the objects of all ranks, in their order.
 Gather = Callable[[Any], list[Any]]
-#: Where a module keeps a buffer.
+#: The dictionary that holds a buffer, and its key.
 Slot = tuple[dict[str, Any], str]
-#: By name what a buffer had when the example had been run, told in a few bytes; nothing of one without numbers.
+#: A digest of each buffer after the run of the example, by name; None for one without values.
 Written = Mapping[str, bytes | None]
 
 WAYS = ("mean", "first")
 
 
 def digest_of(buffer: Tensor) -> bytes | None:
-    """The same for the same numbers."""
+    """Return a digest that is equal for equal values."""
     if buffer.is_meta:
         return None
     plain = buffer.detach().cpu().contiguous()
@@ -46,10 +46,10 @@ def digest_of(buffer: Tensor) -> bytes | None:
 
 
 class WriteWatch:
-    """Sees which buffers of a module are written from when it is made to when it is asked.
+    """Records which buffers of a module are written to from its creation until `found` is called.
 
-    Numbers are compared too: what is written through `buffer.data`, or by NumPy, counts as no version. A buffer that a
-    forward registers was written.
+    Values are compared too: writes through `buffer.data`, or by NumPy, do not change the version counter. A buffer that
+    a forward registers counts as written.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -60,7 +60,7 @@ class WriteWatch:
         ]
 
     def found(self) -> Written:
-        """Those that were written, or replaced."""
+        """Return the buffers that were written to or replaced."""
         now = [(name, slots[key], each, version, value) for slots, key, name, each, version, value in self._before]
         known = {name for name, *_ in now}
         late = {name: digest_of(each) for _, _, name, each in own_buffers(self._module) if name not in known}
@@ -76,7 +76,8 @@ def _differ(here: Tensor, before: Tensor) -> bool:
 
 
 def own_buffers(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, Tensor]]:
-    """Buffers of others than batch norms, whose statistics are known, and our routers, whose counts are added up."""
+    """Yield buffers except those of batch norms, whose statistics are known, and of our routers, whose counts are
+    summed."""
     for prefix, owner in module.named_modules():
         if is_batch_norm(owner):
             continue
@@ -103,10 +104,10 @@ def _stages_with(buffer: str, units: Sequence[Sequence[str]]) -> list[int]:
 
 
 class SharedBuffers:
-    """The buffers of this rank that forwards write: `written` when the example was run, and others later.
+    """The buffers of this rank that forwards write to: `written` in the run of the example, and others later.
 
-    `buffers` are all that it has, `units` those of each stage, and `stages` the ones that are here. `gather` gives
-    what the ranks with other rows of the same layers give; without it there are none. All ranks call it alike.
+    `buffers` are all of its buffers, `units` those of each stage, and `stages` those here. `gather` gathers from the
+    ranks with other rows of the same layers; without it there are none. All ranks call it alike.
     """
 
     def __init__(
@@ -124,18 +125,18 @@ class SharedBuffers:
         self._places: dict[str, Slot] = {
             name: (slots, key) for slots, key, name, _ in own_buffers(module) if name in buffers
         }
-        #: Those that a forward registers: they may not be there yet.
+        #: Buffers that a forward registers, which may not exist yet.
         late = [name for name in written if name not in dict(module.named_buffers())]
         self._late = {name for name in late if len(units) == 1 or set(_stages_with(name, units)) & set(stages)}
         for name in self._late:
             owner, _, key = name.rpartition(".")
             self._places[name] = buffer_slots(module.get_submodule(owner)), key
         self._written = {name for name in written if name in self._places}
-        #: Where those are that a forward writes.
+        #: The slots of buffers that forwards write to.
         self.slots = [self._places[name] for name in self._written]
         self._statistics = None if gather is None else SharedStatistics(module, buffers, gather)
         self._has_statistics = self._statistics is not None and self._statistics.are_there
-        # Who says how to agree has some, if not in the example.
+        # With `how` given, buffers are expected to be written, if not in the example.
         self._agrees = gather is not None and any(gather(bool(self._written or (how and self._places))))
         if gather is not None and self._agrees and how is None:
             self._differing(gather({name: written[name] for name in self._written}))
@@ -147,7 +148,7 @@ class SharedBuffers:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Around a step: at its end every copy has what all of them are to have."""
+        """Wrap a step: at its end every copy has the agreed values."""
         there = [(name, slots[key]) for name, (slots, key) in self._places.items() if name not in self._late]
         before = {name: (each, version_of(each)) for name, each in there}
         if self._has_statistics and self._statistics is not None:
@@ -164,7 +165,7 @@ class SharedBuffers:
             self._agree()
 
     def _note(self, name: str) -> None:
-        """A forward has written to a buffer; perhaps for the first time."""
+        """Record that a forward has written to a buffer, perhaps for the first time."""
         if name in self._written:
             return
         check_owners([name], self._units)
@@ -179,7 +180,7 @@ class SharedBuffers:
 
     @torch.no_grad()
     def _bring_home(self, name: str, home: Tensor) -> None:
-        """Have the tensor that was there in its place again, with the newest numbers."""
+        """Restore the original tensor in its slot, with the newest values."""
         slots, key = self._places[name]
         here = slots[key]
         if here is home:
@@ -212,7 +213,7 @@ class SharedBuffers:
             mine[name].copy_(torch.stack(copies).mean(0) if is_mean else copies[0])
 
     def _differing(self, told: Sequence[Written]) -> set[str]:
-        """The buffers of any rank that are not the same on all that have them."""
+        """Return the buffers of any rank that differ between the ranks that have them."""
         seen: dict[str, list[bytes | None]] = {}
         for part in told:
             for name, digest in part.items():

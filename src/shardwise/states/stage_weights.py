@@ -40,13 +40,13 @@ class UnitPrefetch:
     def __init__(self, stage: ModuleStage) -> None:
         self.units: list[str] = []
         self.in_glue = stage.flow.in_glue
-        #: By unit, all that its calls read, also of other modules: blocks may know the root.
+        #: By unit, all parameters that its calls read, also those of other modules: blocks may refer to the root.
         self.touched: dict[str, set[str]] = {}
         for call in stage.flow.calls:
             self.touched.setdefault(call.unit, set()).update(call.touched)
-        #: The weights that come for each unit, or that it waits for.
+        #: The weights that are gathered for each unit, or that it waits for.
         self.weights: Mapping[str, Sequence[Weights]] = {}
-        #: What the stage is computing.
+        #: The current computation of the stage.
         self.kind: Kind | None = None
         stage.wrap(self._around)
 
@@ -55,7 +55,7 @@ class UnitPrefetch:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if backward_id() >= 0:
-                # Run again, for a checkpoint. Where that ran it without a graph before, no gradient has told.
+                # Recomputed for a checkpoint. If its first run had no graph, no gradient has announced the backward.
                 self._enter(unit, ahead=-1)
                 return call(*args, **kwargs)
             self._enter(unit, ahead=1)
@@ -70,7 +70,7 @@ class UnitPrefetch:
                     leaf.on_gradient(lambda _: self._go_back(unit))
                 elif leaf.requires_grad:
                     before_gradient(leaf, partial(self._go_back, unit))
-            # Logits that wait for their loss need the weight until then, which is in the same computation (`end`).
+            # Lazy logits need the weight until their loss, which is in the same computation (`end`).
             if not any(isinstance(leaf, LazyLogits) for leaf in leaves):
                 self.leave(unit)
             return output
@@ -78,7 +78,7 @@ class UnitPrefetch:
         return run
 
     def _go_back(self, unit: str) -> None:
-        """The gradient of one of a unit's outputs is there."""
+        """Start a unit's backward: the gradient of one of its outputs has arrived."""
         if self.kind is Kind.F and any(map(_goes, self.weights.get(unit, ()))):
             raise ShardwiseError(
                 f"gradients are asked for in a forward, through {unit}, and its weights are not kept that long: they"
@@ -88,7 +88,7 @@ class UnitPrefetch:
         self._enter(unit, ahead=-1)
 
     def _enter(self, unit: str, *, ahead: int) -> None:
-        """Have a unit's weights here, and those of the unit that is computed after it on the way."""
+        """Wait for a unit's weights, and prefetch those of the unit that is computed after it."""
         place = self.units.index(unit)
         for each in self.weights.get(unit, ()):
             each.hold(unit)
@@ -101,23 +101,23 @@ class UnitPrefetch:
         return self.weights.get(self.units[place], ()) if 0 <= place < len(self.units) else ()
 
     def leave(self, unit: str) -> None:
-        """A unit needs its weights no longer."""
+        """Release the weights of a unit."""
         for each in self.weights.get(unit, ()):
             each.let_go(unit)
 
     def enter_all(self) -> None:
-        """Have the weights of all units here."""
+        """Wait for the weights of all units."""
         for unit in self.units:
             self._enter(unit, ahead=1)
 
     def leave_all(self) -> None:
-        """The computation has ended, whatever it used."""
+        """Release the weights of all units at the end of a computation."""
         for unit in self.units:
             self.leave(unit)
 
 
 def make_unit_prefetch(held: HeldStages, sharing: ZeroConfig) -> dict[int, UnitPrefetch]:
-    """By stage, where weights come unit by unit, may live on the host, or are updated under the next forward."""
+    """Return prefetches by stage, if weights are gathered by unit, may be offloaded, or are updated late."""
     comes = sharing.zero > 0 and (sharing.zero < 3 or sharing.layerwise)
     if held.module is None or not (comes or sharing.offloaded or sharing.updates_late):
         return {}
@@ -125,7 +125,7 @@ def make_unit_prefetch(held: HeldStages, sharing: ZeroConfig) -> dict[int, UnitP
 
 
 def find_users(layers: Iterable[UnitPrefetch], module: nn.Module | None) -> dict[int, list[str]]:
-    """The units, of whichever stages, that use each parameter, by its id: where nothing else does."""
+    """Return the units of any stage that use each parameter, by its id, if nothing else uses it."""
     if module is None:
         return {}
     found: dict[int, list[str]] = {}
@@ -149,7 +149,7 @@ class StageWeights:
     ) -> None:
         self._units = units
         self._buckets = {number: [each for each in buckets if number in each.key.stages] for number in stages}
-        #: What is not waited for by a unit is waited for by its stage.
+        #: Weights that no unit waits for, so that the stage does.
         self._loose = {
             number: [each for each in mine if number not in units or not _units_of(each, users)]
             for number, mine in self._buckets.items()
@@ -162,32 +162,32 @@ class StageWeights:
         self._has_offloaded = any(bucket.is_offloaded for bucket in buckets)
 
     def gather(self, stage: int) -> None:
-        """A stage's weights begin to come in."""
+        """Start to gather a stage's weights."""
         for bucket in self._buckets[stage]:
             bucket.weights.claim(stage)
 
     def release(self, stage: int) -> None:
-        """And go again."""
+        """Release them."""
         for bucket in self._buckets[stage]:
             bucket.weights.let_go(stage)
 
     def begin(self, instruction: Instruction) -> None:
-        """Something is about to be computed on a stage."""
+        """Prepare for a computation on a stage."""
         if instruction.stage in self._units:
             self._units[instruction.stage].kind = instruction.kind
         for bucket in self._loose[instruction.stage]:
             bucket.weights.wait()
         if instruction.kind in MAKES_GRADIENTS:
             for bucket in self._buckets[instruction.stage]:
-                # The last update may still read the memory that gradients are written to, of a unit that was not run.
+                # The last update may still read the memory of gradients of a unit that was not run.
                 if bucket.is_renewed_late:
                     bucket.weights.wait()
         if self._has_offloaded and instruction.kind in _HALVES_OF_BACKWARD and instruction.stage in self._units:
-            # A half of a backward goes through units in an order of its own.
+            # A half of a backward visits units in another order.
             self._units[instruction.stage].enter_all()
 
     def end(self, stage: int) -> None:
-        """It has been computed."""
+        """Finish a computation on a stage."""
         if stage in self._units:
             self._units[stage].kind = None
             self._units[stage].leave_all()
@@ -201,9 +201,9 @@ def _goes(weights: Weights) -> bool:
 
 
 def _units_of(bucket: Bucket, users: Users) -> set[str]:
-    """The units that a bucket comes for, or that wait for it; none if it comes for its stage."""
+    """Return the units that a bucket is gathered for, or that wait for it; none if it is gathered for its stage."""
     every = [users.get(id(each), ()) for each in bucket.weights.parameters]
-    # What several units use is gathered once for their stage. It comes from the host, or is waited for, for each.
+    # A parameter of several units is gathered once for their stage; but copied from the host, or waited for, for each.
     can_come = isinstance(bucket.weights, OffloadedWhole) or bucket.is_renewed_late
     if all(len(each) == 1 or (each and can_come) for each in every):
         return {unit for each in every for unit in each}

@@ -1,4 +1,4 @@
-"""Whole parameters and gradients by their names, from the pieces that replicas keep. Replicas call these alike."""
+"""Assemble whole parameters and gradients by name from the pieces of replicas. Replicas call these alike."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -21,12 +21,12 @@ class WholeParameters:
         return name in self._places and self._places[name][0].is_offloaded
 
     def shape_of(self, name: str) -> torch.Size:
-        """The shape of a parameter as tensor and expert parallel ranks have it, from all of its replicas' pieces."""
+        """Return the shape of a parameter on tensor and expert parallel ranks, joined over the replicas' pieces."""
         return self._places[name][1].shape
 
     @torch.no_grad()
     def weight(self, name: str) -> Tensor:
-        """A parameter as it is computed with."""
+        """Return a parameter as it is used in computation."""
         if name not in self._places:
             return self._parameters[name].detach().clone()
         bucket, slot = self._places[name]
@@ -37,7 +37,7 @@ class WholeParameters:
 
     @torch.no_grad()
     def kept(self, name: str) -> Tensor:
-        """A parameter as optimizers have it, in their precision."""
+        """Return a parameter in the optimizer's precision."""
         if name not in self._places:
             return self._parameters[name].detach().clone()
         bucket, slot = self._places[name]
@@ -46,7 +46,7 @@ class WholeParameters:
 
     @torch.no_grad()
     def gradient(self, name: str, used: Mapping[Bucket, Sequence[bool]]) -> Tensor | None:
-        """The gradient of a parameter in the last step, as it was given to the optimizer; None if it had none."""
+        """Return the gradient of a parameter in the last step, as the optimizer received it; None if it had none."""
         bucket, slot = self._places[name]
         number = bucket.layout.slots.index(slot)
         if bucket.gradients is None or not used or not used[bucket][number]:
@@ -57,14 +57,14 @@ class WholeParameters:
         return bucket.gather(bucket.given)[slot.start : slot.stop].view(slot.shape).clone()
 
     def pieces(self) -> Iterator[tuple[str, torch.Size, int, Tensor]]:
-        """What this rank updates: name, shape of the whole, where the piece begins in it, and its numbers."""
+        """Yield what this rank updates: name, shape of the whole, start of the piece in it, and its values."""
         for bucket in self._buckets:
             for span in bucket.updated(bucket.sharing.rank):
                 yield span.slot.name, span.slot.shape, span.start, bucket.kept[span.at : span.at + span.length]
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Take over whole parameters: what this rank updates of them."""
+        """Load whole parameters into the pieces that this rank updates."""
         for name, whole in values.items():
             bucket, slot = self._places[name]
             bucket.load(slot, whole)

@@ -26,7 +26,7 @@ class DamagedFolder:
         self._changed: set[str] = set()
 
     def damage(self, kind: str, chance: Random) -> None:
-        """Damage the folder so."""
+        """Damage the folder in this way."""
         while True:
             files = dict(self._good)
             KINDS[kind](files, self._other, chance)
@@ -105,7 +105,7 @@ def _noise(files: Files, _: Mapping[str, bytes], chance: Random) -> None:
 
 
 def _swap_ranges(files: Files, _: Mapping[str, bytes], chance: Random) -> None:
-    """Two stretches of one file or of two, as long as each other, change places."""
+    """Swap two equally long ranges of one file or of two."""
     first, second = _some_file(files, chance), _some_file(files, chance)
     length = chance.choice([512, 4096, 1 << 16])
     if min(len(files[first]), len(files[second])) <= length:
@@ -135,7 +135,7 @@ def _flip_bit_of_index(files: Files, _: Mapping[str, bytes], chance: Random) -> 
 
 
 def _change_digit(files: Files, _: Mapping[str, bytes], chance: Random) -> None:
-    """One digit of the index for another: it is still JSON, and says something else."""
+    """Replace one digit of the index: it is still JSON, with another content."""
     content = files[INDEX]
     places = [at for at in range(len(content)) if content[at : at + 1].isdigit()]
     files[INDEX] = _over(content, chance.choice(places), str(chance.randrange(10)).encode())
@@ -150,13 +150,13 @@ def _index_of_another(files: Files, other: Mapping[str, bytes], _: Random) -> No
 
 
 def _all_of_another(files: Files, other: Mapping[str, bytes], _: Random) -> None:
-    """A whole checkpoint, under the name of another."""
+    """Replace the checkpoint by another, under the same name."""
     files.clear()
     files.update(other)
 
 
 def _edit_index(files: Files, _: Mapping[str, bytes], chance: Random) -> None:
-    """What a person or a script might do: another value, a box or a tensor less, two boxes exchanged."""
+    """Edit as a person or a script might: another value, a box or a tensor removed, two boxes swapped."""
     content = json.loads(files[INDEX])
     entries: dict[str, Any] = content["entries"]
     name, second = chance.choice(sorted(entries)), chance.choice(sorted(entries))

@@ -24,7 +24,7 @@ Arrivals = dict[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """A program, and what arrives at each of four places when it runs there. Tasks take `seconds` of reckoned time."""
+    """A program, and what arrives at each of four places when it runs there. Tasks take `seconds` of simulated time."""
 
     name: str
     run: Callable[[Machine, Sequence[str], float], list[Data]]
@@ -32,9 +32,9 @@ class Flow:
 
 
 def chain(machine: Machine, places: Sequence[str], seconds: float) -> list[Data]:
-    """One task after another, each at the next place.
+    """Run one task after another, each at the next place.
 
-    The input comes to place 0; then the value goes 0 to 1 to 2 to 3 to 0 to 1 to 2 to 3: two arrivals everywhere.
+    The input goes to place 0; then the value goes 0 to 1 to 2 to 3 to 0 to 1 to 2 to 3: two arrivals everywhere.
     """
     value = machine.data(_tile(0), name="x")
     for number in range(_CHAIN_TASKS):
@@ -46,7 +46,7 @@ def chain(machine: Machine, places: Sequence[str], seconds: float) -> list[Data]
 
 
 def diamond(machine: Machine, places: Sequence[str], seconds: float) -> list[Data]:
-    """One value, two ways, one result: the input to place 0, its result to place 1, and what that made back again."""
+    """One value, two paths, one result: the input to place 0, its result to place 1, and the result of that back."""
     here, there = places[0], places[1 % len(places)]
     top = machine.data(_tile(1), name="top")
     left, right, middle, bottom = (
@@ -106,10 +106,10 @@ def split_mlp(machine: Machine, places: Sequence[str], seconds: float) -> list[D
 
 
 def stencil(machine: Machine, places: Sequence[str], seconds: float) -> list[Data]:
-    """The mean of each row and its neighbours, again and again. Blocks of rows are cut over four places.
+    """Compute the mean of each row and its neighbours, repeatedly. Blocks of rows are cut over four places.
 
-    At every place arrives its block; then, in every step, a row from each neighbour. The rows at the edges are computed
-    first, so that they travel while the rows between them are.
+    Its block arrives at every place; then, in every step, a row from each neighbour. The rows at the edges are computed
+    first, so that they are sent while the rows between them are computed.
     """
     blocks = [[machine.data(_tile(400 + p), name=f"u{p}"), machine.empty((SIZE, SIZE), name=f"v{p}")] for p in range(4)]
     edges = [[_rows(machine, p, parity) for parity in range(2)] for p in range(4)]

@@ -1,8 +1,8 @@
-"""Ranks that share a GPU, at once and not in turns: NVIDIA's Multi-Process Service, started here and ended here.
+"""Let ranks share a GPU concurrently: start and stop NVIDIA's Multi-Process Service.
 
-Without it the GPU goes from process to process by the clock, and a collective of 8 ranks waits for 8 turns. Commands do
-without it: the service deals queues of the GPU out of one pool, 4 processes of 32 queues ended with "out of memory"
-(H200), and with fewer a pipeline may stand still. `tests/gpu/mps_trial.py` is to show how many do.
+Without it the GPU switches between processes by time slices, and a collective of 8 ranks waits for 8 slices. Commands
+do not use it: the service assigns hardware queues from one pool, 4 processes of 32 queues ended with "out of memory"
+(H200), and with fewer a pipeline may stall. `tests/gpu/mps_trial.py` finds how many work.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ _SECONDS = 10.0
 
 @contextlib.contextmanager
 def shared_at_once(connections: int | None = None) -> Iterator[bool]:
-    """Within it, ranks that are started share GPUs at once, if the service can be started: that is what it gives.
+    """Let ranks started within it share GPUs concurrently; yield whether the service could be started.
 
-    `connections` are the queues of each; if not given, there is no service.
+    `connections` is the number of queues of each; without it, there is no service.
     """
     control = shutil.which(_CONTROL)
     if connections is None or control is None or environment.find_variable("CUDA_MPS_PIPE_DIRECTORY") is not None:

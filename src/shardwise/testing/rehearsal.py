@@ -15,7 +15,7 @@ from shardwise.dataflow.machine import Machine
 from shardwise.dataflow.place import MakeStream
 from shardwise.dataflow.streams import ThreadStream
 
-_SIZES = (16, 16, 16, 24, 40)  # Numbers in a value: mostly alike, as layers are, and some not.
+_SIZES = (16, 16, 16, 24, 40)  # Elements of a value: mostly equal, as layers are, and some not.
 _DEVICES = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
 _NUM_DATA = 12
 _MOST_OF_A_TASK = 4
@@ -47,7 +47,7 @@ class Rehearsal:
             self._add_data()
 
     def run(self, num_operations: int) -> None:
-        """Do so many random things, then compare every value."""
+        """Run this many random operations, then compare every value."""
         for _ in range(num_operations):
             self._one()
         for index in range(len(self._data)):
@@ -91,7 +91,7 @@ class Rehearsal:
         self._model([*read, *also_read], written, factor)
 
     def _program(self) -> None:
-        """A few tasks, recorded and replayed."""
+        """Record a few tasks, and replay them."""
         plan = [(self._die.sample(range(len(self._data)), 3), self._die.randint(1, 5)) for _ in range(3)]
         places = [self._die.choice([*self._places, "host"]) for _ in plan]
 
@@ -139,7 +139,7 @@ class Rehearsal:
 
 
 def _mix(reads: Sequence[Tensor], writes: Sequence[Tensor], factor: int) -> None:
-    """Overwrite some values by a sum over others: what is read before it is written counts."""
+    """Overwrite some values by a sum over others; values are read before they are written."""
     total = sum(each.sum() * (number + 1) for number, each in enumerate(reads)) * factor % 100_003
     for number, each in enumerate(writes):
         each.copy_(torch.arange(each.numel(), device=each.device) + total + number)

@@ -35,7 +35,7 @@ from shardwise.torch_private import gradient_hooks
 
 _SET_TIMER_SLACK = 29  # Of prctl(2).
 
-#: Lets time pass; given the seconds, and what they are for: `F`, `I` or `W`.
+#: Lets time pass; gets the seconds and their purpose: `F`, `I` or `W`.
 Wait = Callable[[float, Kind], None]
 
 
@@ -47,12 +47,12 @@ class Seconds(NamedTuple):
     weight_gradient: float
 
     def times(self, factor: float) -> "Seconds":
-        """The same for a part of the stage, or for a slower device."""
+        """Return the durations of a part of the stage, or on a slower device."""
         return Seconds(*(factor * each for each in self))
 
 
 def sleep(seconds: float, kind: Kind) -> None:  # noqa: ARG001 - all waits are alike
-    """Let time pass without using the processor, but for its end: a sleep alone ends a little late."""
+    """Let time pass without using the CPU, except at the end: a sleep alone ends slightly late."""
     if seconds <= 0:
         return
     end = time.perf_counter() + seconds
@@ -65,9 +65,9 @@ def sleep(seconds: float, kind: Kind) -> None:  # noqa: ARG001 - all waits are a
 
 @cache
 def _wake_early(thread: int) -> float:  # noqa: ARG001 - each is asked for by itself
-    """How long before its end a sleep of this thread is to end, so that it is not late.
+    """Return how much earlier a sleep of this thread has to end so that it is not late.
 
-    Linux lets sleeps be 50 microseconds late, so that it can end several at once, unless it is asked not to.
+    By default Linux may end sleeps 50 microseconds late, to end several at once; this asks it not to.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     is_exact = prctl is not None and prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0) == 0
@@ -75,14 +75,14 @@ def _wake_early(thread: int) -> float:  # noqa: ARG001 - each is asked for by it
 
 
 def spin(seconds: float, kind: Kind) -> None:  # noqa: ARG001 - all waits are alike
-    """Let time pass and keep the processor, as a rank that computes does: one that slept finds its caches cold."""
+    """Let time pass and keep the CPU busy, as a computing rank does: one that slept has cold caches."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
 
 
 class TimedModule(nn.Module):
-    """A stage as a module: from a tensor of `width` numbers to another. The first stage begins with a parameter."""
+    """A stage as a module: maps a tensor of `width` elements to another. The first stage starts with a parameter."""
 
     def __init__(self, seconds: Seconds, *, is_first: bool, width: int = 8, wait: Wait = sleep) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class TimedModule(nn.Module):
         start = time.perf_counter()
         if self.begin is not None:
             value = value + self.begin
-        # A buffer that others receive into again and again has its hook from the first time.
+        # A receive buffer that is reused has its hook since the first time.
         if value.requires_grad and not gradient_hooks(value):
             value.register_hook(self._wait_for_inputs)  # type: ignore[no-untyped-call]
         output: Tensor = value + self.weight
@@ -167,7 +167,7 @@ def timed_batch(num_microbatches: int, width: int = 8) -> list[Batch]:
 
 
 def square_of(output: Tensor, batch: Batch | None = None) -> Tensor:  # noqa: ARG001 - labels are for real models
-    """A loss, whose gradient is a tensor in its own right: torch sends no expanded one."""
+    """Return a loss whose gradient is a contiguous tensor: torch does not send expanded ones."""
     return output.square().sum()
 
 

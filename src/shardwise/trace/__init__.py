@@ -1,1 +1,1 @@
-"""What happened, or is predicted to happen: events, where the time and the memory went, drawings, exports."""
+"""What happened, or is predicted to happen: events, attribution of time and memory, drawings, exports."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class ActivityKind(StrEnum):
-    """What an activity of a GPU is."""
+    """The kind of a GPU activity."""
 
     KERNEL = "kernels"
     NCCL = "NCCL"
@@ -21,9 +21,9 @@ class ActivityKind(StrEnum):
     MEMORY_SET = "memory set"
 
 
-#: Bytes between memories. A copy within the device's own memory is its own work, like a kernel.
+#: Copies between memories. A copy within the device's own memory counts as work, like a kernel.
 COPIES = frozenset({ActivityKind.HOST_TO_DEVICE, ActivityKind.DEVICE_TO_HOST, ActivityKind.PEER})
-#: The device itself is at work.
+#: Activities in which the device itself works.
 WORK = frozenset({ActivityKind.KERNEL, ActivityKind.DEVICE_TO_DEVICE, ActivityKind.MEMORY_SET})
 
 _COPY_MARKS = {
@@ -34,7 +34,7 @@ _COPY_MARKS = {
 }
 _COLLECTIVE = re.compile(r"nccl(?:Dev)?Kernel_?([A-Za-z]+)")
 _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])")
-#: What a kernel's name begins with and is not called by.
+#: Prefixes of a kernel's name that are left out.
 _TEMPLATE = re.compile(r"^(?:void |std::|at::native::|\(anonymous namespace\)::)+")
 _LONGEST_NAME = 60
 
@@ -63,13 +63,13 @@ class Activity(NamedTuple):
         return self.end - self.start
 
     def later(self, seconds: float) -> "Activity":
-        """The same by another clock."""
+        """Return the same activity by another clock."""
         launched = None if self.launched is None else self.launched + seconds
         return self._replace(start=self.start + seconds, end=self.end + seconds, launched=launched)
 
     @property
     def what(self) -> str:
-        """What it is called where somebody stands still for it."""
+        """Its name as a cause of waiting."""
         return self.purpose or (collective_of(self.name) if self.kind is ActivityKind.NCCL else self.name)
 
     @property
@@ -79,7 +79,7 @@ class Activity(NamedTuple):
 
 
 def kind_of(name: str) -> ActivityKind:
-    """What an activity is, by its name."""
+    """Return the kind of an activity, by its name."""
     lower = name.lower()
     if lower.startswith("nccl"):
         return ActivityKind.NCCL
@@ -91,13 +91,13 @@ def kind_of(name: str) -> ActivityKind:
 
 
 def collective_of(name: str) -> str:
-    """`NCCL all reduce` for `ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)`."""
+    """Return `NCCL all reduce` for `ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)`."""
     found = _COLLECTIVE.match(name)
     return "NCCL" if found is None else f"NCCL {_WORDS.sub(' ', found[1]).lower()}"
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without its templates and arguments, as long as a person reads it."""
+    """Return a kernel's name without its templates and arguments, short enough to read."""
     plain = _TEMPLATE.sub("", name)
     short = re.split(r"[<(]", plain, maxsplit=1)[0] if not plain.startswith("Mem") else plain
     return (short or plain)[:_LONGEST_NAME]

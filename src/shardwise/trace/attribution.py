@@ -20,17 +20,17 @@ class Cause(StrEnum):
     WARM_UP = "warm-up"  # Before its first computation: the pipe is still filling.
     COOL_DOWN = "cool-down"  # After its last: the pipe is emptying.
     WAITING = "waiting"  # For another rank's computation.
-    TRANSFER = "transfer"  # What it waits for is on its way: exposed communication.
-    COLLECTIVE = "collective"  # It waits for a gather, a reduction, or activations on their way off or on the device.
+    TRANSFER = "transfer"  # The data that it waits for is in transit: exposed communication.
+    COLLECTIVE = "collective"  # It waits for a gather, a reduction, or activations in transit from or to the device.
 
 
-#: Bytes are on their way.
+#: Causes with bytes in transit.
 EXPOSED = frozenset({Cause.TRANSFER, Cause.COLLECTIVE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """An idle stretch of a rank. `on` names the event that it waits for and `on_rank` that event's rank, if known."""
+    """An idle period of a rank. `on` names the event that it waits for and `on_rank` that event's rank, if known."""
 
     rank: int
     start: float
@@ -49,7 +49,7 @@ _CAUSES = {Lane.SEND: Cause.TRANSFER, **dict.fromkeys(BESIDE, Cause.COLLECTIVE)}
 
 
 def gaps(trace: Trace) -> tuple[tuple[Gap, ...], ...]:
-    """The idle time of every rank between the start and the end of the trace, in order.
+    """Return the idle time of every rank between the start and the end of the trace, in order.
 
     It takes two passes over the events, however many ranks there are.
     """
@@ -63,7 +63,7 @@ def gaps(trace: Trace) -> tuple[tuple[Gap, ...], ...]:
 
 
 def idle_by_cause(trace: Trace) -> tuple[dict[Cause, float], ...]:
-    """For each rank, its idle seconds by cause. With what it computed and stepped they make up the makespan."""
+    """Return the idle seconds of each rank by cause. With its computation and steps they sum to the makespan."""
     ranks = []
     for found in gaps(trace):
         seconds = dict.fromkeys(Cause, 0.0)
@@ -74,7 +74,7 @@ def idle_by_cause(trace: Trace) -> tuple[dict[Cause, float], ...]:
 
 
 def critical_path(trace: Trace) -> tuple[Event, ...]:
-    """The events that the makespan consists of, first to last: each let the next one start when it ended.
+    """Return the events that make up the makespan, first to last: each let the next one start when it ended.
 
     Only where a link takes up a transfer before the last one has arrived may two of them overlap.
     """
@@ -90,7 +90,7 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
 
 
 def work_of_ranks(trace: Trace) -> tuple[tuple[Event, ...], ...]:
-    """For each rank, what occupied its device, in order: forwards, backwards, and steps that take any time."""
+    """Return what occupied each rank's device, in order: forwards, backwards, and steps that take time."""
     ranks = [list(events) for events in trace.compute]
     for event in trace.events:
         if event.lane is Lane.STEP and event.end > event.start:
@@ -109,12 +109,12 @@ def _gaps_between(trace: Trace, rank: int, work: Sequence[Event], beside: Sequen
 
 
 def _as_warm_up(gap: Gap) -> Gap:
-    """Before a rank's first computation only a collective is its own affair; all else is the pipe that fills."""
+    """Return a gap before a rank's first computation: a collective counts as such, all else as warm-up."""
     return gap if gap.cause is Cause.COLLECTIVE else replace(gap, cause=Cause.WARM_UP)
 
 
 def _cool_down(rank: int, start: float, end: float, beside: Sequence[Event]) -> Iterator[Gap]:
-    """What follows a rank's last computation. Its own reductions that still run are no emptying pipe."""
+    """Yield the gaps after a rank's last computation. Its own reductions that still run are not cool-down."""
     reached = start
     for event in sorted(beside, key=lambda event: event.start):
         if event.end <= reached:
@@ -142,7 +142,7 @@ def _explain(trace: Trace, rank: int, start: float, event: Event) -> list[Gap]:
         cause = trace.events[after]
         after = cause.after
         if cause.lane is Lane.RECEIVE or (cause.lane is Lane.STEP and cause.rank == rank):
-            continue  # Neither moves bytes nor takes time here: what it waited for does.
+            continue  # It neither moves bytes nor takes time here; what it waited for does.
         begin = start if cause.lane in (Lane.COMPUTE, Lane.STEP) else max(start, cause.start)
         if begin < end:
             found.append(_because(cause, rank, begin, end))

@@ -9,7 +9,7 @@ from shardwise.trace.activities import Activity
 
 
 class Lane(StrEnum):
-    """What an event occupies on its rank."""
+    """The resource of its rank that an event occupies."""
 
     COMPUTE = "compute"
     STEP = "step"
@@ -18,14 +18,14 @@ class Lane(StrEnum):
     COLLECTIVE = "collective"
     OFFLOAD = "offload"
     RELOAD = "reload"
-    # Only measured: the rank stands still for others; makes a forward again inside its backward; waits for its batch.
+    # Measured only: the rank waits for others; recomputes a forward in its backward; waits for its batch.
     WAIT = "wait"
     RECOMPUTE = "recompute"
     DATA = "data"
 
 
 class Event(NamedTuple):
-    """Something that took place on a rank. A named tuple, because a trace may hold millions.
+    """An event on a rank. A named tuple, because a trace may hold millions.
 
     `held_at_start` and `held_at_end` are what the rank holds more (or, negative, less) from its start and from its end
     on, in the unit of the trace. `after` is the index of the event whose end let this one start: following it
@@ -52,7 +52,7 @@ class Event(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """That a rank holds so many bytes more (or, negative, less) of an owner's from a time on."""
+    """A change of the bytes that a rank holds for an owner, from a time on; negative if they are freed."""
 
     rank: int
     owner: str
@@ -92,7 +92,7 @@ class Trace:
 
     @cached_property
     def compute(self) -> tuple[tuple[Event, ...], ...]:
-        """For each rank, its forwards and backwards in the order in which they ran."""
+        """The forwards and backwards of each rank in the order in which they ran."""
         ranks: list[list[Event]] = [[] for _ in range(self.num_ranks)]
         for event in self.events:
             if event.lane is Lane.COMPUTE:
@@ -101,7 +101,7 @@ class Trace:
 
     @cached_property
     def activities_of_ranks(self) -> tuple[tuple[Activity, ...], ...]:
-        """For each rank, what its device did, in order."""
+        """The activities of each rank's device, in order."""
         ranks: list[list[Activity]] = [[] for _ in range(self.num_ranks)]
         for each in self.activities:
             ranks[each.rank].append(each)
@@ -109,7 +109,7 @@ class Trace:
 
     @cached_property
     def makespan(self) -> float:
-        """From the start of the first event to the end of the last; if it was measured, of the step."""
+        """The time from the start of the first event to the end of the last; if measured, that of the step."""
         ends = [event.end for event in self.events] + [end for _, end in self.windows]
         return max(ends) - self.start if ends else 0.0
 
@@ -120,20 +120,20 @@ class Trace:
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
-        """For each rank, from the start of its first forward to the end of its last backward."""
+        """For each rank, the time from the start of its first forward to the end of its last backward."""
         return tuple(max(event.end for event in events) - events[0].start if events else 0.0 for events in self.compute)
 
     @property
     def span(self) -> float:
-        """The longest of the ranks' spans: what a step costs when the next one may begin where this one has ended."""
+        """The longest of the ranks' spans: the time of a step if the next one may start where this one ended."""
         return max(self.spans)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each rank, the seconds in which it computes."""
+        """The seconds in which each rank computes."""
         return tuple(sum(event.end - event.start for event in events) for events in self.compute)
 
     @property
     def bubble(self) -> float:
-        """The part of the span in which not even the busiest rank works."""
+        """The share of the span in which not even the busiest rank works."""
         return 1 - max(self.busy) / self.span if self.span > 0 else 0.0

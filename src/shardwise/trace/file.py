@@ -18,10 +18,10 @@ from shardwise.trace.events import Event, Holding, Lane, Trace, Traffic
 _FORMAT, _VERSION = "shardwise trace", 1
 _COLUMNS = Event._fields
 
-#: What JSON has for the type of each field of an event.
+#: The JSON types of each field of an event.
 _JSON: dict[object, set[type]] = {str: {str}, Lane: {str}, int: {int}, float: {int, float}, int | None: {int, NoneType}}
 _KINDS = {name: _JSON[hint] for name, hint in Event.__annotations__.items()}
-#: The same of an activity of a GPU, whose texts are places in a list of them.
+#: The same for an activity of a GPU, whose texts are indices into a list.
 _ACTIVITY_KINDS: dict[str, set[type]] = {
     name: {int} if hint in (str, ActivityKind) else _JSON.get(hint, {int, float, NoneType})
     for name, hint in Activity.__annotations__.items()
@@ -34,7 +34,7 @@ def save_trace(trace: Trace, path: Path) -> None:
 
 
 def load_trace(path: Path) -> Trace:
-    """Read a trace. One that was cut short, or is something else, is told apart."""
+    """Read a trace. Errors distinguish a truncated file from one that is something else."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -52,7 +52,7 @@ def load_trace(path: Path) -> Trace:
 
 
 def to_document(trace: Trace) -> dict[str, Any]:
-    """The trace in JSON's own types."""
+    """Return the trace in JSON types."""
     columns = zip(*trace.events, strict=True) if trace.events else ([] for _ in _COLUMNS)
     return {
         "format": _FORMAT,
@@ -68,7 +68,7 @@ def to_document(trace: Trace) -> dict[str, Any]:
 
 
 def _activities_document(activities: Sequence[Activity]) -> dict[str, Any]:
-    """A column for each field. Texts come again and again: a column of them has places in one list."""
+    """Return a column for each field. Texts repeat, so a column of them has indices into one list."""
     texts: dict[str, int] = {}
     columns: dict[str, list[Any]] = {}
     for name, column in zip(Activity._fields, zip(*activities, strict=True), strict=True):
@@ -78,7 +78,7 @@ def _activities_document(activities: Sequence[Activity]) -> dict[str, Any]:
 
 
 def from_document(document: Any, *, source: str = "the trace") -> Trace:
-    """The trace that `to_document` has made a document of."""
+    """Return the trace of a document made by `to_document`."""
     if not isinstance(document, Mapping) or document.get("format") != _FORMAT:
         raise ShardwiseError(
             f"{source} is no trace of Shardwise: its format is not '{_FORMAT}'", remedy="the trace.json of a run"
@@ -116,7 +116,7 @@ def _read(document: Mapping[str, Any]) -> Trace:
 
 
 def _read_activities(document: Mapping[str, Any]) -> tuple[Activity, ...]:
-    """What GPUs did; a trace from before they were seen has none."""
+    """Return the activities of GPUs; a trace of an older version has none."""
     texts, columns = document["texts"], document["columns"]
     _check_columns(columns, _ACTIVITY_KINDS)
     read = []
@@ -181,7 +181,7 @@ def _check_numbers(numbers: Iterable[float]) -> None:
 
 
 def _check_order(after: Sequence[int | None]) -> None:
-    """Following what let an event start must come to an end."""
+    """Check that the chain of `after` of every event ends."""
     count = len(after)
     ends = [each is None for each in after]
     for first in range(count):

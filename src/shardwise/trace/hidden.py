@@ -56,7 +56,7 @@ def _flights(trace: Trace) -> Iterator[tuple[int, float, float]]:
 
 
 def joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same moments, none of them twice."""
+    """Return the union of intervals, in order."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -67,7 +67,7 @@ def joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def overlap(work: Sequence[tuple[float, float]], moves: Sequence[tuple[float, float]]) -> float:
-    """For how long both went on, each move for itself. Of work, which is in order, no two are at once."""
+    """Return how long work and moves overlapped, for each move separately. Work is in order, without overlaps."""
     starts = [start for start, _ in work]
     total = 0.0
     for start, end in moves:

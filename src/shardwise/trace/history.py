@@ -15,8 +15,8 @@ from shardwise.trace.journal import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One time that the ranks were started: from which step, of a copy in memory or a checkpoint on disk, and how it
-    ended (None: no end was written)."""
+    """One start of the ranks: the step, whether from a copy in memory or a checkpoint on disk, and how it ended (None:
+    no end was written)."""
 
     when: str
     step: int
@@ -39,7 +39,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Period:
-    """Something from when to when, in seconds since the first line; `end` is None if it goes on."""
+    """A period, in seconds since the first line; `end` is None if it is not over."""
 
     begin: float
     end: float | None
@@ -64,7 +64,7 @@ class History:
 
 
 def starts_of(events: Sequence[Event]) -> tuple[Start, ...]:
-    """Every start with what ended it. One without an end of its own is explained by the attempt after it."""
+    """Return every start with what ended it. A start without an end is explained by the next attempt."""
     places = [number for number, each in enumerate(events) if each["event"] == "start"]
     found = []
     for number, place in enumerate(places):
@@ -100,7 +100,7 @@ def _why(between: Sequence[Event], end: Event | None, *, is_last: bool) -> str |
 
 
 def slow_now(events: Sequence[Event]) -> list[Event]:
-    """The ranks that are slow, by the last start's lines."""
+    """Return the ranks that are slow, by the lines of the last start."""
     first = max((number for number, each in enumerate(events) if each["event"] == "start"), default=0)
     found: dict[tuple[Any, Any], Event] = {}
     for each in events[first:]:
@@ -113,7 +113,7 @@ def slow_now(events: Sequence[Event]) -> list[Event]:
 
 
 def history_of(events: Sequence[Event], rows: Iterable[Mapping[str, Any]]) -> History | None:
-    """None where there is no start."""
+    """Return the history; None if there is no start."""
     known = [(each, time) for each in events if (time := _seconds(each.get("when"))) is not None]
     starts = starts_of([each for each, _ in known])
     if not starts:
@@ -141,7 +141,7 @@ def history_of(events: Sequence[Event], rows: Iterable[Mapping[str, Any]]) -> Hi
 
 
 def _ran(told: Sequence[tuple[Event, float]], starts: Sequence[Start]) -> Iterable[Period]:
-    """From each start to its end; of one that has none, to the last that was heard before the next."""
+    """Return periods from each start to its end; without an end, to the last line before the next start."""
     places = [number for number, (each, _) in enumerate(told) if each["event"] == "start"]
     for number, (place, start) in enumerate(zip(places, starts, strict=True)):
         until = places[number + 1] if number + 1 < len(places) else len(told)
@@ -167,7 +167,7 @@ def _slow(told: Sequence[tuple[Event, float]]) -> Iterable[Period]:
 
 
 def _losses(rows: Iterable[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Times and losses, of steps whose time was noted."""
+    """Return times and losses of steps whose time was recorded."""
     losses: dict[int, float] = {}
     found = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""What became of a run, a line for each event, in the order in which it happened: `RUN/journal.jsonl`.
+"""The journal of a run: a line for each event, in order: `RUN/journal.jsonl`.
 
     {"event": "submitted", "when": ..., "on": "slurm", "job": "17", ...}     by `shardwise launch`
     {"event": "attempt", "job": "17", "restart": 1, "nodes": [...], ...}     by the job, before ranks are started
@@ -13,8 +13,8 @@
                                                                              `take_in`: hosts that it ended for
     {"event": "attempt end", "status": 0}                                    by the job
 
-Lines are only ever added, each by one write, so that several machines may. A disk without room ends no run: what cannot
-be written is left out.
+Lines are only appended, each by one write, so that several machines can write. A full disk does not end a run: what
+cannot be written is left out.
 """
 
 import json
@@ -34,13 +34,13 @@ def note(folder: Path, event: str, **facts: Any) -> None:
     known = {key: each for key, each in facts.items() if each is not None}
     line = json.dumps({"event": event, "when": datetime.now(UTC).isoformat(timespec="seconds"), **known})
     with suppress(OSError), (folder / JOURNAL).open("ab+", buffering=0) as file:
-        # A line that was cut off when a machine was lost takes none with it.
+        # After a line that was cut off when a machine was lost, start a new one.
         is_cut = file.seek(0, 2) > 0 and file.seek(-1, 2) >= 0 and file.read(1) != b"\n"
         file.write(("\n" * is_cut + line + "\n").encode())
 
 
 def read_journal(folder: Path) -> list[Event]:
-    """All events of a run. A line that was cut off when a machine was lost is left out."""
+    """Return all events of a run. A line that was cut off when a machine was lost is left out."""
     try:
         lines = (folder / JOURNAL).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -55,7 +55,7 @@ def read_journal(folder: Path) -> list[Event]:
 
 
 def hosts_back(events: Sequence[Event]) -> tuple[str, ...]:
-    """Hosts that could take part again, by what was told since ranks were last started."""
+    """Return hosts that could take part again, by the lines since the last start."""
     begun = max((number for number, each in enumerate(events) if each["event"] == "start"), default=0)
     told = (each.get("hosts", ()) for each in events[begun:] if each["event"] == "back")
     return tuple(dict.fromkeys(str(host) for hosts in told for host in hosts))

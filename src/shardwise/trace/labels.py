@@ -16,7 +16,7 @@ from shardwise.trace.events import Event, Lane, Trace
 
 _NAME = re.compile(r"(\d+)([A-Z])[A-Z_]*(\d+)")
 _MOST_CASES = 2  # Upper and lower.
-#: What the letters stand for.
+#: The meaning of the letters.
 WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "S": "step"}
 
 
@@ -28,12 +28,12 @@ class EventPart(NamedTuple):
     chunk: int
 
 
-#: For one rank, the chunk that each of its stages is.
+#: The chunk of each stage of one rank.
 Chunks = dict[int, int]
 
 
 def chunks_of_ranks(trace: Trace) -> tuple[Chunks, ...]:
-    """For each rank, its stages numbered in order: those that it was seen to compute."""
+    """Return the stages of each rank numbered in order: those that it was seen to compute."""
     found = []
     for events in trace.compute:
         stages = {stage for event in events for stage, _, _ in _read(event)}
@@ -42,17 +42,17 @@ def chunks_of_ranks(trace: Trace) -> tuple[Chunks, ...]:
 
 
 def parts_of(event: Event, chunks: Chunks) -> tuple[EventPart, ...]:
-    """The event, or its two halves."""
+    """Return the event, or its two halves."""
     return tuple(EventPart(kind, microbatch, chunks.get(stage, 0)) for stage, kind, microbatch in _read(event))
 
 
 def stages_of(event: Event) -> list[tuple[int, int]]:
-    """Stage and microbatch of each part."""
+    """Return stage and microbatch of each part."""
     return [(stage, microbatch) for stage, _, microbatch in _read(event)]
 
 
 def label_of(event: Event, chunks: Chunks) -> tuple[str, ...]:
-    """What is written on the event, part by part."""
+    """Return the label of the event, part by part."""
     if event.lane is Lane.STEP:
         return (_in_case("S", chunks.get(event.stage, 0) % _MOST_CASES),)
     parts = parts_of(event, chunks)
@@ -67,7 +67,7 @@ def _in_case(text: str, chunk: int) -> str:
 
 
 def _read(event: Event) -> list[tuple[int, str, int]]:
-    """Stage, kind and microbatch of each part. A name of another form is taken by its first letter."""
+    """Return stage, kind and microbatch of each part. For a name of another form, the first letter is its kind."""
     found = []
     for name in event.name.split("&"):
         match = _NAME.fullmatch(name)

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 from shardwise.trace.events import Trace
 
-#: Steps of a curve: (time, what is held from then on until the next).
+#: Steps of a curve: (time, the amount held from then until the next).
 Curve = tuple[tuple[float, float], ...]
 
 
 def held_over_time(trace: Trace) -> tuple[Curve, ...]:
-    """What every rank holds, from its first allocation on, in the unit of the trace."""
+    """Return what every rank holds, from its first allocation on, in the unit of the trace."""
     ranks: list[list[tuple[float, float]]] = [[] for _ in range(trace.num_ranks)]
     for event in trace.events:
         if event.held_at_start:
@@ -24,12 +24,12 @@ def held_over_time(trace: Trace) -> tuple[Curve, ...]:
 
 
 def peaks(trace: Trace) -> tuple[float, ...]:
-    """The most that each rank ever holds."""
+    """Return the peak of each rank."""
     return tuple(max((held for _, held in curve), default=0.0) for curve in held_over_time(trace))
 
 
 def held_by_owner(trace: Trace) -> dict[tuple[int, str], Curve]:
-    """For each rank and owner, the bytes over time, where a trace has measured them."""
+    """Return the bytes over time for each rank and owner, if a trace has measured them."""
     changes: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
     for rank, owner, time, num_bytes in trace.holdings:
         changes[rank, owner].append((time, num_bytes))
@@ -37,7 +37,7 @@ def held_by_owner(trace: Trace) -> dict[tuple[int, str], Curve]:
 
 
 def peak_by_owner(trace: Trace) -> tuple[dict[str, float], ...]:
-    """For each rank, what each owner holds at the moment in which the rank holds most."""
+    """Return what each owner holds on each rank at the moment of the rank's peak."""
     moments: list[dict[float, list[tuple[str, float]]]] = [defaultdict(list) for _ in range(trace.num_ranks)]
     fullest: list[dict[str, float]] = [{} for _ in range(trace.num_ranks)]
     for rank, owner, time, num_bytes in trace.holdings:
@@ -54,7 +54,7 @@ def peak_by_owner(trace: Trace) -> tuple[dict[str, float], ...]:
 
 
 def _curve(changes: Iterable[tuple[float, float]]) -> Curve:
-    """The sums after each instant that changes them: one in which as much comes as goes is no step."""
+    """Return the sums after each instant that changes them."""
     sums = _sums(changes)
     return tuple(
         step for step, before in zip(sums, (0.0, *(held for _, held in sums)), strict=False) if step[1] != before
@@ -62,7 +62,7 @@ def _curve(changes: Iterable[tuple[float, float]]) -> Curve:
 
 
 def _sums(changes: Iterable[tuple[float, float]]) -> Curve:
-    """What is held after each instant."""
+    """Return the sum after each instant."""
     held = 0.0
     sums: dict[float, float] = {}
     for time, change in sorted(changes):

@@ -1,4 +1,4 @@
-"""The numbers of a run, step by step: `metrics.jsonl`, a row a line, and what of it can be drawn."""
+"""The metrics of a run, step by step: `metrics.jsonl`, one row per line, and curves of them."""
 
 import json
 import math
@@ -8,18 +8,18 @@ from typing import Any
 
 METRICS = "metrics.jsonl"
 
-#: A metric as (step, value), first to last. A step that had no finite value is not among them.
+#: A metric as (step, value), in order. Steps without a finite value are left out.
 Curve = tuple[tuple[int, float], ...]
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run."""
+    """Return the rows of a run."""
     rows, path = list[dict[str, Any]](), folder / METRICS
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             row = json.loads(line)
         except ValueError:
-            break  # A line that a kill cut short is the last.
+            break  # A line that was cut off by a kill is the last.
         if not isinstance(row, dict) or "step" not in row:
             break
         rows.append(row)
@@ -27,7 +27,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def curves_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
-    """Every metric that has numbers, by name, in the order in which they first come."""
+    """Return every numeric metric, by name, in the order of their first occurrence."""
     found: dict[str, dict[int, float]] = {}
     for row in rows:
         step = row["step"]

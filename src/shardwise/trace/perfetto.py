@@ -14,7 +14,7 @@ from shardwise.trace.streams import streams_of_ranks
 
 _MICROSECONDS = 1e6
 _LANES = tuple(Lane)
-#: The thread of a rank's first stream: behind all lanes, of which there are as many as overlap.
+#: The thread of a rank's first stream: after all lanes, of which there are as many as overlap.
 _FIRST_STREAM = 1_000_000
 #: An entry of the format's list.
 Entry = dict[str, object]
@@ -32,7 +32,7 @@ def to_perfetto(trace: Trace) -> dict[str, object]:
 
 
 def _threads(trace: Trace) -> list[int]:
-    """For each event, its thread. One lane takes several where its events overlap: a thread can show only one.
+    """Return the thread of each event. A lane has several if its events overlap: a thread can show only one.
 
     Threads of one lane are numbered from its place in `Lane`, in steps of the number of lanes.
     """
@@ -49,7 +49,7 @@ def _threads(trace: Trace) -> list[int]:
 
 
 def _moving(trace: Trace, event: Event) -> tuple[float, float]:
-    """When an event is shown. A receive may stand open for long: it is shown while its bytes move."""
+    """Return when an event is shown. A receive may be open for long: it is shown while its bytes move."""
     if event.lane is Lane.RECEIVE and event.after is not None:
         return trace.events[event.after].start, event.end
     return event.start, event.end
@@ -89,7 +89,7 @@ def _complete(trace: Trace, event: Event, thread: int) -> Entry:
 
 
 def _streams(trace: Trace) -> Iterator[Entry]:
-    """What GPUs did, a thread for each stream, beneath the lanes of its rank."""
+    """Yield the activities of GPUs, a thread for each stream, below the lanes of its rank."""
     for rank, uses in enumerate(streams_of_ranks(trace)):
         threads = {use.stream: _FIRST_STREAM + place for place, use in enumerate(uses)}
         for use in uses:
@@ -113,7 +113,7 @@ def _streams(trace: Trace) -> Iterator[Entry]:
 
 
 def _flows(trace: Trace, threads: Sequence[int]) -> Iterator[Entry]:
-    """An arrow from each send to its receive."""
+    """Yield an arrow from each send to its receive."""
     numbers = count()
     for index, receive in enumerate(trace.events):
         if receive.lane is not Lane.RECEIVE or receive.after is None:
@@ -121,7 +121,7 @@ def _flows(trace: Trace, threads: Sequence[int]) -> Iterator[Entry]:
         send = trace.events[receive.after]
         both: Entry = {"name": send.name, "cat": "transfer", "id": next(numbers), "ts": send.start * _MICROSECONDS}
         yield {"ph": "s", "pid": send.rank, "tid": threads[receive.after], **both}
-        # Bound to the slice around it, not to the next one to begin.
+        # Bound to the enclosing slice, not to the next one.
         yield {"ph": "f", "bp": "e", "pid": receive.rank, "tid": threads[index], **both}
 
 

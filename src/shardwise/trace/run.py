@@ -1,4 +1,4 @@
-"""A run as the doctor and the report see it: what was measured, what was predicted, the plan, and what it ran on.
+"""A run as the doctor and the report see it: measurements, predictions, the plan, and its environment.
 
     RUN/trace.json        what happened in one step, on all ranks
     RUN/predicted.json    the same step as it was predicted, where it was
@@ -28,13 +28,13 @@ from shardwise.units import format_number, format_seconds
 
 TRACE, PREDICTED, PLAN, MANIFEST = "trace.json", "predicted.json", "plan.toml", "manifest.json"
 
-#: What the name of a trace begins with whose rows are requests that were served, and not ranks.
+#: The prefix of a trace's name if its rows are served requests, not ranks.
 REQUESTS = "requests to "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A key of the plan, its value, and why."""
+    """A key of the plan, its value, and the reason."""
 
     key: str
     value: str
@@ -42,7 +42,7 @@ class Choice:
 
 
 class Unit(NamedTuple):
-    """A piece that stays whole when a model is cut into stages: what it costs beside others, and its weights."""
+    """A unit of a model, which is not cut between stages: its relative cost, and the bytes of its weights."""
 
     cost: float
     weight_bytes: float
@@ -70,7 +70,7 @@ class Run:
     history: History | None = None
 
     def time(self, seconds: float) -> str:
-        """A time as one reads it, with its unit."""
+        """Return a readable time, with its unit."""
         return format_seconds(seconds) if self.unit == "s" else f"{format_number(seconds, 4)} {self.unit}".rstrip()
 
     @property
@@ -79,11 +79,11 @@ class Run:
 
     @property
     def num_ranks(self) -> int:
-        """Of the whole plan."""
+        """The number of ranks of the whole plan."""
         return sum(map(len, self.alike)) or self.trace.num_ranks
 
     def rank_name(self, rank: int) -> str:
-        """A rank of the trace: the first of those that it stands for, and how many they are. Or a request."""
+        """Return the name of a rank of the trace: the first that it stands for, and how many they are. Or a request."""
         if self.is_of_requests:
             return f"request {rank}"
         if not self.alike:
@@ -123,7 +123,7 @@ def load_run(path: Path) -> Run:
 
 
 def _units_of(manifest: Mapping[str, Any]) -> tuple[tuple[Unit, ...], ...]:
-    """None where they are not told as they should be: the doctor takes them for all alike then."""
+    """Return the units; none if the manifest is malformed: the doctor then assumes that all are equal."""
     try:
         return tuple(
             tuple(Unit(float(cost), float(size)) for cost, size in stage) for stage in manifest.get("units", ())
@@ -133,7 +133,7 @@ def _units_of(manifest: Mapping[str, Any]) -> tuple[tuple[Unit, ...], ...]:
 
 
 def save_run(run: Run, folder: Path, *, plan: str | None = None, manifest: Mapping[str, Any] | None = None) -> None:
-    """Write what a report is made of into a folder. `plan` is the text of `plan.toml`."""
+    """Write everything that a report needs into a folder. `plan` is the text of `plan.toml`."""
     folder.mkdir(parents=True, exist_ok=True)
     save_trace(run.trace, folder / TRACE)
     if run.predicted is not None:
@@ -145,7 +145,7 @@ def save_run(run: Run, folder: Path, *, plan: str | None = None, manifest: Mappi
 
 
 def choices_of(tree: Mapping[str, Any]) -> tuple[Choice, ...]:
-    """The keys of a plan's file form, each with its reason."""
+    """Return the keys of a plan's file form, each with its reason."""
     reasons = tree.get("reasons", {})
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -169,11 +169,11 @@ def _fact(value: str | float) -> str:
 
 
 def _read(path: Path, what: str, parse: Callable[[str], Any]) -> Mapping[str, Any]:
-    """A file of a run that need not be there."""
+    """Read an optional file of a run."""
     if not path.is_file():
         return {}
     try:
         found = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # No text, JSON or TOML is a ValueError.
+    except (OSError, ValueError) as error:  # Text, JSON and TOML errors are all ValueErrors.
         raise ShardwiseError(f"{what} cannot be read: {error}", remedy=f"a run without {path.name}") from None
     return found if isinstance(found, Mapping) else {}

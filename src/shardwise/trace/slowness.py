@@ -22,13 +22,13 @@ from shardwise.trace.events import Trace
 from shardwise.trace.stretches import Part, parts_of_ranks
 from shardwise.units import format_seconds
 
-#: So many of the last looks count, and in so many of them it was slow that is named.
+#: The number of last looks that count, and in how many of them a rank must be slow to be named.
 LOOKS, SLOW_LOOKS = 10, 8
-#: A look so soon after the last is left out: a machine that is busy for a moment is no slow rank.
+#: A look sooner after the last is left out: a machine that is busy for a moment is not a slow rank.
 SECONDS_BETWEEN_LOOKS = 2.0
-#: How much longer a rank takes than others like it, and the part of a step that is lost by it.
+#: How much longer a rank takes than similar ones, and the share of a step that is lost by it.
 _TIMES, _SHARE = 1.5, 0.1
-#: So many looks are what a rank is held against that is like no other.
+#: The number of first looks that a rank without a similar one is compared with.
 _FIRST_LOOKS = 5
 
 
@@ -56,7 +56,7 @@ _SAID = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRank:
-    """A rank that is slow: its seconds of a step by that cause, those of others, and in how many of the last looks."""
+    """A slow rank: its seconds of a step by that cause, those of others, and in how many of the last looks."""
 
     rank: int
     cause: SlowCause
@@ -74,7 +74,7 @@ class SlowRank:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """One rank in one step, by one cause: its seconds, what they should be, and whether that is slow."""
+    """One rank in one step, by one cause: its seconds, the expected ones, and whether that is slow."""
 
     seconds: float
     expected: float
@@ -82,7 +82,7 @@ class _Look:
 
 
 class Slowness:
-    """Looks at recorded steps. `alike` has for each rank what it does: ranks with the same do the same.
+    """Examines recorded steps. `alike` has the work of each rank: ranks with equal entries do the same.
 
     Without `has_links` all ranks are on one host, and what moves between them is its own memory.
     """
@@ -98,7 +98,7 @@ class Slowness:
         self._found: list[SlowRank] = []
 
     def look(self, trace: Trace, step: int) -> list[SlowRank]:
-        """Take a step of this number into account; those that are slow now.
+        """Take a step of this number into account; return the ranks that are slow now.
 
         All ranks have the trace, and find the same: so how long ago the last look was is told by steps, and no clock.
         """
@@ -120,13 +120,13 @@ class Slowness:
         return self._found
 
     def _expected(self, rank: int, cause: SlowCause, seconds: Sequence[float]) -> float | None:
-        """What the rank's seconds would be if it were as quick as others; None if that is not known."""
+        """Return the rank's expected seconds if it were as fast as others; None if that is unknown."""
         others = [other for other in range(len(seconds)) if other != rank]
         if cause is not SlowCause.DATA:
             same = [other for other in others if self._alike[other] == self._alike[rank]]
             if same or cause is SlowCause.LINK:
                 return median(seconds[other] for other in same) if same else None
-            # Each against its own first steps: what slows the whole machine slows all of them.
+            # Each is compared with its own first steps: what slows the whole machine slows all of them.
             first = [median(mine) for mine in self._first]
             if not others or len(self._first[rank]) < _FIRST_LOOKS or not all(first):
                 return None

@@ -101,7 +101,7 @@ def _use(window: tuple[float, float], rank: int, stream: int, activities: Sequen
 
 
 def word_of(activity: Activity) -> str:
-    """What an activity counts as: NCCL by collective, all else by kind."""
+    """Return the category of an activity: NCCL by collective, all others by kind."""
     return collective_of(activity.name) if activity.kind is ActivityKind.NCCL else str(activity.kind)
 
 
@@ -139,7 +139,7 @@ def _last_arrivals(trace: Trace) -> dict[Activity, float]:
 
 
 def _spans(whole: tuple[float, float], activities: Sequence[Activity], begun: dict[Activity, float]) -> Iterator[Span]:
-    """The device's time cut wherever what it does changes."""
+    """Yield the device's time, cut wherever its activity changes."""
     work = [each for each in activities if each.kind in WORK]
     busy = _flat((each.start, each.end, None) for each in work)
     gaps = _gaps(busy, work, whole)
@@ -187,7 +187,7 @@ def _gaps(busy: Sequence[_Piece], work: Sequence[Activity], whole: tuple[float, 
 
 
 def _exposed(activity: Activity, start: float | None, end: float, gaps: Sequence[_Gap]) -> Iterator[_Piece]:
-    """The part of what moves from `start` to `end` in which a device stands still for it.
+    """Yield the parts of a move from `start` to `end` in which a device waits for it.
 
     What goes on when the next kernel begins was not what this had waited for: the host was late, or it was the moment
     between two kernels. Unless that was launched long before.
@@ -207,7 +207,7 @@ def _launched(activity: Activity) -> float:
 
 
 def _flat(pieces: Iterable[_Piece]) -> list[_Piece]:
-    """The same moments in order, none of them twice: the one that began first has them."""
+    """Return intervals in order without overlaps: the one that began first keeps the overlap."""
     found: list[_Piece] = []
     reached = float("-inf")
     for start, end, what in sorted(pieces, key=lambda piece: piece[:2]):

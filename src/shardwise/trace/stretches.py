@@ -35,11 +35,11 @@ class Part(StrEnum):
     HOST = "host overhead"
 
 
-#: The rank idles for want of input.
+#: The rank idles for lack of input.
 BUBBLE = frozenset({Part.WARM_UP, Part.WAITING, Part.COOL_DOWN})
 #: The device is at work.
 BUSY = frozenset({Part.COMPUTE, Part.RECOMPUTATION, Part.OPTIMIZER})
-#: What is known of a rank that stands still; its device has nothing to add.
+#: Causes of waiting that are known; the activities of the device add nothing.
 _EXPLAINED = BUBBLE | {Part.EXPOSED, Part.DATA}
 
 _OF_STATE = {
@@ -101,7 +101,7 @@ def _predicted(trace: Trace) -> tuple[tuple[Stretch, ...], ...]:
 
 
 def _measured(trace: Trace) -> tuple[tuple[Stretch, ...], ...]:
-    """All ranks have the same step: from the first rank's beginning to the last one's end."""
+    """Return the step, which is the same for all ranks: from the first rank's start to the last one's end."""
     ranks: list[list[Event]] = [[] for _ in range(trace.num_ranks)]
     for event in trace.events:
         ranks[event.rank].append(event)
@@ -119,7 +119,7 @@ def _measured(trace: Trace) -> tuple[tuple[Stretch, ...], ...]:
 
 
 def _as_seen(noted: Iterable[Stretch], spans: Sequence[Span]) -> Iterator[Stretch]:
-    """What was noted, cut by what the rank's device was seen to do. Both are of the whole step, without a hole."""
+    """Yield what was recorded, cut by the activities of the rank's device. Both cover the whole step, without gaps."""
     place = 0
     for stretch in noted:
         reached = stretch.start
@@ -133,7 +133,7 @@ def _as_seen(noted: Iterable[Stretch], spans: Sequence[Span]) -> Iterator[Stretc
 
 
 def _seen(stretch: Stretch, span: Span) -> Stretch:
-    """What a moment is, of which one thing was noted and another seen."""
+    """Return the category of a moment for which both a recorded event and an activity are known."""
     if span.state is State.COMPUTE:
         is_other = stretch.part in BUBBLE or stretch.part is Part.HOST
         return Stretch(stretch.rank, 0.0, 0.0, Part.COMPUTE) if is_other else stretch
@@ -145,7 +145,7 @@ def _seen(stretch: Stretch, span: Span) -> Stretch:
 def _noted(
     trace: Trace, event: Event, work: tuple[float, float], arrivals: dict[tuple[str, int, int], float]
 ) -> Iterator[Stretch]:
-    """What an event of the rank's own thread was. What moves beside it is nobody's standing still."""
+    """Yield the category of an event of the rank's own thread. Concurrent transfers are not waits."""
     if event.lane in _OF_LANE:
         yield Stretch(event.rank, event.start, event.end, _OF_LANE[event.lane])
     elif event.lane in (Lane.RECEIVE, Lane.WAIT):
@@ -179,7 +179,7 @@ def _last_arrivals(trace: Trace) -> dict[tuple[str, int, int], float]:
 
 
 def _filled(rank: int, start: float, end: float, noted: Sequence[Stretch]) -> Iterator[Stretch]:
-    """What was noted, the innermost where one is inside another, and the host's work in between."""
+    """Yield what was recorded, the innermost if events are nested, and the host's work in between."""
     open_: list[Stretch] = []
     reached = start
 

@@ -142,7 +142,7 @@ def _axis(frame: _Frame) -> list[str]:
 
 
 def _round_step(least: float) -> float:
-    """The next of 1, 2, 5, 10, 20, 50, ... (or of their tenths) that is not less."""
+    """Return the next of 1, 2, 5, 10, 20, 50, ... (or of their tenths) that is not less."""
     if least <= 0:
         return 1.0
     power = 10.0 ** floor(log10(least))
@@ -150,7 +150,7 @@ def _round_step(least: float) -> float:
 
 
 def _box(event: Event, chunks: Chunks, frame: _Frame) -> str:
-    """A computation with its microbatch. The halves of an overlapped pair lie above each other: they run at once."""
+    """Return a computation with its microbatch. The halves of an overlapped pair are stacked: they run at once."""
     parts = parts_of(event, chunks)
     x, width = frame.x(event.start), frame.x(event.end) - frame.x(event.start)
     drawn = max(width - 1, width * 0.7)  # A hair of ground between neighbours.
@@ -187,7 +187,7 @@ class Transfer(NamedTuple):
 
 
 def transfers(trace: Trace) -> list[Transfer]:
-    """Every transfer whose both ends are in the trace, in the order of the receives."""
+    """Return every transfer with both ends in the trace, in the order of the receives."""
     readers: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
     for event in chain.from_iterable(trace.compute):
         for stage, microbatch in stages_of(event):
@@ -202,7 +202,7 @@ def transfers(trace: Trace) -> list[Transfer]:
 
 
 def _transfers(trace: Trace, frame: _Frame) -> list[str]:
-    """A thin line for each of them. More than a few hundred would hide the boxes."""
+    """Return a thin line for each of them. More than a few hundred would hide the boxes."""
     found = transfers(trace)
     if len(found) >= _MOST_TRANSFERS:
         return []
@@ -217,7 +217,7 @@ def _transfers(trace: Trace, frame: _Frame) -> list[str]:
 
 
 def _curves(curves: tuple[Curve, ...], frame: _Frame) -> list[str]:
-    """What each rank holds over time, all to one scale, with its peak at the right."""
+    """Return what each rank holds over time, on one scale, with its peak at the right."""
     most = max((held for curve in curves for _, held in curve), default=0.0)
     if most <= 0:
         return []
@@ -238,7 +238,7 @@ def _curves(curves: tuple[Curve, ...], frame: _Frame) -> list[str]:
 
 
 def colour_of(kind: str, chunk: int, num_chunks: int) -> str:
-    """The later the chunk, the lighter."""
+    """Return the shade of a chunk: lighter for later ones."""
     dark, light = _KINDS.get(kind, _OTHER_KINDS)
     share = chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
     mixed = [
@@ -278,7 +278,7 @@ def _group(kind: str, tip: str, *elements: str) -> str:
 
 
 def _page(width: float, height: float, title: str, elements: list[str]) -> str:
-    """A whole file on its own ground, so that it reads the same on a white and on a dark page."""
+    """Return a whole file with its own background, so that it looks the same on a light and on a dark page."""
     size = f'width="{_number(width)}" height="{_number(height)}" viewBox="0 0 {_number(width)} {_number(height)}"'
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',

@@ -33,7 +33,7 @@ _OTHER_COLOURS = (250, 254)
 
 
 def plain(text: str, style: str) -> str:  # noqa: ARG001 - the paint that has no colours
-    """The text as it is."""
+    """Return the text unchanged."""
     return text
 
 
@@ -63,7 +63,7 @@ def legend(paint: Paint = plain) -> str:
 
 
 def memory_bars(trace: Trace, *, width: int, paint: Paint = plain) -> list[str]:
-    """A bar for each rank: the most that it holds, and the number."""
+    """Return a bar for each rank: its peak, and the number."""
     held = peaks(trace)
     heads, numbers = _heads(trace), [format_number(peak, 4) for peak in held]
     room = max(1, min(_LONGEST_BAR, width - len(heads[0]) - 1 - max(map(len, numbers))))
@@ -103,7 +103,7 @@ class _Stretch:
     cell: int = 1
 
     def piece(self, first: int, last: int) -> list[Run]:
-        """What is drawn of it between two columns. A label is never cut: it hangs over the edge of its system."""
+        """Return what is drawn between two columns. A label is never cut: it extends over the edge of its system."""
         if not self.label:
             dots = "".join("." if place % self.cell == 0 else " " for place in range(self.last - self.first - 1)) + " "
             return [(dots[first - self.first : last - self.first], _IDLE)]

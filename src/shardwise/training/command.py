@@ -1,4 +1,4 @@
-"""`shardwise train`: a model trained from one command."""
+"""`shardwise train`: train a model with one command."""
 
 import argparse
 import shlex
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     check_same(folder, recipe)
     gpus: Gpus = "shared" if arguments.share_gpus else "own"
     job = replace(asked.job(folder, copies_every), watching=watching_of(arguments))
-    step_aside()  # The first rank draws a bar of its own.
+    step_aside()  # The first rank draws its own progress bar.
     result = train(job, num_devices, gpus=gpus)
     return Answer(data={}, render=lambda _: None) if result is None else _answer(result)
 
@@ -135,7 +135,7 @@ def _copies_every(asked: int | None) -> int | None:
 
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
-    """What the words ask for: a recipe, or that of the run that goes on; with what --set changes."""
+    """Return the recipe from the arguments, or that of the resumed run, with the changes of --set."""
     kept = Path(arguments.folder) / "recipe.toml" if arguments.folder else None
     before = read_recipe(kept) if kept is not None and kept.is_file() else None
     if arguments.recipe is None and before is not None:
@@ -143,7 +143,7 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     else:
         recipe = get_recipe(arguments.recipe or "bytes")
         if before is not None and recipe.precision == "auto":
-            # What was chosen where it began: a run that goes on has the same numbers, wherever it does.
+            # The precision of the first start: a resumed run computes the same numbers on any device.
             recipe = recipe.changed({"precision": before.precision})
         if before is not None and recipe.data.masks is None:
             recipe = recipe.changed({"data.masks": before.data.masks})

@@ -1,4 +1,4 @@
-"""`shardwise convert`: our checkpoints, Hugging Face's folders and torch's, each to another."""
+"""`shardwise convert`: convert between our checkpoints, Hugging Face's folders and torch's."""
 
 import argparse
 from pathlib import Path

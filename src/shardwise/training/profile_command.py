@@ -1,4 +1,4 @@
-"""`shardwise profile`: some steps of a training run, measured, with what was predicted beside it and what to do."""
+"""`shardwise profile`: measure some steps of a training run, compare them with the prediction, and suggest fixes."""
 
 import argparse
 from dataclasses import replace
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def meant_by(option: str, value: str) -> str | None:
-    """What to type for an option that there is none of."""
+    """Return what to type instead of an unknown option."""
     return train_command.meant_by(option, value)
 
 
@@ -72,9 +72,9 @@ def run(arguments: argparse.Namespace) -> Answer:
     folder = _folder(arguments, recipe.name)
     job = asked.job(folder)
     gpus: Gpus = "shared" if arguments.share_gpus else "own"
-    step_aside()  # The first rank draws a bar of its own.
+    step_aside()  # The first rank draws its own progress bar.
     measured = measure(job, asked.num_devices, arguments.steps, gpus=gpus)
-    if measured is None:  # Under torchrun the first rank tells.
+    if measured is None:  # Under torchrun, only the first rank reports.
         return Answer(data={}, render=lambda _: None)
     found_run = write_run(job, measured)
     page = folder / "report.html"
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def _folder(arguments: argparse.Namespace, name: str) -> Path:
-    """Where it goes. A training run's folder is not a profile's: its trace would be lost."""
+    """Return the folder for the profile. That of a training run is refused: its trace would be overwritten."""
     if arguments.folder is None:
         return next(path for n in count(1) if not (path := Path("runs") / f"profile-{name}-{n}").exists())
     folder = Path(arguments.folder)

@@ -17,7 +17,7 @@ _LOOK_THERE = "ps -eo pid,pcpu,comm --sort=-pcpu | head"
 
 
 def find_slow_stage(case: Case) -> Iterator[Finding]:
-    """A rank whose stages take longer than those of the others, and that not because of its device."""
+    """Yield a rank whose stages take longer than those of others, and not because of its device."""
     # Of one rank of each set of replicas: the seconds that it would compute if nothing stalled.
     busy = {rank: usual_busy(events) for rank, *_ in case.same if (events := case.trace.compute[rank])}
     if case.replay is None or len(busy) < 2:
@@ -49,7 +49,7 @@ def find_slow_stage(case: Case) -> Iterator[Finding]:
 
 
 def find_straggler(case: Case) -> Iterator[Finding]:
-    """A rank that is slower than others that do the same, or than it was predicted to be."""
+    """Yield a rank that is slower than others with the same work, or than predicted."""
     for rank, factor, against in _slow_devices(case):
         stages = {event.stage for event in case.trace.compute[rank]}
         gain = case.trace.busy[rank] * (1 - 1 / factor)
@@ -96,7 +96,8 @@ def find_stalls(case: Case) -> Iterator[Finding]:
 
 
 def _slow_devices(case: Case) -> list[tuple[int, float, str]]:
-    """Ranks slower than those who do the same, or than predicted while the others are not: rank, factor, than whom."""
+    """Return ranks slower than others with the same work, or than predicted while others are not: rank, factor,
+    others."""
     found = []
     for ranks in case.same:
         busy = {rank: usual_busy(case.trace.compute[rank]) for rank in ranks}
@@ -117,7 +118,7 @@ def _slow_devices(case: Case) -> list[tuple[int, float, str]]:
 
 
 def _evened(case: Case, slow: int, busy: dict[int, float], stages: dict[int, set[int]]) -> tuple[str, float]:
-    """The quickest cut of the model that no rank is too full for; where its units are not known, how much to move."""
+    """Return the fastest cut of the model that fits on every rank; if its units are unknown, how much to move."""
     assert case.replay is not None, "slow stages are looked for in steps that can be played"
     layers, now = case.layers, case.replay.usual_seconds
     if layers is None or len(layers) != sum(map(len, stages.values())):

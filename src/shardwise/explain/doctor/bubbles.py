@@ -16,7 +16,7 @@ _NO_MORE_MEMORY = 1.05
 
 
 def find_bubble(case: Case) -> Iterator[Finding]:
-    """A pipeline whose ranks idle for want of input, where another schedule or more microbatches would help."""
+    """Yield a pipeline whose ranks idle for lack of input, if another schedule or more microbatches would help."""
     replay = case.replay
     if replay is None or case.bubble_seconds < _LARGE_BUBBLE * case.step_seconds or len(replay.stage_seconds) < 2:
         return
@@ -45,7 +45,7 @@ def find_bubble(case: Case) -> Iterator[Finding]:
 
 
 def find_transfers(case: Case) -> Iterator[Finding]:
-    """Values between stages that ranks stand still for."""
+    """Yield values between stages that ranks wait for."""
     replay, exposed = case.replay, case.transfer_seconds
     if replay is None or exposed < _MUCH_EXPOSED * case.step_seconds:
         return

@@ -82,7 +82,7 @@ class Case(Summary):
         return self.mean(Part.HOST, Part.LAUNCH) * self.trace.num_ranks / (sum(map(len, self.trace.compute)) or 1)
 
     def _shares(self, num_stages: int) -> tuple[tuple[float, ...], ...]:
-        """The parts of its stage's time that each unit takes: by what units cost, or all alike."""
+        """Return the share of its stage's time that each unit takes: by the costs of units, or equal ones."""
         layers = self.layers
         if layers is None or len(layers) != num_stages or min(layers) < 1:
             return ()
@@ -101,7 +101,7 @@ class Case(Summary):
         return {choice.key: choice.value for choice in self.run.plan}
 
     def size(self, key: str) -> int:
-        """A count of the plan; 1 where it says nothing."""
+        """Return a count of the plan; 1 if it is missing."""
         word = self.plan.get(key, "1")
         return int(word) if word.isdecimal() else 1
 
@@ -133,7 +133,7 @@ class Case(Summary):
         return self.run.memory_bytes is not None and self.fullest_bytes > NEARLY_FULL * self.run.memory_bytes
 
     def has_room(self, more_bytes: float) -> bool:
-        """Whether a rank may hold so many bytes more, as far as it is known what a device has."""
+        """Whether a rank may hold this many more bytes, as far as the memory of its device is known."""
         limit = self.run.memory_bytes
         return limit is None or self.fullest_bytes + more_bytes <= NEARLY_FULL * limit
 
@@ -143,7 +143,7 @@ class Case(Summary):
         return list(ranks_by_stages(self.trace).values())
 
     def waits(self, *beginnings: str, by_all: bool = False) -> float:
-        """Seconds of standing still for what ranks that do the same, or all, do together and is called so; on average.
+        """Return the average seconds of waiting for a named joint operation of ranks with the same work, or of all.
 
         Of such ranks the one that comes last stands still for the bytes alone, and the others for it too: what counts
         is the least.
@@ -181,7 +181,7 @@ class Case(Summary):
 
     @cached_property
     def copied_data_seconds(self) -> float:
-        """Seconds, on average over the ranks, in which a batch was waited for that was on its way to the GPU."""
+        """Return the average seconds over ranks of waiting for a batch in transit to the GPU."""
         total = 0.0
         for rank, activities in enumerate(self.trace.activities_of_ranks):
             waits = [(each.start, each.end) for each in self.cut[rank] if each.part is Part.DATA]
@@ -199,28 +199,28 @@ class Case(Summary):
         return self.run.time(seconds)
 
     def share(self, seconds: float) -> str:
-        """A part of the step in per cent."""
+        """Return a share of the step in per cent."""
         return format_percent(seconds / self.step_seconds) if self.step_seconds > 0 else "0 %"
 
 
 def alike(event: Event) -> Alike:
-    """What an instruction is like."""
+    """Return the kind of an instruction."""
     return "".join(_letter(part) for part in event.name.split("&")), event.stage
 
 
 def medians(events: Sequence[Event]) -> dict[Alike, float]:
-    """The usual time of each kind of instruction."""
+    """Return the median time of each kind of instruction."""
     return {key: median(values) for key, values in _by_kind(events).items()}
 
 
 def usual_busy(events: Sequence[Event]) -> float:
-    """What a rank would compute for if nothing stalled."""
+    """Return the time that a rank would compute without stalls."""
     usual = medians(events)
     return sum(usual[alike(event)] for event in events)
 
 
 def least_busy(events: Sequence[Event]) -> float:
-    """What a rank would compute for if all instructions of a kind were as quick as the quickest quarter of them.
+    """Return a rank's compute time if all instructions of a kind were as fast as the fastest quarter of them.
 
     What else a machine has to do makes some instructions longer, and a slow device all of them.
     """

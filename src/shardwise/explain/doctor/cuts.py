@@ -24,7 +24,7 @@ class PricedCut(NamedTuple):
 
 
 def other_cuts(case: Case) -> list[PricedCut]:
-    """The evenest cut, and all with one unit on the stage before or after; none where units are not known."""
+    """Return the most even cut, and all with one unit moved to the stage before or after; none if units are unknown."""
     layers, replay = case.layers, case.replay
     if layers is None or replay is None or not replay.units:
         return []

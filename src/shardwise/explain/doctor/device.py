@@ -18,7 +18,7 @@ _TINY_SECONDS = 6e-6
 
 
 def find_host_bound(case: Case) -> Iterator[Finding]:
-    """A GPU that waits for its host: for kernels so short that launching them takes longer, or for something else."""
+    """Yield a GPU that waits for its host: for kernels shorter than their launch, or for something else."""
     idle = case.mean(Part.HOST, Part.LAUNCH)
     kernels = [each for each in case.trace.activities if each.kind in WORK]
     if not kernels or idle < _MUCH_IDLE * case.step_seconds:

@@ -54,7 +54,7 @@ def without_contradictions(found: Sequence[Finding]) -> list[Finding]:
 
 
 def changes_of(fix: str) -> dict[str, str]:
-    """The keys of a plan that a fix says, with their values; none where it is something else that is to be typed."""
+    """Return the plan keys that a fix sets, with their values; none if the fix is something else to type."""
     text = fix.split(" ", 1)[0]
     pairs = [part.partition("=") for part in text.split(",")]
     return {key: value for key, _, value in pairs if value and "..." not in value}

@@ -11,7 +11,7 @@ _FAR_OFF = 0.25
 
 
 def find_data_wait(case: Case) -> Iterator[Finding]:
-    """Ranks that stand still for their batch."""
+    """Yield ranks that wait for their batch."""
     waited = case.mean(Part.DATA) - case.copied_data_seconds
     if case.is_worth(waited):
         yield Finding(
@@ -72,7 +72,7 @@ def find_long_optimizer(case: Case) -> Iterator[Finding]:
 
 
 def find_wrong_prediction(case: Case) -> Iterator[Finding]:
-    """A step that was predicted far from what it is: the prices that it was planned with are not this machine's."""
+    """Yield a step whose prediction is far off: it was planned with prices that are not this machine's."""
     predicted = case.run.predicted
     if predicted is None or not case.trace.is_measured or predicted.makespan <= 0:
         return

@@ -17,7 +17,7 @@ _REMEDIES = {"activations": "recompute=full", "optimizer": "zero=1", "gradients"
 
 
 def find_imbalance(case: Case) -> Iterator[Finding]:
-    """A rank with more of the model on it than the others: an embedding or a head counts too.
+    """Yield a rank with more of the model than the others: an embedding or a head counts too.
 
     Told where another cut makes its memory at least a tenth less and the step no longer, or where memory is short.
     """
@@ -50,7 +50,7 @@ def find_imbalance(case: Case) -> Iterator[Finding]:
 
 
 def _less_uneven(case: Case, fullest: int, even_bytes: float) -> tuple[str, str] | None:
-    """What to type, and what it would gain and cost; None where it is not worth it."""
+    """Return what to type, and its gain and cost; None if it is not worth it."""
     if case.layers is None or case.replay is None:
         stage = min((event.stage for event in case.trace.compute[fullest]), default=0)
         words = f"layers=A+B+... in the plan, with fewer on stage {stage}"
@@ -58,7 +58,7 @@ def _less_uneven(case: Case, fullest: int, even_bytes: float) -> tuple[str, str]
     now, bytes_now = case.replay.usual_seconds, case.fullest_bytes
     cuts = [each for each in other_cuts(case) if each.fullest_bytes <= (1 - WORTH_BYTES) * bytes_now]
     if not case.is_nearly_full:
-        # Whoever has room wants no slower step, and would be told to move the layers back.
+        # With free memory a slower step is no improvement, and the next advice would be to move the layers back.
         cuts = [each for each in cuts if each.seconds <= now * (1 + 1e-9)]
     best = min(cuts, key=lambda cut: (cut.seconds, cut.fullest_bytes), default=None)
     if best is None:
@@ -70,7 +70,7 @@ def _less_uneven(case: Case, fullest: int, even_bytes: float) -> tuple[str, str]
 
 
 def find_nearly_full(case: Case) -> Iterator[Finding]:
-    """A device with hardly any room left, and who owns most of it."""
+    """Yield a device with hardly any free memory, and the largest owner."""
     limit = case.run.memory_bytes
     if limit is None or not case.trace.holdings:
         return

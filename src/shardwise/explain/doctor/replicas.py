@@ -103,7 +103,7 @@ def find_exposed_layers(case: Case) -> Iterator[Finding]:
 
 
 def find_synchronisation(case: Case) -> Iterator[Finding]:
-    """A sum over all ranks between the backward and the step, which clipping wants."""
+    """Yield a sum over all ranks between the backward and the step, which clipping requires."""
     exposed = case.waits(_NORM, by_all=True)
     if exposed >= _MUCH_EXPOSED * case.step_seconds:
         yield Finding(

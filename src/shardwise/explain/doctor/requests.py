@@ -42,7 +42,7 @@ _PROBLEMS: Mapping[str, tuple[str, str, str]] = {
 
 
 def find_slow_requests(run: Run) -> list[Finding]:
-    """What held requests up, the gravest first."""
+    """Return what delayed requests, the most serious first."""
     rows = _seconds_by_name(run)
     whole = sum(sum(row.values()) for row in rows.values())
     if not whole:

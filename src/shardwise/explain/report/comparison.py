@@ -14,7 +14,7 @@ from shardwise.units import format_number, format_percent
 
 
 def headline(one: Summary, other: Summary) -> str:
-    """The lines under the title: which two runs, how each was cut, and which is quicker by how much."""
+    """Return the lines under the title: both runs, how each was cut, and which is faster by how much."""
     quick, slow = sorted((one, other), key=lambda each: each.step_seconds)
     told = "Their steps take as long."
     if quick.step_seconds < slow.step_seconds * 0.9995:
@@ -28,7 +28,7 @@ def headline(one: Summary, other: Summary) -> str:
 
 
 def comparison(one: Summary, other: Summary) -> str:
-    """The section that compares, as HTML."""
+    """Return the section that compares, as HTML."""
     rows = [
         _row("step", one.step_seconds, other.step_seconds, one.run),
         _row("bubble", one.bubble_seconds, other.bubble_seconds, one.run),
@@ -73,7 +73,7 @@ def _by_stage(one: Summary, other: Summary) -> str:
 
 
 def mean_seconds(trace: Trace) -> Mapping[tuple[int, str], float]:
-    """What one microbatch takes on each stage, for each kind of computation, on average. Pairs are left out."""
+    """Return the average time of one microbatch on each stage, by kind of computation. Pairs are left out."""
     totals: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     chunks = chunks_of_ranks(trace)
     for rank, events in enumerate(trace.compute):

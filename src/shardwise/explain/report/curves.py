@@ -39,7 +39,7 @@ CHARTS = (
 
 
 def curves(run: Run, other: Run | None = None) -> str:
-    """The section of a run that has trained, as HTML; nothing where neither has noted anything."""
+    """Return the section of a training run, as HTML; empty if no metrics were recorded."""
     runs = [each for each in (run, other) if each is not None]
     shown = [chart for chart in CHARTS if any(key in each.curves for each in runs for key in chart.metrics)]
     if not shown:

@@ -30,7 +30,7 @@ Column = tuple[str, str]
 def encode(
     trace: Trace, cut: Sequence[Sequence[Stretch]], *, label: str, rank_name: Callable[[int], str]
 ) -> dict[str, object]:
-    """What `decode.js` reads. `cut` are the trace's stretches."""
+    """Return the input of `decode.js`. `cut` are the trace's stretches."""
     drawn = [event for event in trace.events if event.lane in _DRAWN and event.end > event.start]
     clock = _Clock(trace)
     gaps = [each for rank in cut for each in rank if each.part not in BUSY]
@@ -71,7 +71,7 @@ def encode(
 
 
 def _streams(trace: Trace, clock: "_Clock") -> dict[str, object]:
-    """The lanes of each rank's GPU, and the texts that their columns have places of."""
+    """Return the lanes of each rank's GPU, and the texts that their columns index."""
     texts: dict[str, int] = {}
     lanes = []
     for rank, uses in enumerate(streams_of_ranks(trace)):

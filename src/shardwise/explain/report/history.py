@@ -20,7 +20,7 @@ _MOST_MARKS = 400
 
 
 def history(run: Run) -> str:
-    """The section, as HTML; nothing where the run has no journal."""
+    """Return the section, as HTML; empty if the run has no journal."""
     told = run.history
     if told is None:
         return ""
@@ -89,7 +89,7 @@ def _mark(at: float, text: str, kind: str) -> str:
 
 
 def _label(at: float, text: str) -> str:
-    """Beside a bar: to its right, or where there is no room in it."""
+    """Return a label beside a bar: to its right, or to its left if there is no room."""
     anchor = "end" if at > _WIDTH * 0.7 else "start"
     place = at + (-4 if anchor == "end" else 4)
     return f'<text class="on" text-anchor="{anchor}" x="{place:.1f}" y="11">{words(text)}</text>'
@@ -117,7 +117,7 @@ def _clock(seconds: int, step: int) -> str:
 
 
 def _loss(told: History, x: _Scale, top: float, bottom: float) -> list[str]:
-    """A stroke for each time that ranks were started."""
+    """Return a mark for each start of the ranks."""
     shown = told.losses[:: -(-len(told.losses) // _MOST_MARKS)]
     low, high = min(loss for _, loss in shown), max(loss for _, loss in shown)
     height = bottom - top - 20

@@ -67,7 +67,7 @@ def make_page(
 def _findings(
     summary: Summary, found: Sequence[Finding], second: Summary | None, other_found: Sequence[Finding]
 ) -> str:
-    """What was found, of each run under its name where there are two."""
+    """Return the findings; of two runs, each under its name."""
     if second is None:
         return sections.findings(found, summary)
     told = ((summary, found), (second, other_found))
@@ -83,7 +83,7 @@ def _asset(name: str) -> str:
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
-    """The template with each `@name@` replaced, once: what is put in is not looked through."""
+    """Return the template with each `@name@` replaced once; inserted text is not searched."""
     filled = []
     for place, piece in enumerate(template.split("@")):
         filled.append(values[piece] if place % 2 else piece)

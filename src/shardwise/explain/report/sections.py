@@ -17,7 +17,7 @@ KEYS = {part: part.split()[0] for part in Part} | {Part.COPIES: "copies"}
 
 
 def figures(summary: Summary, other: Summary | None = None) -> str:
-    """The few numbers at the top; of two runs, both, and what changed."""
+    """Return the few numbers at the top; for two runs, both, and the change."""
     mine = _figures(summary)
     if other is None:
         return _as_list((name, value, note) for name, (value, note, _) in mine.items())
@@ -132,7 +132,7 @@ def _parts_table(summary: Summary, shown: Sequence[Part]) -> str:
 
 
 def streams(summary: Summary) -> str:
-    """What each stream of each GPU did. Nothing where none was seen."""
+    """Return the activities of each GPU stream; empty if none was recorded."""
     uses = [use for rank in summary.streams for use in rank]
     if not uses:
         return ""
@@ -170,7 +170,7 @@ def memory(summary: Summary) -> str:
 
 
 def findings(found: Sequence[Finding], summary: Summary) -> str:
-    """What the doctor says."""
+    """Return the findings of the doctor."""
     if not found:
         return '<p class="none">Nothing was found to hold this run up.</p>'
     return "\n".join(_finding(each, summary) for each in found)
@@ -190,7 +190,7 @@ def _finding(finding: Finding, summary: Summary) -> str:
 
 
 def plan(summary: Summary) -> str:
-    """The plan with its reasons, and what the run ran on."""
+    """Return the plan with its reasons, and the environment of the run."""
     run = summary.run
     rows = [[f"<code>{words(each.key)}</code>", words(each.value), words(each.reason)] for each in run.plan]
     told = (
@@ -201,7 +201,7 @@ def plan(summary: Summary) -> str:
 
 
 def lead(summary: Summary) -> str:
-    """The line under the title."""
+    """Return the line under the title."""
     run, trace = summary.run, summary.run.trace
     plan_text = ",".join(f"{each.key}={each.value}" for each in run.plan)
     num_microbatches = len({event.microbatch for rank in trace.compute for event in rank})
@@ -216,12 +216,12 @@ def lead(summary: Summary) -> str:
 
 
 def share_of(seconds: float, whole: float) -> str:
-    """A part of a whole in per cent; nothing is a dash."""
+    """Return a share in per cent; a dash for none."""
     return format_percent(seconds / whole) if whole > 0 and seconds > 0 else "\N{EN DASH}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, in_words: Sequence[int] = ()) -> str:
-    """A table of cells that are HTML already. Columns `in_words` are read, not compared."""
+    """Return a table of cells that are HTML already. Columns `in_words` are text, not numbers to compare."""
     kinds = [' class="words"' if place in in_words else "" for place in range(len(head))]
     top = "".join(f"<th{kind} scope=col>{cell}</th>" for cell, kind in zip(head, kinds, strict=True))
     body = "\n".join(
@@ -232,7 +232,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, in_words: Seque
 
 
 def caption(text: str, *, of: str = "figure") -> str:
-    """What stands under a figure or a table. The style sheet counts them."""
+    """Return the caption of a figure or a table. The style sheet numbers them."""
     return f'<p class="caption"><b class="{of}"></b> {text}</p>'
 
 

@@ -4,7 +4,7 @@ from shardwise.launch.kubernetes.pod import OfCluster, Tree, container, metadata
 from shardwise.launch.layout import Layout
 from shardwise.launch.work import Work
 
-#: How long loading weights may take before the first answer: so many probes, so many seconds apart.
+#: How long loading weights may take before the first answer: this many probes, this many seconds apart.
 _STARTS, _START_SECONDS = 180, 10
 #: How long a busy server may take to answer a probe, and how long requests may still reach one that is about to end.
 _ANSWER_SECONDS, _LATE_SECONDS = 5, 5

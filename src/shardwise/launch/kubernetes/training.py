@@ -82,7 +82,7 @@ def jobset(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree]:
 
 
 def trainjob(work: Work, layout: Layout, cluster: OfCluster) -> list[Tree]:
-    """The same for Kubeflow, whose runtime `torch-distributed` numbers the nodes and sets torchrun's rendezvous."""
+    """Return the same for Kubeflow, whose runtime `torch-distributed` numbers the nodes and sets up the rendezvous."""
     command = ["python", "-m", "torch.distributed.run", "-m", "shardwise", work.kind, *words_in_pod(work)]
     inside = container(work, layout, cluster, command)
     near = affinity(work, layout, cluster, {"jobset.sigs.k8s.io/jobset-name": work.safe_name})

@@ -36,7 +36,8 @@ def core(
     rows: int | None = None,
     made_by: tuple[str, ...] = (),
 ) -> Attention:
-    """The product itself and what it keeps: queries, keys, values, and scores or, with flash, one sum of each row.
+    """Return the attention product and what it keeps: queries, keys, values, and scores or, with flash, one sum per
+    row.
 
     Korthikanti et al. 2022, section 4.1: the probabilities, and with dropout its mask and its output. `made_by` is the
     choice of recomputation that makes queries, keys and values again.

@@ -51,7 +51,7 @@ def head(shape: HeadShape, hidden: int, vocabulary: int, norms: NormShape, *, ta
 
 
 def cross_entropy(vocabulary: int, *, rows: int | None = None) -> CrossEntropy:
-    """The loss. A fused kernel keeps the logits (or their gradient) as they are; plain torch a softmax in float32."""
+    """Return the loss. A fused kernel keeps the logits (or their gradient) unchanged; plain torch a float32 softmax."""
     kept = (
         Saved(name="logits", elements=vocabulary, cut="tp", rows=rows, when="fused"),
         Saved(name="softmax", elements=vocabulary, cut="tp", width=FLOAT32, rows=rows, when="unfused"),
@@ -74,7 +74,7 @@ def _table(name: str, size: int, width: int, *, sharding: Sharding) -> Part:
 
 
 def _transform(dense: str, normed: str, hidden: int, norms: NormShape) -> Part:
-    """A dense layer with a nonlinearity and a norm (BERT)."""
+    """Return a dense layer with a nonlinearity and a norm (BERT)."""
     projected = matmul("transform", Width(hidden), Width(hidden), bias=True)
     moves = Moves(hidden, hidden, 2 * hidden, hidden)
     kept = Saved(name="transformed", elements=hidden)

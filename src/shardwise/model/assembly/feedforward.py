@@ -34,7 +34,7 @@ def nonlinearity(
     rows: int | None = None,
     rerun_by: tuple[str, ...] = MLP,
 ) -> Elementwise:
-    """What stands between up and down. It keeps its input and its output, which down reads.
+    """Return the operation between up and down. It keeps its input and its output, which down reads.
 
     With a gate, plain torch launches two kernels, and keeps the activated gate too.
     """
@@ -147,7 +147,7 @@ def _expert_parameters(shape: ExpertsShape, hidden: int) -> Iterator[Parameter]:
 def _expert_weight(
     shape: ExpertsShape, name: str, inputs: tuple[Width, ...], outputs: tuple[Width, ...], *, tp_on_outputs: bool
 ) -> Parameter:
-    """The weights of all experts as one tensor, as modules keep them for grouped products."""
+    """Return the weights of all experts as one tensor, as modules store them for grouped products."""
     num_in, num_out = (sum(width.elements for width in side) for side in (inputs, outputs))
     sides = (num_in, num_out) if shape.transposed else (num_out, num_in)
     out_dim = 2 if shape.transposed else 1

@@ -24,7 +24,7 @@ class Part:
     reduces: bool = False
 
     def block(self, kind: str, **more: Any) -> Block:
-        """It alone as a block, with what else `Block` is told."""
+        """Return this part alone as a block, with further arguments of `Block`."""
         return Block(kind=kind, operations=self.operations, parameters=self.parameters, **more)
 
 
@@ -50,8 +50,8 @@ def linear(
     bias: bool = False,
     transposed: bool = False,
 ) -> tuple[Parameter, ...]:
-    """The parameters of a projection, or of several that are stored as one: a weight, stored as outputs x inputs unless
-    `transposed`, and perhaps a bias."""
+    """Return the parameters of a projection, or of several that are stored as one: a weight, stored as outputs x inputs
+    unless `transposed`, and perhaps a bias."""
     outputs = (outputs,) if isinstance(outputs, Width) else outputs
     num_outputs = sum(width.elements for width in outputs)
     out_dim = 1 if transposed else 0
@@ -67,7 +67,7 @@ def linear(
 
 
 def residual(hidden: int, *, dropout: bool, num_added: int = 1, rows: int | None = None) -> Elementwise:
-    """The sum of a layer's input and what its sublayers give, with dropout on the latter."""
+    """Return the sum of a layer's input and the output of its sublayers, with dropout on the latter."""
     read = hidden * (1 + num_added)
     added = Moves(read, hidden, read, hidden)
     dropped = Moves(*(moved + hidden * num_added * dropout for moved in added))
@@ -86,7 +86,7 @@ def matmul(
     saves: tuple[Saved, ...] = (),
     rerun_by: tuple[str, ...] = (),
 ) -> Matmul:
-    """A projection that every row meets."""
+    """Return a projection that is applied to every row."""
     return Matmul(
         name=name,
         inputs=inputs,
@@ -100,7 +100,7 @@ def matmul(
 
 
 def norm(name: str, elements: int, shape: NormShape, *, keeps_output: bool = True, rows: int | None = None) -> Part:
-    """A norm over the hidden width. Its output is kept if a matmul reads it."""
+    """Return a norm over the hidden width. Its output is kept if a matmul reads it."""
     saves = kept_input(elements, shape, rows=rows)
     if keeps_output:
         saves += (Saved(name="norm output", elements=elements, cut="columns", rows=rows, dropped_by=("norm",)),)
@@ -109,7 +109,7 @@ def norm(name: str, elements: int, shape: NormShape, *, keeps_output: bool = Tru
 
 
 def kept_input(elements: int, shape: NormShape, *, rows: int | None = None, cut: Cut = "sequence") -> tuple[Saved, ...]:
-    """What a norm's own backward needs: its input. Statistics of a row are left out, as everybody does.
+    """Return what a norm's backward needs: its input. Row statistics are left out, as is usual.
 
     Plain torch has no fused kernel for the root mean square as Hugging Face defines it: a copy of the input in float32
     is kept instead, and the normalised input in the activations' own type.

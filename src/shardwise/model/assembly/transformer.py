@@ -34,7 +34,7 @@ def transformer(
     dropout: bool = False,
     max_sequence: int | None = None,
 ) -> Model:
-    """A decoder or an encoder. `dropout` is after the embedding, after each sublayer and on the scores."""
+    """Return a decoder or an encoder. `dropout` is after the embedding, after each sublayer and on the scores."""
     begin, end = ends
     norms = norms or NormShape()
     first = embedding(begin, hidden, vocabulary, norms, dropout=dropout)
@@ -70,7 +70,7 @@ def stack(
 
 
 def _layer(shape: LayerShape, hidden: int, norms: NormShape, *, dropout: bool, rows: int | None) -> Block:
-    """A layer as a block. What a decoder's layers read of an encoder goes along with their output."""
+    """Return a layer as a block. What a decoder's layers read of an encoder is passed along with their output."""
     parts = list(_parts(shape, hidden, norms, dropout=dropout, rows=rows))
     whole = joined(parts)
     num_reductions = sum(part.reduces for part in parts)

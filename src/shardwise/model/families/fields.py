@@ -17,7 +17,7 @@ class Fields:
     source: str
 
     def count(self, *keys: str, default: int | None = None) -> int:
-        """A whole number of at least 1 under the first of these keys that is there."""
+        """Return an integer of at least 1 under the first of these keys that exists."""
         for key in keys:
             value = self.values.get(key)
             if value is not None:
@@ -44,12 +44,12 @@ class Fields:
         return default if value is None else bool(value)
 
     def text(self, key: str, default: str) -> str:
-        """A word."""
+        """Return a string."""
         value = self.values.get(key)
         return default if value is None else str(value)
 
     def items(self, key: str) -> list[Any] | None:
-        """A list, or None."""
+        """Return a list, or None."""
         value = self.values.get(key)
         return list(value) if isinstance(value, (list, tuple)) else None
 
@@ -58,7 +58,7 @@ class Fields:
         return any((default if self.values.get(key) is None else self.values[key]) > 0 for key in keys)
 
     def heads(self, hidden: int, *keys: str) -> int:
-        """The number of heads, which must divide the hidden width unless `head_dim` is given."""
+        """Return the number of heads, which must divide the hidden width unless `head_dim` is given."""
         heads = self.count(*(keys or ("num_attention_heads",)))
         if self.values.get("head_dim") is None and hidden % heads:
             raise ShardwiseError(

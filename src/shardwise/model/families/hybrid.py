@@ -29,7 +29,7 @@ _KINDS = {
 
 
 def nemotron_h(fields: Fields, name: str) -> Model:
-    """A layer for each letter of the pattern: norm, one mixer, residual."""
+    """Return a layer for each letter of the pattern: norm, one mixer, residual."""
     hidden = fields.count("hidden_size")
     pattern = fields.items("layers_block_type") or list(fields.text("hybrid_override_pattern", ""))
     strange = [letter for letter in pattern if letter not in _KINDS]

@@ -32,7 +32,7 @@ class Filter:
 
 
 def resnet(fields: Fields, name: str) -> Model:
-    """The model for images of `image_size` pixels a side (224 where the configuration has none, as is usual)."""
+    """Return the model for images of `image_size` pixels a side (224 if the configuration has none, as is usual)."""
     side = fields.count("image_size", default=224)
     labels = fields.values.get("id2label")
     num_labels = len(labels) if labels else fields.count("num_labels", default=2)
@@ -117,7 +117,7 @@ def _layer(
 
 
 def _filters(inputs: int, outputs: int, stride: int, side: int, *, bottleneck: bool, early: bool) -> tuple[Filter, ...]:
-    """The filters of a layer in order. A bottleneck narrows, filters and widens; `early` strides already narrow."""
+    """Return the filters of a layer in order. A bottleneck narrows, filters and widens; `early` strides at once."""
     small = -(-side // stride)
     if not bottleneck:
         return (
@@ -163,7 +163,7 @@ def _filter(shape: Filter, *, input_gradient: bool = True) -> list[Part]:
 
 
 def _head(channels: int, num_labels: int, positions: int) -> Block:
-    """The mean over all positions, and one matmul."""
+    """Return the mean over all positions, and one matmul."""
     elements = channels * positions
     moves = Moves(elements, channels, channels, elements)
     kept = Saved(name="pooled", elements=channels, rows=1, cut="whole")

@@ -46,7 +46,7 @@ def decoder(
     post_norms: bool = False,
     head_bias: str | None = None,
 ) -> Model:
-    """The model of layers that are made one by one.
+    """Return the model of layers that are made one by one.
 
     `attend` and `feed` give the mixers of a layer and a word on what is special about each; the words make its kind.
     Without `feed` all have the gated MLP. `post_norms` are those of Gemma 2: also on what a sublayer gives.
@@ -72,7 +72,7 @@ def decoder(
 
 
 def attention_of(fields: Fields, *, qkv_bias: bool = False, out_bias: bool = False) -> AttentionShape:
-    """The attention that most of these families have."""
+    """Return the attention that most of these families have."""
     hidden = fields.count("hidden_size")
     heads = fields.heads(hidden)
     return AttentionShape(
@@ -87,7 +87,7 @@ def attention_of(fields: Fields, *, qkv_bias: bool = False, out_bias: bool = Fal
 
 
 def mlp_of(fields: Fields, *, width: int | None = None, names: Mapping[str, str] = MLP, gated: bool = True) -> MlpShape:
-    """The gated MLP that most of these families have."""
+    """Return the gated MLP that most of these families have."""
     width = width or fields.count("intermediate_size")
     return MlpShape(names=names, width=width, gated=gated, bias=fields.flag("mlp_bias"))
 
@@ -106,12 +106,12 @@ def sliding(fields: Fields, shape: AttentionShape, slides: Callable[[int], bool]
 
 
 def same(shape: AttentionShape | LatentShape) -> Attend:
-    """The same attention in every layer."""
+    """Return the same attention for every layer."""
     return lambda _: ("", shape)
 
 
 def fed_by(shape: MlpShape | ExpertsShape) -> Feed:
-    """The same MLP or experts in every layer."""
+    """Return the same MLP or experts for every layer."""
     word = "moe" if isinstance(shape, ExpertsShape) else ""
     return lambda _: (word, shape)
 
@@ -122,7 +122,7 @@ def mixed(dense: MlpShape, sparse: ExpertsShape, is_sparse: Callable[[int], bool
 
 
 def shared_names(below: str) -> dict[str, str]:
-    """The names of an MLP that every token meets beside its experts."""
+    """Return the names of an MLP that every token uses besides its experts."""
     return {part: f"{below}.{part}_proj" for part in ("gate", "up", "down")}
 
 

@@ -42,7 +42,7 @@ def t5(fields: Fields, name: str) -> Model:
 
 
 def _layers(fields: Fields, num_layers: int, *, decodes: bool) -> tuple[LayerShape, ...]:
-    """The first layer of a stack learns the relative positions, and the others use them."""
+    """Return the layers. The first layer of a stack learns the relative positions, and the others use them."""
     side = "decoder" if decodes else "encoder"
     buckets = fields.count("relative_attention_num_buckets", default=32)
     first = _layer(fields, f"{side} first", side, buckets)

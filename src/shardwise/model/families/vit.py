@@ -11,7 +11,7 @@ from shardwise.model.operations import Convolution, Saved, Width
 
 
 def vit(fields: Fields, name: str) -> Model:
-    """Every image gives as many rows: its patches, and one that stands for the whole."""
+    """Return the model. Every image gives the same number of rows: its patches, and one for the whole."""
     hidden = fields.count("hidden_size")
     side, patch = fields.count("image_size", default=224), fields.count("patch_size", default=16)
     if side % patch:

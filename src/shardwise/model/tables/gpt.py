@@ -6,7 +6,7 @@ from shardwise.model.tables.llama import decoder
 
 
 def gpt2(hidden: int, layers: int, heads: int, positions: int, **more: Any) -> dict[str, Any]:
-    """A configuration with the keys of GPT-2's."""
+    """Return a configuration with GPT-2's keys."""
     return {
         "model_type": "gpt2",
         "n_embd": hidden,

@@ -14,7 +14,7 @@ def decoder(
     longest: int,
     **more: Any,
 ) -> dict[str, Any]:
-    """A configuration with the keys of Llama's; `width` is that of the MLP, `longest` the most positions."""
+    """Return a configuration with Llama's keys; `width` is that of the MLP, `longest` the most positions."""
     return {
         "model_type": kind,
         "hidden_size": hidden,
@@ -29,7 +29,7 @@ def decoder(
 
 
 def _experts(count: int, top_k: int, width: int, **more: Any) -> dict[str, Any]:
-    """The experts of Qwen's mixtures."""
+    """Return the experts of Qwen's mixtures."""
     return {"num_experts": count, "num_experts_per_tok": top_k, "moe_intermediate_size": width, **more}
 
 

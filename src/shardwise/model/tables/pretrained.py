@@ -28,7 +28,7 @@ def _neox(hidden: int, layers: int, heads: int, vocabulary: int = 50304) -> dict
 
 
 def bloom(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    """A configuration with the keys of BLOOM's."""
+    """Return a configuration with BLOOM's keys."""
     return {
         "model_type": "bloom",
         "hidden_size": hidden,

@@ -42,7 +42,7 @@ def gather(segments: list[Segment]) -> list[Segment]:
 
 
 def blocks_of(traced: Traced) -> tuple[tuple[Block, ...], tuple[tuple[str, ...], ...]]:
-    """The blocks in order, equal ones as one object, and the parameters that are tied."""
+    """Return the blocks in order, equal ones as one object, and the tied parameters."""
     named, ties = _assign(traced)
     stacked = _in_order(traced.segments, named)
     kinds: dict[object, Block] = {}
@@ -73,7 +73,7 @@ def blocks_of(traced: Traced) -> tuple[tuple[Block, ...], tuple[tuple[str, ...],
 
 
 def _stack(path: str) -> str:
-    """The list that an item is in: `model.layers` of `model.layers.7`; empty where it is in none."""
+    """Return the list that an item is in: `model.layers` of `model.layers.7`; empty if it is in none."""
     above, _, last = path.rpartition(".")
     return above if last.isdecimal() else ""
 
@@ -122,7 +122,7 @@ def _assign(traced: Traced) -> tuple[list[list[str]], tuple[tuple[str, ...], ...
 
 
 def _in_order(segments: list[Segment], named: list[list[str]]) -> set[str]:
-    """The lists whose items ran once each and in their order, with parameters of their own only."""
+    """Return the lists whose items ran once each and in order, with only their own parameters."""
     indices: dict[str, list[int]] = {}
     strange = set()
     for segment, names in zip(segments, named, strict=True):
@@ -162,7 +162,7 @@ def _role(name: str, tensor: Tensor, module: nn.Module) -> Literal["weight", "bi
 
 
 def _rest(segment: Segment, traced: Traced) -> Iterator[Operation]:
-    """All kernels that are no products, as one operation, which also keeps what is kept."""
+    """Yield all kernels other than products as one operation, which also keeps their saved tensors."""
     saves = tuple(_kept(dtype, size, traced) for dtype, size in segment.saved.items())
     forward, backward = segment.forward, segment.backward
     if saves or forward.read or forward.written or backward.read or backward.written:
@@ -209,7 +209,7 @@ def _ends(traced: Traced, index: int) -> tuple[int, int]:
 
 
 def _label(segment: Segment, traced: Traced, index: int) -> str:
-    """The class of a block; else where a piece is."""
+    """Return the class of a block; otherwise the name of a piece."""
     if segment.path is not None:
         return type(traced.module.get_submodule(segment.path)).__name__
     return "before" if index == 0 else "after" if index == len(traced.segments) - 1 else "between"

@@ -26,14 +26,14 @@ class Setting:
     parameter: Callable[[Tensor], int | None]
 
     def each(self, count: int) -> int:
-        """A count of one sample. What does not depend on the batch is spread over it, rounded up."""
+        """Return a count per sample. A count that does not depend on the batch is spread over it, rounded up."""
         return -(-count // self.num_samples)
 
 
 def find_operation(
     function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], setting: Setting
 ) -> Operation | None:
-    """The operation that a call is, if it is one of those that products of matrices are made of."""
+    """Return the matrix product that a call is; None for other calls."""
     if function in _CAUSAL_AT:
         place = _CAUSAL_AT[function]
         causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
@@ -43,7 +43,7 @@ def find_operation(
 
 
 def expert_weights(function: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """The tensor with the weights of all experts that a grouped product uses."""
+    """Return the tensor with the weights of all experts that a grouped product uses."""
     return args[1] if function is GROUPED_MM.default and args[1].dim() == 3 else None
 
 
@@ -104,7 +104,7 @@ def _attention(args: tuple[Any, ...], setting: Setting, *, causal: bool) -> Oper
 
 
 def _convolution(args: tuple[Any, ...], setting: Setting) -> Operation:
-    """A filter, or the transpose of one, which is applied at each position of the input instead of the output."""
+    """Return a filter, or the transpose of one, which is applied at each position of the input."""
     inputs, weight, bias = args[:3]
     padding, dilation, transposed, output_padding, groups = args[4], args[5], args[6], args[7], args[8]
     in_positions = setting.each(inputs.shape[0]) * prod(inputs.shape[2:])

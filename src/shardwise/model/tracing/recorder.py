@@ -89,7 +89,7 @@ class Segment:
 
 
 def key_of(tensor: Tensor) -> int:
-    """What tells the memory of two tensors apart, for as long as both are kept."""
+    """Return an id of a tensor's memory, unique as long as both are kept."""
     return storage_id(tensor.untyped_storage())
 
 
@@ -98,7 +98,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of nested lists, tuples and mappings."""
+    """Return the tensors of nested lists, tuples and mappings."""
     leaves = pytree.tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._back = self.segments[0]
         # Views of parameters share their storage. Casts do not, and are added as they are made.
         self._sources = {key_of(tensor): key_of(tensor) for tensor in parameters.values()}
-        # Storages, not tensors: autograd copies a gradient that somebody else holds too.
+        # Storages, not tensors: autograd copies a gradient that other code holds too.
         self._kept_alive: list[Any] = [tensor.untyped_storage() for tensor in parameters.values()]
         self._saved: set[int] = set()
         self._makers: dict[int, Segment] = {}
@@ -147,7 +147,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def _keeper(self, key: int) -> Segment:
-        """Who a kept tensor belongs to: whoever keeps it first, but for what was made between blocks for all of them.
+        """Return the owner of a kept tensor: the first block that keeps it, except for tensors made between blocks for
+        all.
 
         A rotation's angles are kept by the first layer and used by every one. A layer's own input is its own.
         """
@@ -242,7 +243,7 @@ def _no(*_: Any) -> bool:
 
 
 def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a product by group gives, without numbers. Two matrices make one for each group."""
+    """Return the result of a grouped product, without values. Two matrices give one for each group."""
     left, right = args[0], args[1]
     if left.dim() == 2 and right.dim() == 2:
         offsets = args[2] if len(args) > 2 else kwargs["offs"]

@@ -17,7 +17,7 @@ from shardwise.torch_private import DataDependentOutputException, DynamicOutputS
 def record(
     module: nn.Module, blocks: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, fake: bool
 ) -> tuple[list[Segment], dict[str, Tensor]]:
-    """The pieces of a run in order, and the parameters that it ran with, by name (tied ones under each of their names).
+    """Return the pieces of a run in order, and its parameters by name (tied ones under each of their names).
 
     With `fake`, tensors have shapes and no memory. Without, the module runs in earnest on copies of its tensors.
     """
@@ -38,7 +38,7 @@ def record(
 
 
 def _twins(module: nn.Module, *, fake: bool) -> dict[str, Tensor]:
-    """Parameters and buffers anew, by all their names. What is one tensor under two names stays one."""
+    """Return new parameters and buffers, under all their names. A tensor with two names stays one."""
     made: dict[int, Tensor] = {}
     twins = {}
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]

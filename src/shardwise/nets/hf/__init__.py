@@ -1,4 +1,4 @@
-"""Hugging Face folders, read and written. Begin with `family.py` and `naming.py`; `load.py` and `save.py` use both."""
+"""Read and write Hugging Face folders. Start with `family.py` and `naming.py`; `load.py` and `save.py` use both."""
 
 from shardwise.nets.hf.checkpoint import Checkpoint
 from shardwise.nets.hf.load import load, load_model

@@ -1,4 +1,4 @@
-"""The families by name, and which of them a folder or a model is of."""
+"""The model families by name, and the family of a folder or a model."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from shardwise.nets.hf.gpt2 import GPT2
 from shardwise.nets.hf.mixtures import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL, QWEN3_MOE
 from shardwise.nets.settings import Settings
 
-#: In the order in which they are tried for a model that nobody has named a family for.
+#: In the order in which they are tried for a model whose family is not given.
 FAMILIES = {
     family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT2)
 }
 
 
 def family_of(entries: Entries) -> Family:
-    """The family of a `config.json`."""
+    """Return the family of a `config.json`."""
     name = entries.text("model_type")
     if name not in FAMILIES:
         raise unknown("model_type", name, FAMILIES)
@@ -31,7 +31,7 @@ def family_of(entries: Entries) -> Family:
 
 
 def config_for(settings: Settings, family: str | None = None) -> tuple[Family, dict[str, Any]]:
-    """A family that can say all of the settings, or the given one; and its `config.json`."""
+    """Return a family that can express all of the settings, or the given one; and its `config.json`."""
     if family is not None and family not in FAMILIES:
         raise unknown("family", family, FAMILIES)
     able: dict[str, dict[str, Any]] = {}
@@ -40,7 +40,8 @@ def config_for(settings: Settings, family: str | None = None) -> tuple[Family, d
         try:
             able[each.name] = each.config(settings)
         except ShardwiseError as error:
-            # Not the error itself: it would hold this frame and those of all callers, models and all, in a circle.
+            # Not the error itself: its traceback would keep this frame and all callers' frames, with their models,
+            # alive.
             unable[each.name] = error.problem
     if family is None and not able:
         raise ShardwiseError(

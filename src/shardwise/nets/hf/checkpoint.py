@@ -1,4 +1,4 @@
-"""A folder of Hugging Face, opened: what model it is, and any part of any of its weights, by our names."""
+"""An open Hugging Face folder: its settings, and any part of any weight, by our names."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -16,7 +16,7 @@ from shardwise.nets.weights import shapes_of
 
 
 class Checkpoint:
-    """Use it in a `with` statement, or close it. `bytes_read` counts the bytes of what was read so far."""
+    """Use it in a `with` statement, or close it. `bytes_read` counts the bytes read so far."""
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -25,7 +25,7 @@ class Checkpoint:
         self.settings = self._family.read(self._entries)
         self._files = Files(self.folder)
         naming = self._family.naming(self._files.names)
-        #: Our names, and the whole shapes.
+        #: The whole shapes, by our names.
         self.shapes = shapes_of(self.settings)
         self._pieces = {name: naming.pieces(name, shape) for name, shape in self.shapes.items()}
         self._theirs: dict[str, tuple[int, ...]] = {}
@@ -42,13 +42,13 @@ class Checkpoint:
         return self._files.bytes_read
 
     def find_dtype(self) -> torch.dtype | None:
-        """The type of the weights, if `config.json` says it."""
+        """Return the dtype of the weights, if `config.json` has it."""
         word = self._entries.find("dtype") or self._entries.find("torch_dtype")
         dtype = getattr(torch, str(word), None)
         return dtype if isinstance(dtype, torch.dtype) else None
 
     def check(self, names: Collection[str] | None = None) -> None:
-        """Raise unless the files have these weights (all, if None), with the right shapes, and nothing unknown."""
+        """Raise unless the files have these weights (all, if None) with the right shapes, and no unknown ones."""
         wanted = self.shapes if names is None else names
         for name in wanted:
             if name not in self.shapes:
@@ -75,7 +75,7 @@ class Checkpoint:
                 )
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """A weight, or the part of it in a region of our whole shape. Only its bytes are read."""
+        """Return a weight, or a region of our whole shape. Only the bytes of that region are read."""
         asked = self.region(name, region)
         dtype = self._files.dtype(self._pieces[name][0].tensor)
         target = torch.empty([each.stop - each.start for each in asked], dtype=dtype)
@@ -83,7 +83,7 @@ class Checkpoint:
         return target
 
     def fill(self, name: str, target: Tensor, region: Region | None = None) -> None:
-        """The same into a tensor that is there, whatever its type and device."""
+        """Read into an existing tensor of any dtype and device."""
         region = self.region(name, region)
         for piece in self._pieces[name]:
             overlap = piece.find_overlap(region)
@@ -92,7 +92,8 @@ class Checkpoint:
                 target[here].copy_(piece.to_ours(self._files.read(piece.tensor, there)))
 
     def region(self, name: str, region: Region | None = None) -> Region:
-        """A region with plain starts and stops: `slice(None)` is all of a dim, and negative ones count from its end."""
+        """Return a region with plain starts and stops: `slice(None)` is all of a dim, and negative ones count from its
+        end."""
         shape = self.shapes[name]
         given = (slice(None),) * len(shape) if region is None else region
         assert len(given) == len(shape), f"{name} has {len(shape)} dims, and {len(given)} slices are given"

@@ -18,7 +18,7 @@ def read_gated(
     norm_epsilon: float = 1e-6,
     **more: Any,
 ) -> Settings:
-    """What the families have in common, those with experts too. The rest is given. Dropout is of attention alone."""
+    """Read what all gated families have in common, those with experts too. Dropout is of attention only."""
     entries.must_be("hidden_act", "silu")
     return Settings(
         vocabulary=entries.integer("vocab_size"),
@@ -36,7 +36,7 @@ def read_gated(
 
 
 def write_gated(settings: Settings) -> dict[str, Any]:
-    """The entries that the families share."""
+    """Return the entries that the families share."""
     return {
         "vocab_size": settings.vocabulary,
         "hidden_size": settings.width,
@@ -53,7 +53,7 @@ def write_gated(settings: Settings) -> dict[str, Any]:
 
 
 def read_heads(entries: Entries, *, bias: bool = False, **more: bool) -> Heads:
-    """Attention by heads; `bias` is of all four projections."""
+    """Read the settings of attention heads; `bias` applies to all four projections."""
     num_heads = entries.integer("num_attention_heads")
     return Heads(
         num_heads=num_heads,
@@ -64,7 +64,7 @@ def read_heads(entries: Entries, *, bias: bool = False, **more: bool) -> Heads:
 
 
 def write_heads(settings: Settings) -> dict[str, Any]:
-    """All that a family with attention by heads has, but for its biases and windows."""
+    """Return all entries of a family with attention heads, except its biases and windows."""
     heads = of_kind(settings.attention, Heads)
     return {**write_gated(settings), "num_key_value_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
 
@@ -78,12 +78,12 @@ def read_bias(entries: Entries) -> bool:
 
 
 def find_window(entries: Entries) -> int | None:
-    """Mistral's: a window in every layer, unless it is null."""
+    """Return Mistral's window, which applies to every layer; None if it is null."""
     return None if entries.find("sliding_window") is None else entries.integer("sliding_window")
 
 
 def _windows(entries: Entries) -> dict[str, Any]:
-    """Qwen's: a window only if it is used, in layers of that type or from a layer on."""
+    """Return Qwen's window, if it is used: in layers of that type, or from a layer on."""
     if not entries.flag("use_sliding_window", False):
         return {}
     num_layers, types = entries.integer("num_hidden_layers"), entries.find("layer_types")

@@ -1,4 +1,4 @@
-"""A `config.json`, asked entry by entry. What is missing or of another kind is an error that names it."""
+"""Read the entries of a `config.json`. A missing entry, or one of the wrong type, is an error that names it."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ CONFIG = "config.json"
 
 
 class Entries:
-    """The entries, and where they are from. An entry that is null counts as absent, as it does for transformers."""
+    """The entries, and their file. A null entry counts as absent, as in transformers."""
 
     def __init__(self, entries: Mapping[str, Any], origin: str = CONFIG) -> None:
         self._entries, self.origin = entries, origin
@@ -29,18 +29,18 @@ class Entries:
         return str(self._get(key, default, "text", str))
 
     def find(self, key: str) -> Any:
-        """The entry as it is, or None."""
+        """Return the entry unchanged, or None."""
         return self._entries.get(key)
 
     def table(self, key: str) -> "Entries":
-        """A table within; empty if it is absent."""
+        """Return a nested table; empty if it is absent."""
         value = self.find(key)
         if value is not None and not isinstance(value, dict):
             raise self._wrong(key, value, "a table")
         return Entries(value or {}, f"{key} of {self.origin}")
 
     def must_be(self, key: str, *allowed: Any) -> None:
-        """Refuse a setting that we would compute wrongly. The first of `allowed` is what its absence means."""
+        """Refuse a setting that would be computed wrongly. The first of `allowed` is the default if it is absent."""
         value = self.find(key)
         if value is not None and value not in allowed:
             raise ShardwiseError(
@@ -50,7 +50,7 @@ class Entries:
             )
 
     def _get(self, key: str, default: Any, words: str, *kinds: type) -> Any:
-        """An entry of one of these kinds. A boolean is no number, though Python takes it for one."""
+        """Return an entry of one of these types. A boolean does not count as a number, unlike in Python."""
         value = default if self.find(key) is None else self.find(key)
         if value is None:
             raise ShardwiseError(f"{self.origin} lacks {key}", remedy=f"add {key} to it, as transformers writes it")
@@ -63,7 +63,7 @@ class Entries:
 
 
 def read_entries(folder: Path) -> Entries:
-    """The `config.json` of a folder."""
+    """Return the `config.json` of a folder."""
     path = folder / CONFIG
     if not path.is_file():
         raise ShardwiseError(

@@ -1,4 +1,4 @@
-"""A family of models: how its `config.json` is read and written, and what its tensors are called."""
+"""A family of models: how its `config.json` is read and written, and how its tensors are named."""
 
 import re
 from collections.abc import Callable, Collection
@@ -14,11 +14,11 @@ _Kind = TypeVar("_Kind")
 
 
 class AnotherKindError(Exception):
-    """Settings of quite another kind than those of a family: it has no word for them."""
+    """Settings that a family has no entries for at all."""
 
 
 def of_kind(part: object, kind: type[_Kind]) -> _Kind:
-    """A part of the settings, if it is of the kind that a family has."""
+    """Return a part of the settings if it has the type that a family needs; otherwise raise."""
     if not isinstance(part, kind):
         raise AnotherKindError
     return part
@@ -26,22 +26,22 @@ def of_kind(part: object, kind: type[_Kind]) -> _Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """`write` raises `AnotherKindError` for such settings; what else it cannot say is found by reading it again."""
+    """One family. `write` raises `AnotherKindError` for settings of another kind; other losses show by reading back."""
 
     #: `model_type` and `architectures` of its `config.json`.
     name: str
     architecture: str
     read: Callable[[Entries], Settings]
     write: Callable[[Settings], dict[str, Any]]
-    #: From the names of a folder's tensors; without any, the naming to write.
+    #: Maps the names of a folder's tensors to their naming; without names, returns the naming to write.
     naming: Callable[[Collection[str]], Naming] = llama_naming
-    #: Tensors that are in some folders, and that nobody needs.
+    #: Tensors of some folders that are not needed.
     ignored: str = r"rotary_emb\.inv_freq$"
-    #: Layers behind the last that predict tokens after the next. transformers leaves them alone too.
+    #: Whether it has layers after the last that predict later tokens. transformers ignores them too.
     has_layers_beyond: bool = False
 
     def config(self, settings: Settings) -> dict[str, Any]:
-        """The `config.json` that says exactly these settings. Raises if the family has none."""
+        """Return the `config.json` that expresses exactly these settings. Raise if the family has none."""
         try:
             config = self.write(settings)
         except AnotherKindError:
@@ -57,7 +57,7 @@ class Family:
         return {"architectures": [self.architecture], "model_type": self.name, **config}
 
     def ignores(self, tensor: str, settings: Settings) -> bool:
-        """Whether a tensor of a folder is rightly left alone: a copy, a table, or layers that are for training only."""
+        """Whether a tensor of a folder may be ignored: a copy, a table, or a layer for training only."""
         if tensor == "lm_head.weight" and settings.tied:
             return True
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.", tensor)

@@ -1,6 +1,6 @@
-"""The safetensors files of a folder, read tensor by tensor and part by part.
+"""Read the safetensors files of a folder, tensor by tensor and part by part.
 
-A file is mapped into memory, so only the pages of what is asked for are ever read from the disk.
+Files are mapped into memory, so only the pages of requested parts are read from disk.
 """
 
 import json
@@ -19,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Files:
-    """One file, or several and an index. `bytes_read` counts what was asked for."""
+    """One file, or several with an index. `bytes_read` counts the requested bytes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,11 +43,11 @@ class Files:
         return tuple(self._slice(tensor).get_shape())
 
     def dtype(self, tensor: str) -> torch.dtype:
-        part: Tensor = self._slice(tensor)[:0]  # safetensors has words of its own for types; nothing is read here.
+        part: Tensor = self._slice(tensor)[:0]  # For torch's dtype; no data is read.
         return part.dtype
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """A part of a tensor, still in the file's memory: copy it before the files are closed."""
+        """Return a part of a tensor, still in the mapped file: copy it before the files are closed."""
         part: Tensor = self._slice(tensor)[region]
         self.bytes_read += part.numel() * part.element_size()
         return part

@@ -71,7 +71,7 @@ def _write(settings: Settings) -> dict[str, Any]:
 
 
 def _naming(names: Collection[str]) -> Naming:
-    """The first folders, OpenAI's own, have no prefix."""
+    """Return the naming. OpenAI's original folders have no prefix."""
     has_prefix = not names or any(name.startswith("transformer.") for name in names)
     return Naming(parts=GPT2_NAMES, prefix="transformer." if has_prefix else "", is_gpt2=True)
 

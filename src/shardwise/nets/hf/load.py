@@ -1,4 +1,4 @@
-"""Weights of a folder into a module: those asked for, the parts asked for, and never more than one piece at a time."""
+"""Load weights of a folder into a module: only requested weights and parts, one piece at a time."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -23,11 +23,11 @@ def load(
     slices: Slices | None = None,
     device: torch.device | str | None = None,
 ) -> int:
-    """Fill a module with the weights of a folder, and return how many bytes of them were read.
+    """Fill a module with the weights of a folder, and return how many bytes were read.
 
-    `only` names the weights to fill (all that the module has, if None). `slices(name, shape)` says which part of a
-    weight this process holds, where that is not all. A weight on the meta device gets memory on `device`; others are
-    filled where they are, or moved to `device`. The module's types stay.
+    `only` names the weights to fill (all that the module has, if None). `slices(name, shape)` gives the part of a
+    weight that this process holds, if not all of it. A weight on the meta device gets memory on `device`; others are
+    filled where they are, or moved to `device`. The module's dtypes stay.
     """
     held = weights_of(module)
     names = list(held) if only is None else [name for name in held if name in only]
@@ -52,7 +52,7 @@ def load(
 def load_model(
     folder: Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """The model of a folder with its weights, in the type that they have there unless another is asked for."""
+    """Return the model of a folder with its weights, in their dtype unless another is given."""
     with Checkpoint(folder) as checkpoint:
         settings, dtype = checkpoint.settings, dtype or checkpoint.find_dtype() or torch.float32
     with torch.device("meta"):
@@ -64,7 +64,7 @@ def load_model(
 
 
 def _ready(module: nn.Module, device: torch.device | str | None) -> None:
-    """What is no weight, and belongs beside them."""
+    """Prepare buffers that are not saved."""
     for each in module.modules():
         if isinstance(each, Router) and (each.load.is_meta or device is not None):
             place(each, "load", device=device).zero_()

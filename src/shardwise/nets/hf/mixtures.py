@@ -12,7 +12,7 @@ from shardwise.nets.settings import Latent, Mixture, Rope, Settings
 
 
 def _auxiliary(entries: Entries) -> float:
-    """The weight of the balancing loss: only with `output_router_logits` do these models have one."""
+    """Return the weight of the balancing loss. These models have one only with `output_router_logits`."""
     asked = entries.flag("output_router_logits", False)
     return entries.number("router_aux_loss_coef", 0.001) if asked else 0.0
 
@@ -52,7 +52,7 @@ def _write_mixtral(settings: Settings) -> dict[str, Any]:
 
 def _read_qwen3_moe(entries: Entries) -> Settings:
     mixture = Mixture(
-        # The second is what transformers has called it since version 5.
+        # The second name is that of transformers since version 5.
         num_experts=entries.integer("num_experts", entries.integer("num_local_experts", 128)),
         num_chosen=entries.integer("num_experts_per_tok", 8),
         width=entries.integer("moe_intermediate_size"),
@@ -66,7 +66,7 @@ def _read_qwen3_moe(entries: Entries) -> Settings:
 
 
 def _dense_layers(entries: Entries) -> tuple[int, ...]:
-    """Those that are named, and all but every `decoder_sparse_step`-th."""
+    """Return the dense layers: those named, and all except every `decoder_sparse_step`-th."""
     named, step = entries.find("mlp_only_layers") or [], entries.integer("decoder_sparse_step", 1)
     layers = range(entries.integer("num_hidden_layers"))
     return tuple(layer for layer in layers if layer in named or (layer + 1) % step)
@@ -126,7 +126,7 @@ def _write_deepseek(settings: Settings) -> dict[str, Any]:
 
 
 def _read_v2(entries: Entries) -> Settings:
-    # DeepSeek's own code and transformers' differ in what they make of true.
+    # DeepSeek's own code and transformers differ in the meaning of true.
     entries.must_be("norm_topk_prob", False)
     entries.must_be("scoring_func", "softmax")
     entries.must_be("topk_method", "greedy", "group_limited_greedy")

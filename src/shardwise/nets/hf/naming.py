@@ -1,4 +1,4 @@
-"""Our names and theirs.
+"""Map our names of weights to those of Hugging Face folders.
 
     ours                                 Llama, Qwen, Mistral, DeepSeek                      GPT-2
     embed.weight                         model.embed_tokens.weight                           transformer.wte.weight
@@ -49,22 +49,22 @@ _FUSED = ("q_proj", "k_proj", "v_proj")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
-    """How one folder names its tensors: what each part of a dotted name is called there."""
+    """The naming of one folder: what each part of a dotted name is called there."""
 
     parts: Mapping[str, str]
     prefix: str = "model."
-    #: All experts of a layer in one tensor.
+    #: All experts of a layer are in one tensor.
     is_stacked: bool = False
-    #: Matrices as [in, out], and queries, keys and values in one.
+    #: Matrices are [in, out], and queries, keys and values are one tensor.
     is_gpt2: bool = False
 
     def pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-        """Where a weight of ours is to be found."""
+        """Return where a weight of ours is in the folder's tensors."""
         if ".experts." in name:
             return self._of_experts(name, shape)
         owner, kind = name.split(".")[-2:]
         if self.is_gpt2 and owner in _FUSED:
-            # Every head of GPT-2 has its own keys and values, so the three are equally wide.
+            # Every head of GPT-2 has its own keys and values, so the three parts have equal widths.
             fused = self.translate(name.replace(owner, "c_attn"))
             column = _FUSED.index(owner) * shape[0]
             if kind == "bias":
@@ -99,5 +99,5 @@ class Naming:
 
 
 def llama_naming(names: Collection[str]) -> Naming:
-    """The naming of a folder with these tensors, after Llama: all experts of a layer are in one, or each in its own."""
+    """Return the naming of a Llama-like folder with these tensors: experts of a layer stacked, or one tensor each."""
     return Naming(parts=LLAMA, is_stacked=any(name.endswith(".experts.gate_up_proj") for name in names))

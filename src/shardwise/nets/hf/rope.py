@@ -1,4 +1,4 @@
-"""Rotary positions, from and to the entries of a `config.json`."""
+"""Read and write rotary positions as entries of a `config.json`."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ _KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def read_rope(entries: Entries, *, theta: float = 10000.0, interleaved: bool = False) -> Rope:
-    """Since version 5 all is in `rope_parameters`; before, it was in `rope_theta` and `rope_scaling`."""
+    """Read from `rope_parameters`, used since version 5, or from `rope_theta` and `rope_scaling` before."""
     key = "rope_parameters" if entries.find("rope_parameters") is not None else "rope_scaling"
     table = entries.table(key)
     for each in (entries, table):
@@ -51,7 +51,7 @@ def _read_scaling(kind: str, table: Entries, entries: Entries) -> Linear | Llama
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
-    """The older form, which every version reads."""
+    """Return the older form, which every version reads."""
     return {"rope_theta": rope.theta, "rope_scaling": _write_scaling(rope.scaling)}
 
 

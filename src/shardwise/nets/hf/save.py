@@ -1,4 +1,4 @@
-"""A model into a folder that transformers reads: safetensors of bounded size, an index, and `config.json`."""
+"""Save a model to a folder that transformers can read: safetensors of bounded size, an index, and `config.json`."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ from shardwise.working import working_at
 
 Item = TypeVar("Item")
 
-#: A tensor of a file: the weights of ours that it is made of, and where each lies in it.
+#: A tensor of a file: the weights of ours that it consists of, and the place of each in it.
 _Recipe = list[tuple[str, Piece]]
 
 
@@ -35,11 +35,11 @@ def save(
     shard_bytes: int = 5 * 10**9,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a model, or its weights by name with its `settings`, to a folder that holds none yet.
+    """Write a model, or its weights by name with its `settings`, to a folder without one.
 
-    `family` is the `model_type` to write; by default the first that can say all of the settings. No file is larger than
-    `shard_bytes`, unless one tensor is; no more than one file's tensors are put together at a time, and weights by name
-    are asked for when they are needed. `extra` are further entries of `config.json`: token ids and the like.
+    `family` is the `model_type` to write; by default the first that can express all of the settings. No file is larger
+    than `shard_bytes`, unless a single tensor is. Tensors of only one file are assembled at a time, and weights by name
+    are read when they are needed. `extra` are further entries of `config.json`: token ids, for example.
     """
     folder = Path(folder)
     settings = model.settings if isinstance(model, Transformer) else settings
@@ -65,7 +65,7 @@ def save(
 
 
 def _check(weights: Mapping[str, Tensor], names: list[str], settings: Settings) -> dict[str, tuple[int, ...]]:
-    """Refuse weights that are not those of the settings. Returns their shapes."""
+    """Refuse weights that do not match the settings. Return their shapes."""
     shapes = shapes_of(settings)
     missing = [name for name in shapes if name not in weights or weights[name].is_meta]
     if missing:
@@ -85,7 +85,8 @@ def _check(weights: Mapping[str, Tensor], names: list[str], settings: Settings) 
 
 
 def write_shards(folder: Path, sizes: Mapping[str, int], make: Callable[[str], Tensor], shard_bytes: int) -> None:
-    """Write tensors, of so many bytes each, to safetensors of at most `shard_bytes`, and of several files an index."""
+    """Write tensors of these sizes to safetensors of at most `shard_bytes`, with an index if there are several
+    files."""
     shards = list(in_shards(sizes.items(), shard_bytes))
     homes: dict[str, str] = {}
     total = 0
@@ -103,7 +104,7 @@ def write_shards(folder: Path, sizes: Mapping[str, int], make: Callable[[str], T
 
 
 def in_shards(sized: Iterable[tuple[Item, int]], shard_bytes: int) -> Iterator[list[Item]]:
-    """Things with their bytes, in order, as many at a time as go into one file: one at least."""
+    """Yield items in order, in groups that fit into one file, each with at least one item."""
     current: list[Item] = []
     held = 0
     for item, size in sized:
@@ -116,7 +117,7 @@ def in_shards(sized: Iterable[tuple[Item, int]], shard_bytes: int) -> Iterator[l
 
 
 def _put_together(weights: Mapping[str, Tensor], recipe: _Recipe) -> Tensor:
-    """One tensor as it is in a file, in memory of its own unless a weight is just that."""
+    """Return one tensor as it is in a file; a copy, unless it is one of our weights unchanged."""
     name, piece = recipe[0]
     if len(recipe) == 1:
         made = piece.to_theirs(weights[name].detach()).cpu().contiguous()

@@ -1,1 +1,1 @@
-"""Which rank of a plan sits on which device."""
+"""Assign the ranks of a plan to devices."""

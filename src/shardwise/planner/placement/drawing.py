@@ -1,15 +1,15 @@
-"""A placement drawn: ranks on their devices, neighbours together, and what goes over every link."""
+"""Draw a placement: ranks on their devices, neighbours together, and the traffic of every link."""
 
 from shardwise.answer import Canvas, table
 from shardwise.planner.placement.seats import Seats
 from shardwise.units import format_bytes, format_seconds
 
-#: So many links and groups are drawn; the others are counted.
+#: At most this many links and groups are drawn; the others are counted.
 _MOST = 12
 
 
 def draw_seats(seats: Seats, canvas: Canvas) -> None:
-    """Neighbours in a row each, then the links that take longest."""
+    """Draw neighbours in a row each, then the links that take longest."""
     canvas.print(canvas.paint(str(seats), "bold"))
     rank_on = {device: rank for rank, device in enumerate(seats.devices)}
     groups: dict[int, list[int]] = {}
@@ -38,7 +38,7 @@ def draw_seats(seats: Seats, canvas: Canvas) -> None:
 
 
 def seats_data(seats: Seats) -> dict[str, object]:
-    """The placement for machines."""
+    """Return the placement as plain data, for `--json`."""
     return {
         "devices": list(seats.devices),
         "seconds": seats.seconds,

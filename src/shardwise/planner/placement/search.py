@@ -1,12 +1,13 @@
-"""The search for the best placement: which device each rank sits on, so that what they send takes least time.
+"""Search for the best placement: a device for each rank, such that communication takes the least time.
 
-Axes take their turns in a step, and the groups of one axis work at once: an axis takes as long as its slowest edge.
+The axes of a step communicate one after the other, and the groups of one axis at once. So an axis takes as long as its
+slowest edge.
 
     seconds = sum over axes of  bytes on an edge x seconds of a byte on the slowest of its edges
 
-Up to 8 ranks every arrangement is tried that could be better (branch and bound: edges between ranks that sit already
-only get more). Beyond, axes are laid out in every order over the devices, nearest first; up to 64 ranks the best of
-those is improved by exchanging two ranks as long as that helps.
+For up to 8 ranks the search is exact (branch and bound: the time of placed ranks only grows). Beyond, axes are laid out
+in every order over the devices, nearest first. For up to 64 ranks the best of those is improved by swapping pairs of
+ranks as long as that helps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,20 +22,20 @@ from shardwise.planner.placement.traffic import Edges
 from shardwise.planner.placement.ways import Ways
 from shardwise.planner.plan import Plan
 
-#: Up to so many ranks the search is exact, and up to so many ranks exchange their devices.
+#: The search is exact up to the first number of ranks, and swaps pairs up to the second.
 EXACT, _EXCHANGING = 8, 64
-#: Of two arrangements that take as long, the one whose edges are faster on average is nearer to a better one.
+#: Of two arrangements with equal times, the one whose edges are faster on average is closer to a better one.
 _ON_AVERAGE = 1e-3
 _SAME = 1e-9
 
 
 def seconds_of(edges: Sequence[Edges], ways: Ways, devices: Ints) -> float:
-    """What the axes take one after the other, with each rank on its device."""
+    """Return the time of all axes, one after the other, with each rank on its device."""
     return float(sum(_axis(each, ways, devices).max() * each.num_bytes for each in edges))
 
 
 def search(plan: Plan, edges: Sequence[Edges], ways: Ways) -> Ints:
-    """The device of each rank. The plain order, if nothing is better."""
+    """Return the device of each rank, in the plain order if nothing is better."""
     plain = np.arange(plan.num_ranks)
     if not edges:
         return plain
@@ -52,10 +53,10 @@ def _axis(each: Edges, ways: Ways, devices: Ints) -> Floats:
 
 
 def _laid_out(plan: Plan, ways: Ways) -> Iterator[Ints]:
-    """The plain order; and the axes in every order over the devices, domain by domain.
+    """Yield the plain order, then the axes in every order over the devices, domain by domain.
 
-    Of a domain that does not hold a whole number of blocks of the inner axes, the rest comes at the end, so that as few
-    blocks as possible lie in two domains.
+    If a domain does not hold a whole number of blocks of the inner axes, its remaining devices come last, so that as
+    few blocks as possible span two domains.
     """
     grid = grid_of(plan)
     yield np.arange(plan.num_ranks)
@@ -74,11 +75,11 @@ def _laid_out(plan: Plan, ways: Ways) -> Iterator[Ints]:
 
 
 def _exact(edges: Sequence[Edges], ways: Ways, best: Ints) -> Ints:
-    """Rank by rank, every free device; given up as soon as what sits already takes as long as the best."""
+    """Try every free device for rank after rank; give up as soon as the placed ranks take as long as the best."""
     count = len(best)
     every = np.arange(count)
     matrix = ways.seconds(every[:, None] + 0 * every[None, :], every[None, :] + 0 * every[:, None]).tolist()
-    # For each rank, its edges to ranks before it: the axis and the other end.
+    # The edges of each rank to earlier ranks: the axis and the other end.
     before: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     for number, each in enumerate(edges):
         for pair in {
@@ -111,7 +112,7 @@ def _exact(edges: Sequence[Edges], ways: Ways, best: Ints) -> Ints:
 
 
 def _exchanged(edges: Sequence[Edges], ways: Ways, best: Ints) -> Ints:
-    """The best exchange of two ranks, again and again."""
+    """Apply the best swap of two ranks, repeatedly."""
     count = len(best)
     first, second = np.triu_indices(count, 1)
     now, value = best, _guide(edges, ways, best[None])[0]
@@ -128,7 +129,7 @@ def _exchanged(edges: Sequence[Edges], ways: Ways, best: Ints) -> Ints:
 
 
 def _guide(edges: Sequence[Edges], ways: Ways, devices: Ints) -> Floats:
-    """Seconds of many arrangements, and a little of what their edges take on average."""
+    """Return the times of many arrangements, plus a small share of the average time of their edges."""
     total = np.zeros(len(devices))
     for each in edges:
         found = _axis(each, ways, devices)

@@ -1,4 +1,4 @@
-"""A placement as a value: which rank sits where, what goes over every link, and what it gains over the plain order."""
+"""A placement as a value: the device of each rank, the traffic of every link, and the gain over the plain order."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from shardwise.units import format_percent, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkUse:
-    """What goes from one device to another in a step, by axis, and how long the longest of it takes."""
+    """The traffic from one device to another in a step, by axis, and the time of the longest of it."""
 
     sender: int
     receiver: int
@@ -24,7 +24,7 @@ class LinkUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seats:
-    """The device of each rank, and what messages of a step take so and in the plain order."""
+    """The device of each rank, and the communication time of a step, here and in the plain order."""
 
     devices: tuple[int, ...]
     domains: tuple[int, ...]
@@ -48,12 +48,12 @@ class Seats:
 
 
 def seats_for(question: Question, plan: Plan) -> Seats:
-    """The placement of a plan on its cluster: the one that `train` and launchers use."""
+    """Return the placement of a plan on its cluster, which `train` and launchers use."""
     return take_seats(plan, step_bytes_of(question, plan), ways_of(question.cluster))
 
 
 def take_seats(plan: Plan, num_bytes: dict[str, float], ways: Ways) -> Seats:
-    """The placement of a plan whose ranks send so many bytes on an edge of each axis."""
+    """Return the placement of a plan, given the bytes on an edge of each axis."""
     edges = edges_of(plan, num_bytes)
     devices = search(plan, edges, ways)
     plain = np.arange(plan.num_ranks)
@@ -67,12 +67,12 @@ def take_seats(plan: Plan, num_bytes: dict[str, float], ways: Ways) -> Seats:
     )
 
 
-#: Links of so many ranks are listed one by one.
+#: The links of up to this many ranks are listed one by one.
 _MOST_DRAWN = 64
 
 
 def _uses(edges: list[Edges], ways: Ways, devices: np.ndarray) -> tuple[LinkUse, ...]:
-    """Every link that is used, the longest first."""
+    """Return every used link, the slowest first."""
     found: dict[tuple[int, int], dict[str, float]] = {}
     for each in edges:
         for a, b in zip(devices[each.senders].tolist(), devices[each.receivers].tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""What the ranks of a plan send each other in a step: bytes by axis, on every edge between two ranks.
+"""The traffic between the ranks of a plan in a step: bytes by axis, on every edge between two ranks.
 
 tensor, context, data parallel    around a ring: every rank to the next, the last to the first
 pipeline                          along a chain: activations down and gradients up; a ring where ranks have chunks
@@ -22,7 +22,7 @@ from shardwise.planner.question import Question
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edges:
-    """The edges of one axis: who sends to whom, and the bytes on each in a step."""
+    """The edges of one axis: senders, receivers, and the bytes on each edge in a step."""
 
     axis: str
     senders: Ints
@@ -31,7 +31,7 @@ class Edges:
 
 
 def edges_of(plan: Plan, num_bytes: dict[str, float]) -> list[Edges]:
-    """The edges of a plan whose ranks send so many bytes on an edge of each axis."""
+    """Return the edges of a plan, given the bytes on an edge of each axis."""
     grid = grid_of(plan)
     groups = {
         "tp": along(grid, ("tp",)),
@@ -57,7 +57,7 @@ def edges_of(plan: Plan, num_bytes: dict[str, float]) -> list[Edges]:
 
 
 def step_bytes_of(question: Question, plan: Plan) -> dict[str, float]:
-    """Bytes on an edge of each axis in a step, of the fullest rank."""
+    """Return the bytes on an edge of each axis in a step, for the rank with the most."""
     layouts, software = layouts_of(question, plan), question.software_in(plan.precision)
     pool, model = question.cluster.pools[0], question.model
     pricer = Pricer(model=model, pool=pool, software=software, constants=CONSTANTS, sequence=question.sequence)

@@ -1,4 +1,4 @@
-"""The ways between devices, as a placement sees them: seconds of a byte, and who is near whom."""
+"""The links between devices, as a placement sees them: seconds per byte, and which devices are near each other."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from shardwise.cost.numbers import Floats, Ints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways:
-    """Devices by number. `domain` is the group of nearest devices that each is in; `matrix` what was measured.
+    """Devices by number. `domain` is the group of nearest devices of each; `matrix` has measured seconds per byte.
 
-    Where nothing was, a byte takes `inside` within a domain and `across` between two, of each device.
+    Without measurements, a byte takes `inside` within a domain and `across` between two, for each device.
     """
 
     domain: Ints
@@ -26,7 +26,7 @@ class Ways:
         return len(self.domain)
 
     def seconds(self, senders: Ints, receivers: Ints) -> Floats:
-        """Seconds of a byte from one to the other, or back: whichever is slower."""
+        """Return the seconds per byte between two devices, in the slower of both directions."""
         if self.matrix is not None:
             return np.asarray(self.matrix[senders, receivers])
         near = self.domain[senders] == self.domain[receivers]
@@ -35,7 +35,7 @@ class Ways:
 
 
 def ways_of(cluster: Cluster) -> Ways:
-    """The measured pairs of a cluster, or what its pools say."""
+    """Return the measured links of a cluster, or those of its pools' data sheets."""
     count = cluster.num_devices
     domain, inside, across = np.zeros(count, dtype=np.int64), np.zeros(count), np.zeros(count)
     begin, number = 0, 0

@@ -1,1 +1,1 @@
-"""Plans as the arguments and files of other programs, and back."""
+"""Convert plans to the arguments and files of other programs, and back."""

@@ -80,7 +80,7 @@ _RULES = (
 
 
 def write(job: Job) -> str:
-    """The file, with a comment on what the script has to say."""
+    """Return the file, with comments on what the script has to set."""
     plan = job.plan
     sharded = plan.zero >= 2
     shards = (plan.zero_group or plan.dp * plan.cp) // plan.cp if sharded else 1
@@ -108,7 +108,7 @@ def write(job: Job) -> str:
 
 
 def read(text: str, machine: Machine) -> Job:
-    """The plan of a file."""
+    """Return the plan of a file."""
     said = _values(text)
     tp, cp = (int(said.get(f"parallelism_config_{axis}_size", "1")) for axis in ("tp", "cp"))
     dp = machine.replicas(tp=tp, cp=cp)
@@ -135,7 +135,7 @@ def read(text: str, machine: Machine) -> Job:
 
 
 def _values(text: str) -> dict[str, str]:
-    """Keys and values of all levels: no name is in two of them."""
+    """Return keys and values of all levels: names are unique across them."""
     found = {}
     for line in text.splitlines():
         matched = re.match(r"\s*([\w-]+):\s*([^#]*)", line)

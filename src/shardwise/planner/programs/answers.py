@@ -1,4 +1,4 @@
-"""`plan --for` and `fit --from`: from what is typed to what is shown."""
+"""`plan --for` and `fit --from`: the answers of these commands."""
 
 import argparse
 from collections.abc import Callable
@@ -28,13 +28,13 @@ from shardwise.planner.serving import Target, find_serving
 from shardwise.units import format_bytes, format_percent, format_seconds
 from shardwise.working import working_at
 
-# A better plan is worth a word from this much on: no prediction is good to less.
+# A better plan is mentioned if it gains at least this much: predictions are no better than that.
 _WORTH = 0.03
 _OUTPUT = 256
 
 
 def plan_answer(arguments: argparse.Namespace, question: Question) -> Answer:
-    """The best plan that a program can run, as its text."""
+    """Return the best plan that a program can run, as the program's text."""
     if arguments.goal not in (None, "fastest"):
         raise ShardwiseError(
             f"--for is for the fastest step, and not for --goal {arguments.goal}", remedy="--for alone"
@@ -86,7 +86,7 @@ def plan_answer(arguments: argparse.Namespace, question: Question) -> Answer:
 def fit_answer(
     arguments: argparse.Namespace, *, usual_sequence: int, draw: Callable[[Account, tuple[Change, ...], Canvas], None]
 ) -> Answer:
-    """Whether what a program was told fits, how long its step is, and what would be better."""
+    """Return whether a program's configuration fits, how long its step is, and a better one."""
     text = read_source(arguments.source)
     if vllm.is_vllm(text):
         return _served(arguments, vllm.read(text))
@@ -150,7 +150,7 @@ def _better(found: Account, best: Account) -> Account | None:
 
 
 def _served(arguments: argparse.Namespace, server: vllm.Server) -> Answer:
-    """The same of a server: room for how many sequences, how soon, how many tokens."""
+    """Do the same for a server: how many sequences fit, latencies, and tokens per second."""
     longest = server.longest
     prompt = arguments.sequence or (max(longest - _OUTPUT, 1) if longest else None)
     question = make_question(arguments.model, cluster=arguments.cluster, batch=1, sequence=prompt, usual_sequence=1024)

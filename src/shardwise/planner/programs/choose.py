@@ -1,4 +1,4 @@
-"""Which program is meant, and the best plan that it can run."""
+"""Recognise a program, and find the best plan that it can run."""
 
 import re
 from collections.abc import Iterable
@@ -18,14 +18,14 @@ from shardwise.planner.search.findings import Findings, find_plan, find_plan_if_
 from shardwise.planner.search.tally import Tally
 
 PROGRAMS = {each.name: each for each in (MEGATRON, TORCHTITAN, DEEPSPEED, ACCELERATE)}
-#: What serves and does not train: see `vllm.py`.
+#: Programs that serve and do not train: see `vllm.py`.
 SERVERS = ("vllm",)
 _NOT_ON_HOST = {"offload.optimizer": 0.0, "offload.parameters": 0.0, "offload.activations": 0.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """A plan as a program's text. `problems` is what of the best plan it cannot express."""
+    """A plan as a program's text. `problems` are the properties of the best plan that it cannot express."""
 
     program: Program
     text: str
@@ -34,7 +34,7 @@ class Export:
 
 
 def get_program(name: str) -> Program:
-    """The program of a name."""
+    """Return the program with this name."""
     if name not in PROGRAMS:
         error = unknown("program", name, (*PROGRAMS, *SERVERS))
         raise ShardwiseError(error.problem, remedy=f"--for {error.remedy or 'megatron'}")
@@ -42,7 +42,7 @@ def get_program(name: str) -> Program:
 
 
 def recognise(text: str) -> Program:
-    """The program whose file or arguments a text is."""
+    """Return the program that a file or arguments are for."""
     if re.search(r'"(zero_optimization|train_batch_size|train_micro_batch_size_per_gpu)"', text):
         return DEEPSPEED
     if re.search(r"^\s*\[(parallelism|training)\]", text, re.MULTILINE):
@@ -59,7 +59,7 @@ def recognise(text: str) -> Program:
 
 
 def read_source(given: str) -> str:
-    """The text that `--from` means: that of a file, or what was typed."""
+    """Return the text that `--from` gives: the content of a file, or the words typed."""
     looks_like_file = re.search(r"\.(toml|json|ya?ml|sh|txt)$", given) is not None and " " not in given
     if not looks_like_file:
         return given
@@ -77,13 +77,13 @@ def machine_of(question: Question) -> Machine:
 
 
 def as_run_by(program: Program, question: Question) -> Question:
-    """The question with the program's own kernels and overlap; which attention there is, the device decides."""
+    """Return the question with the program's own kernels and overlap. Attention depends on the device."""
     attention = usual_software(question.device).attention
     return replace(question, software=replace(program.software, attention=attention))
 
 
 def find_for(program: Program, question: Question) -> Findings:
-    """The best plan as the program would run it: with everything on the devices, if that fits."""
+    """Return the best plan as the program would run it: without offload, if that fits."""
     asked = as_run_by(program, question)
     return find_plan_if_any(_on_devices(asked), Tally()) or find_plan(asked)
 
@@ -93,7 +93,7 @@ def _on_devices(question: Question) -> Question:
 
 
 def export(program: Program, question: Question, found: Findings) -> Export:
-    """The text for the best plan, or for the best that the program can express."""
+    """Return the text for the best plan, or for the best that the program can express."""
     problems = tuple(program.problems(found.plan))
     best = account(question, found.plan) if not problems else best_for(program, question, [found])
     told = program.with_layers(best.plan, best.layers)
@@ -102,7 +102,7 @@ def export(program: Program, question: Question, found: Findings) -> Export:
 
 
 def best_for(program: Program, question: Question, found: Iterable[Findings] = ()) -> Account:
-    """The fastest plan that a program can express and that fits; where none does, the one nearest to it."""
+    """Return the fastest plan that a program can express and that fits; if none does, the nearest to it."""
     plans: list[Plan] = [each.plan for one in found for each in (one.best, *one.others)]
     for home in (_NOT_ON_HOST, {}):
         for fixed in program.fixed:
@@ -125,5 +125,5 @@ def _accounts(program: Program, question: Question, plans: Iterable[Plan]) -> li
         try:
             accounts.append(account(question, Plan.parse(plan)))
         except ShardwiseError:
-            continue  # What it does instead may not divide this batch or these layers.
+            continue  # Its substitute may not divide this batch or these layers.
     return accounts

@@ -1,4 +1,4 @@
-"""DeepSpeed's `ds_config.json`: ZeRO and offload; other axes are made in code there, not in this file."""
+"""DeepSpeed's `ds_config.json`: ZeRO and offload. Other axes are set up in code, not in this file."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ from shardwise.planner.programs.program import Job, Machine, Program, accumulati
 
 
 def _replicated(plan: Plan) -> Plan:
-    """The same devices with replicas for all other axes."""
+    """Return a plan for the same devices with replicas in place of all other axes."""
     plan = without_pipelines(plan)
     return replace(
         plan, dp=plan.num_ranks, tp=1, cp=1, ep=1, sp=False, context="ring", microbatches=1, zero=max(plan.zero, 1)
@@ -77,7 +77,7 @@ _RULES = (
 
 
 def write(job: Job) -> str:
-    """The file."""
+    """Return the file."""
     plan = job.plan
     zero: dict[str, Any] = {"stage": plan.zero, "overlap_comm": True, "contiguous_gradients": True}
     host = {"device": "cpu", "pin_memory": True}
@@ -100,7 +100,7 @@ def write(job: Job) -> str:
 
 
 def read(text: str, machine: Machine) -> Job:
-    """The plan of a file."""
+    """Return the plan of a file."""
     try:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
@@ -110,7 +110,7 @@ def read(text: str, machine: Machine) -> Job:
         _number(tree, name)
         for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     )
-    # DeepSpeed makes the third of any two.
+    # DeepSpeed derives the third from any two.
     if batch is None:
         batch = (size or 1) * (steps or 1) * dp
     if size is None:
@@ -131,7 +131,7 @@ def read(text: str, machine: Machine) -> Job:
 
 
 def _number(tree: dict[str, Any], name: str) -> int | None:
-    """A number, or None where the file leaves it to the trainer ("auto")."""
+    """Return a number; None if the file leaves it to the trainer ("auto")."""
     value = tree.get(name)
     return None if value in (None, "auto") else int(value)
 

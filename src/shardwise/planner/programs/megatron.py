@@ -14,7 +14,7 @@ _FP8 = {"tensorwise": "fp8", "delayed": "fp8"}
 
 
 def _plain(plan: Plan) -> Plan:
-    """With the schedule that is nearest: interleaved where it has chunks and microbatches come in rounds."""
+    """Return the plan with the nearest schedule: interleaved if it has chunks and microbatches fill whole rounds."""
     if (plan.num_chunks or 1) > 1 and plan.microbatches % plan.pp == 0:
         return replace(plan, schedule="interleaved", chunks=plan.num_chunks, layers=None)
     return replace(plan, schedule="1f1b", chunks=None, layers=None)
@@ -72,7 +72,7 @@ _RULES = (
 
 
 def write(job: Job) -> str:
-    """The arguments, one for a line."""
+    """Return the arguments, one per line."""
     plan = job.plan
     sizes: list[tuple[str, object]] = [
         ("tensor-model-parallel-size", plan.tp),
@@ -97,7 +97,7 @@ def write(job: Job) -> str:
 
 
 def _layout(layers: tuple[int, ...]) -> str:
-    """Layers of each stage: E is the embedding, t a layer, L the loss."""
+    """Return the layers of each stage: E is the embedding, t a layer, L the loss."""
     stages = ["t" * count for count in layers]
     stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
     return "|".join(stages)
@@ -108,7 +108,7 @@ def _switches(plan: Plan) -> list[str]:
     if plan.sp:
         found.append("--sequence-parallel")
     if plan.ep > 1:
-        # Its own default gathers all rows on all ranks, and multiplies experts one by one.
+        # By default Megatron gathers all rows on all ranks, and multiplies experts one by one.
         found.append("--moe-token-dispatcher-type alltoall --moe-grouped-gemm")
     if plan.zero == 1:
         found.append("--use-distributed-optimizer")
@@ -132,7 +132,7 @@ def _switches(plan: Plan) -> list[str]:
     return found
 
 
-#: Arguments of which one is enough to tell that a command line is Megatron-LM's.
+#: Arguments any of which identifies a command line as Megatron-LM's.
 TELLING = (
     "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size", "expert-model-parallel-size",
     "micro-batch-size", "global-batch-size", "seq-length", "sequence-parallel", "use-distributed-optimizer",
@@ -141,7 +141,7 @@ TELLING = (
 
 
 def read(text: str, machine: Machine) -> Job:
-    """The plan of a command line, which may have arguments of any other kind."""
+    """Return the plan of a command line, which may have any other arguments too."""
     said = _arguments(text)
 
     def count(name: str, usual: int) -> int:
@@ -185,7 +185,7 @@ def _fraction(said: dict[str, str | None]) -> float:
 
 
 def _stages(said: dict[str, str | None], machine: Machine, pp: int) -> tuple[tuple[int, ...] | None, int]:
-    """Layers of each stage where they are said, and the stages of a rank."""
+    """Return the layers of each stage if given, and the number of stages of a rank."""
     layout = said.get("pipeline-model-parallel-layout")
     if layout:
         # As Megatron unrolls it: (tt|)*29 and t*3.
@@ -201,7 +201,7 @@ def _stages(said: dict[str, str | None], machine: Machine, pp: int) -> tuple[tup
 
 
 def _arguments(text: str) -> dict[str, str | None]:
-    """Arguments by name; a switch has None."""
+    """Return arguments by name; a switch has None."""
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A program that trains elsewhere: what of a plan it can express, how that is written, and how it is read back."""
+"""Another training program: what it can express of a plan, and how plans are written and read."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,13 +9,13 @@ from shardwise.errors import ShardwiseError
 from shardwise.planner.composition import Rule
 from shardwise.planner.plan import Plan
 
-#: What a rule that takes another value for one key may have: the key, and what it becomes.
+#: The substitute of a rule: maps a plan to one that the program can express.
 Instead = Callable[[Plan], Plan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A training step as a program is told of it. What a text does not say is None."""
+    """A training step as a program describes it. What a text does not say is None."""
 
     plan: Plan
     batch: int | None
@@ -24,13 +24,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a text leaves to the machine and the model: how many devices there are, and how many layers."""
+    """What a text leaves to the machine and the model: the numbers of devices and of layers."""
 
     num_devices: int
     num_layers: int
 
     def replicas(self, **axes: int) -> int:
-        """The data parallel ranks that are left beside other axes."""
+        """Return the data parallel ranks that the other axes leave."""
         others = 1
         for size in axes.values():
             others *= max(size, 1)
@@ -45,10 +45,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One program. `rules` are what it cannot express and what it does instead; `fixed` are searches worth a try.
+    """One program. `rules` say what it cannot express and what it does instead; `fixed` are searches worth trying.
 
-    Layers of each stage are written always where it `names_layers`, and never where it has no pipelines (None); else
-    where they are not all alike.
+    The layers of each stage are always written if it `names_layers`, never if it has no pipelines (None), and otherwise
+    if they differ.
     """
 
     name: str
@@ -62,23 +62,23 @@ class Program:
     names_layers: bool | None = None
 
     def problems(self, plan: Plan) -> list[str]:
-        """What of a plan it cannot express, a sentence each."""
+        """Return what the program cannot express of a plan, a sentence each."""
         return [problem for problem, _ in self._steps(plan)]
 
     def nearest(self, plan: Plan) -> Plan:
-        """The plan, or the nearest that it can express."""
+        """Return the plan, or the nearest that the program can express."""
         for _, changed in self._steps(plan):
             plan = changed
         return plan
 
     def with_layers(self, plan: Plan, layers: tuple[int, ...]) -> Plan:
-        """The plan with the layers of each stage, where the program has to be told."""
+        """Return the plan with the layers of each stage, if the program needs them."""
         if plan.pp == 1 or self.names_layers is None:
             return replace(plan, layers=None)
         return replace(plan, layers=layers if self.names_layers or len(set(layers)) > 1 else None)
 
     def _steps(self, plan: Plan) -> Iterator[tuple[str, Plan]]:
-        # What one rule takes away may be what another would give back, so each is asked twice at most.
+        # The substitute of one rule may need another rule, so each is applied up to twice.
         for rule in (*self.rules, *self.rules):
             if rule.applies(plan):
                 problem, plan = rule.problem(plan), rule.instead(plan)
@@ -87,18 +87,18 @@ class Program:
 
 
 def samples(job: Job) -> int:
-    """Samples of a microbatch on one replica."""
+    """Return the samples of a microbatch on one replica."""
     plan = job.plan
     return max((job.batch or plan.dp * plan.microbatches) // (plan.dp * plan.microbatches), 1)
 
 
 def without_pipelines(plan: Plan) -> Plan:
-    """The same devices with replicas for stages."""
+    """Return a plan for the same devices with replicas in place of stages."""
     return replace(plan, dp=plan.dp * plan.pp, pp=1, schedule="1f1b", chunks=None, layers=None, order="pp-dp-cp-tp")
 
 
 def rule(name: str, applies: Callable[[Plan], Any], problem: str, instead: Instead) -> Rule:
-    """A rule whose sentence has the plan's own values in it: `{plan.zero}`."""
+    """Return a rule whose sentence may contain values of the plan: `{plan.zero}`."""
     return Rule(
         name=name,
         applies=lambda plan: bool(applies(plan)),
@@ -108,7 +108,7 @@ def rule(name: str, applies: Callable[[Plan], Any], problem: str, instead: Inste
 
 
 def accumulations(batch: int | None, size: int, replicas: int) -> int:
-    """How many microbatches of `size` make a batch on so many replicas."""
+    """Return how many microbatches of `size` make a batch on this many replicas."""
     if batch is None:
         return 1
     if batch % (size * replicas):

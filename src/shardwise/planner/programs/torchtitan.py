@@ -74,7 +74,7 @@ _RULES = (
 
 
 def write(job: Job) -> str:
-    """The sections of the file that a plan decides."""
+    """Return the sections of the file that a plan determines."""
     plan = job.plan
     replicas = plan.dp * plan.cp
     shards = 1 if plan.zero == 0 else (plan.zero_group or replicas) // plan.cp
@@ -114,7 +114,7 @@ def write(job: Job) -> str:
 
 
 def _parts(layers: tuple[int, ...]) -> list[list[str]]:
-    """Modules of each stage by torchtitan's names: the embedding with the first, norm and head with the last."""
+    """Return the modules of each stage by torchtitan's names: embedding with the first, norm and head with the last."""
     assert layers, "torchtitan is told the modules of each stage"
     parts, begin = [], 0
     for count in layers:
@@ -126,7 +126,7 @@ def _parts(layers: tuple[int, ...]) -> list[list[str]]:
 
 
 def read(text: str, machine: Machine) -> Job:
-    """The plan of a file."""
+    """Return the plan of a file."""
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -179,14 +179,14 @@ def _said_parts(parallelism: dict[str, Any]) -> list[list[str]]:
 
 
 def _chunks(schedule: str, layers: tuple[int, ...] | None, pp: int) -> int | None:
-    """Stages of a rank, where the schedule leaves them open; torch's pipelining takes two where nobody says."""
+    """Return the stages of a rank if the schedule leaves them open. The default of torch's pipelining is two."""
     if pp == 1 or schedule not in ("interleaved", "looped-bfs"):
         return None
     return len(layers) // pp if layers else 2
 
 
 def _sizes(training: dict[str, Any], parallelism: dict[str, Any], pp: int, dp: int) -> tuple[int, int]:
-    """Samples of a microbatch, and of the batch."""
+    """Return the samples of a microbatch, and of the batch."""
     local = int(training.get("local_batch_size", 8))
     size = int(parallelism.get("pipeline_parallel_microbatch_size", 1)) if pp > 1 else local
     batch = int(training.get("global_batch_size", -1))

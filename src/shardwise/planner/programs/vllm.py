@@ -1,4 +1,4 @@
-"""vLLM's arguments: how a model is split for serving, and how much is served at once."""
+"""vLLM's arguments: how a model is sharded for serving, and how much is served at once."""
 
 import shlex
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _SIZES = {
     "max-num-seqs": ("sequences", None),
     "max-model-len": ("longest", None),
 }
-# Arguments that change what is answered and are not priced, each with the value that is assumed.
+# Arguments that change the result and are not priced, each with the assumed value.
 _UNPRICED = {
     "quantization": ("-q", "none"),
     "kv-cache-dtype": (None, "auto"),
@@ -33,7 +33,7 @@ _AS_ASSUMED = ("auto", "none", "half", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """What a command line of vLLM says. `longest` is a prompt with its answer."""
+    """The content of a vLLM command line. `longest` is a prompt with its answer."""
 
     tp: int = 1
     pp: int = 1
@@ -41,12 +41,12 @@ class Server:
     sequences: int = 256
     longest: int | None = None
     spreads_experts: bool = False
-    #: What it says beside and what is not priced, in words.
+    #: Descriptions of arguments that are not priced.
     unpriced: tuple[str, ...] = ()
 
 
 def write(way: Serving, model: str, *, longest: int) -> str:
-    """The command that serves in a way. What shares the work of experts are all ranks of a replica there."""
+    """Return the command for a way to serve. vLLM spreads experts over all ranks of a replica."""
     plan = way.plan
     lines = [
         f"vllm serve {shlex.quote(model)}",
@@ -64,13 +64,13 @@ def write(way: Serving, model: str, *, longest: int) -> str:
 
 
 def is_vllm(text: str) -> bool:
-    """Whether a text is a command line of vLLM."""
+    """Whether a text is a vLLM command line."""
     words = text.split()
     return "vllm" in words[:4] or "vllm.entrypoints" in text or "--tensor-parallel-size" in text
 
 
 def read(text: str) -> Server:
-    """What a command line says. Arguments that decide nothing here are passed over; what is not priced is told."""
+    """Read a command line. Arguments without effect here are skipped; those that are not priced are listed."""
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     found: dict[str, int] = {}
     unpriced = []
@@ -90,7 +90,7 @@ def read(text: str) -> Server:
 
 
 def _is_assumed(value: str, assumed: str) -> bool:
-    """Whether a value is what is taken anyway, however it is written."""
+    """Whether a value is the assumed one, however it is written."""
     is_number = assumed.replace(".", "").isdecimal() and value.replace(".", "", 1).isdecimal()
     return float(value) == float(assumed) if is_number else value in (assumed, *_AS_ASSUMED)
 
@@ -100,7 +100,7 @@ def _spellings(long: str, short: str | None) -> tuple[str | None, ...]:
 
 
 def account_for(server: Server, question: Question, target: Target) -> tuple[Serving, bool]:
-    """What serving so gives with as many sequences as fit, up to the most that are asked for, and whether all fit."""
+    """Return the result with as many sequences as fit, up to the requested number, and whether all fit."""
     needed = server.tp * server.pp * server.dp
     if needed != question.cluster.num_devices:
         raise ShardwiseError(
@@ -112,7 +112,7 @@ def account_for(server: Server, question: Question, target: Target) -> tuple[Ser
     found, fits = _account_for(server, server.sequences, question, target)
     if fits:
         return found, True
-    # Blocks do not depend on how many sequences there are: as many as these hold.
+    # The number of blocks does not depend on the number of sequences, so serve as many as the blocks hold.
     most = found.num_blocks // -(-(question.sequence + target.output) // BLOCK)
     return _account_for(server, max(min(most, server.sequences), 1), question, target)
 

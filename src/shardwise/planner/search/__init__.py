@@ -1,1 +1,1 @@
-"""The search for a plan: what there is to choose from, bounds, prices, and the best that differ in kind."""
+"""The search for a plan: choices, bounds, prices, and the best plans of different kinds."""

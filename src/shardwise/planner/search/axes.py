@@ -1,4 +1,4 @@
-"""All ways to spread a batch over the devices of a cluster along the axes: what the search starts from."""
+"""Enumerate the ways to spread a batch over the devices of a cluster along the axes. The search starts from these."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -15,15 +15,15 @@ from shardwise.planner.search.choices import axes_run
 from shardwise.planner.search.tally import Tally
 
 _COLUMNS = ("dp", "tp", "pp", "cp", "ep", "microbatch", "num_microbatches", "sequence_parallel", "context", "order")
-#: The keys of a plan that say the same; it has none for the size of a microbatch.
+#: The keys of a plan for the same columns. It has no key for the size of a microbatch.
 _KEYS = ("dp", "tp", "pp", "cp", "ep", "", "microbatches", "sp", "context", "order")
 _WORDS = {"context": CONTEXT, "order": ORDERS}
 
 
 def spread_axes(question: Question, tally: Tally, weight: int) -> Layouts:
-    """Every division of the devices into axes, and of the batch into microbatches, that comes out even.
+    """Return every even division of the devices into axes and of the batch into microbatches.
 
-    `weight` is how many choices are open beneath each, for counting those that do not.
+    `weight` is the number of choices below each, by which rejected ones are counted.
     """
     rows = []
     heads, domain = question.heads, min(pool.domain for pool in question.cluster.pools)
@@ -49,7 +49,7 @@ def spread_axes(question: Question, tally: Tally, weight: int) -> Layouts:
 
 
 def leanest(question: Question, axes: Layouts, software: Software, offloads: Floats) -> tuple[StepBytes, np.ndarray]:
-    """The least that a plan with each of these axes takes, with any of these offloads, and whether that fits."""
+    """Return the least memory of a plan with each of these axes, with any of these offloads, and whether it fits."""
     pool = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes)
     most = offloads.max(axis=0)
     held = least_bytes(question.model, pool, axes, sequence=question.sequence, software=software, offloads=most)
@@ -58,7 +58,7 @@ def leanest(question: Question, axes: Layouts, software: Software, offloads: Flo
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """All, the smallest first."""
+    """Return all divisors, the smallest first."""
     return tuple(size for size in range(1, number + 1) if number % size == 0)
 
 
@@ -70,7 +70,7 @@ def _grids(num_devices: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _why_not(question: Question, heads: int, domain: int, dp: int, tp: int, pp: int, cp: int) -> str | None:
-    """What a grid falls to, if to anything. `heads` that may be cut, and the devices of a `domain` of fast links."""
+    """Return why a grid is rejected; None if it is not. `heads` may be cut; `domain` is the devices on fast links."""
     if (tp > 1 and not question.cuts_layers) or (cp > 1 and not question.cuts_sequences):
         return "model"
     if heads % tp or question.batch % dp or (cp > 1 and question.sequence % (2 * cp)):
@@ -89,7 +89,7 @@ def _experts(question: Question, replicas: int) -> list[int]:
 
 
 def _variations(own_heads: int, dp: int, tp: int, pp: int, cp: int) -> Iterator[tuple[bool, int, int]]:
-    """Sequence parallelism, the form of context parallelism, and which of data and pipeline is outermost."""
+    """Yield sequence parallelism, the form of context parallelism, and which of data and pipeline is outermost."""
     for sp in (False, True) if tp > 1 else (False,):
         for context in range(len(CONTEXT)) if cp > 1 else (0,):
             if CONTEXT[context] == "all-to-all" and own_heads < cp:
@@ -99,7 +99,7 @@ def _variations(own_heads: int, dp: int, tp: int, pp: int, cp: int) -> Iterator[
 
 
 def _is_wanted(question: Question, row: tuple[int | bool, ...]) -> bool:
-    """Whether a row has what is decided already. A schedule and its chunks are of a pipeline."""
+    """Whether a row agrees with the fixed keys. A fixed schedule, or its chunks, requires a pipeline."""
     is_piped = question.fixed.get("schedule", "1f1b") != "1f1b" or question.fixed.get("chunks", 1) > 1
     if is_piped and row[_KEYS.index("pp")] == 1:
         return False

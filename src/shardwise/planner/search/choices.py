@@ -1,9 +1,9 @@
-"""What can be chosen beneath the axes: schedules with their chunks, recomputation, ZeRO, offload.
+"""The choices below the axes: schedules with their chunks, recomputation, ZeRO, offload.
 
-And candidates made of candidates: each with every choice of one kind beneath it, as further rows.
+The `with_*` functions expand candidates: each is combined with every choice of one kind, as further rows.
 
-Everything that the engines refuse is left out here by the one table that they refuse by, so that the search learns of
-an engine's new skill on the day that its rule goes.
+Plans that the engine refuses are left out by the same table that the engine uses. When a rule is removed there, the
+search considers those plans at once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,20 +22,20 @@ from shardwise.planner.plan import Offload, Plan
 from shardwise.planner.question import Question
 from shardwise.schedule.catalogue import CATALOGUE
 
-# Chunks that are tried where a schedule takes any number.
+# Numbers of chunks to try for schedules that take any number.
 _CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 _SHARES = (0.25, 0.5, 0.75)
-# More microbatches than there are.
+# More microbatches than any batch has.
 _NEVER = 2**40
 _OFFLOADS = (0.0, 0.5, 1.0)
-#: The least of anything that is on the host, if any of it is.
+#: The smallest share that is offloaded, if any is.
 LEAST_OFFLOAD = 0.5
-# Schedules under which the model is held once.
+# Whether each schedule holds one copy of the weights.
 _ONCE = np.array([CATALOGUE[name].num_weight_copies == 1 for name in SCHEDULES])
 
 
 class Schedules(NamedTuple):
-    """Schedules with a number of chunks, a column for each thing that they ask for."""
+    """Schedules with a number of chunks, with a column for each of their requirements."""
 
     code: Ints
     chunks: Ints
@@ -43,18 +43,18 @@ class Schedules(NamedTuple):
     even: np.ndarray
 
     def allowed(self, layouts: Layouts, num_layers: int) -> np.ndarray:
-        """Which schedules each layout may have: layouts x schedules. One rank has no choice."""
+        """Return which schedules each layout may have: layouts x schedules. Without a pipeline it is the first one."""
         ranks, steps = layouts.pp[:, None], layouts.num_microbatches[:, None]
         allowed = (ranks > 1) & (ranks * self.chunks <= num_layers) & (steps >= self.least * ranks)
         allowed &= ~(self.even & ((ranks % 2 == 1) | (steps % 2 == 1)))
-        # Where backwards are run in two halves, a stage is recomputed at once, and not some layers of it.
+        # A schedule with split backwards recomputes a stage as a whole, not some of its layers.
         allowed &= ~np.isin(self.code, SPLITS_BACKWARD) | (layouts.recompute_share == 1)[:, None]
         allowed[layouts.pp == 1] = np.arange(len(self.code)) == 0
         return allowed
 
 
 def schedules(question: Question) -> Schedules:
-    """Every schedule that may be chosen, plain 1F1B first: one rank has it, whatever is decided for several."""
+    """Return every available schedule, plain 1F1B first: it stands for one rank, even if another schedule is fixed."""
     wanted, number = question.fixed.get("schedule"), question.fixed.get("chunks")
     is_plain = wanted in (None, "1f1b") and number in (None, 1)
     rows = []
@@ -75,7 +75,7 @@ def schedules(question: Question) -> Schedules:
 
 
 def recomputations(question: Question) -> list[tuple[int, float]]:
-    """Kinds of recomputation, and the share of the layers that each is for."""
+    """Return the kinds of recomputation, each with the share of layers that it applies to."""
     wanted = question.fixed.get("recompute")
     found = []
     for code, name in enumerate(RECOMPUTE):
@@ -84,7 +84,7 @@ def recomputations(question: Question) -> list[tuple[int, float]]:
             continue
         software = question.software_in("bf16")
         if name == "selective" and software.is_flash and not software.by_operation and wanted is None:
-            continue  # Scores of attention are not kept, so there is nothing to make again.
+            continue  # Attention scores are not kept, so there is nothing to recompute.
         found.append((code, 1.0))
         if name == "full" and not (question.runnable and not _runs(pp=2, recompute=name, recompute_layers=1)):
             found += [(code, share) for share in _SHARES]
@@ -92,8 +92,8 @@ def recomputations(question: Question) -> list[tuple[int, float]]:
 
 
 def zeros(question: Question, domain: int) -> list[tuple[int, int]]:
-    """ZeRO stages, each over all replicas (0) or over those of one domain of fast links; groups of a size that is
-    decided beforehand are told by its negative, since they are no smaller for tensor parallel ranks between them."""
+    """Return ZeRO stages, each with its group: 0 for all replicas, or the size of a domain of fast links. A fixed group
+    size is negative: unlike a domain, it is not divided by the tensor parallel ranks in it."""
     wanted, group = question.fixed.get("zero"), question.fixed.get("zero_group")
     stages = range(4) if wanted is None else (int(wanted),)
     found = []
@@ -107,9 +107,9 @@ def zeros(question: Question, domain: int) -> list[tuple[int, int]]:
 
 
 def offloads(question: Question) -> Floats:
-    """Shares of optimizer, parameters and activations on the host: choices x 3. The first is none.
+    """Return the shares of optimizer, parameters and activations on the host: choices x 3. The first is none.
 
-    Processors have none to choose: their memory is the host's.
+    CPUs have no choice: their memory is the host's.
     """
     fixed = _fixed_offload(question)
     if fixed is not None:
@@ -124,12 +124,12 @@ def offloads(question: Question) -> Floats:
         if not question.runnable
         or _runs(pp=2, offload=Offload(optimizer=optimizer, parameters=parameters, activations=activations))
     ]
-    # What moves least comes first: states once a step, activations with every microbatch, weights twice with each.
+    # The least traffic first: states move once per step, activations with every microbatch, weights twice with each.
     return np.array(sorted(rows, key=lambda row: (row[1], row[2], row[0])))
 
 
 def offloads_by_recomputation(question: Question, offloads: Floats) -> np.ndarray:
-    """Which of these choices go with each kind of recomputation: kinds x choices."""
+    """Return which offloads can be combined with each kind of recomputation: kinds x choices."""
     return np.array(
         [
             [
@@ -143,7 +143,7 @@ def offloads_by_recomputation(question: Question, offloads: Floats) -> np.ndarra
 
 
 def with_recomputations(layouts: Layouts, recomputations: list[tuple[int, float]]) -> Layouts:
-    """Each layout with every recomputation."""
+    """Combine each layout with every recomputation."""
     codes, shares = (np.array(column) for column in zip(*recomputations, strict=True))
     found = layouts.take(np.repeat(np.arange(len(layouts)), len(codes)))
     return replace(found, recompute=np.tile(codes, len(layouts)), recompute_share=np.tile(shares, len(layouts)))
@@ -152,18 +152,18 @@ def with_recomputations(layouts: Layouts, recomputations: list[tuple[int, float]
 def with_schedules(
     layouts: Layouts, schedules: Schedules, recomputations: list[tuple[int, float]], num_layers: int
 ) -> Layouts:
-    """Each layout under every schedule that it may have, with every recomputation."""
+    """Combine each layout with every schedule that it may have, and with every recomputation."""
     found = with_recomputations(layouts, recomputations)
     return with_schedule(found, schedules, *np.nonzero(schedules.allowed(found, num_layers)))
 
 
 def with_schedule(layouts: Layouts, schedules: Schedules, rows: Ints, chosen: Ints) -> Layouts:
-    """Some of the layouts, each under one of the schedules."""
+    """Return the layouts `rows`, each under its `chosen` schedule."""
     return replace(layouts.take(rows), schedule=schedules.code[chosen], chunks=schedules.chunks[chosen])
 
 
 def each_zero(layouts: Layouts, zeros: list[tuple[int, int]]) -> Iterator[tuple[Layouts, np.ndarray]]:
-    """All layouts under one ZeRO stage after the other, and which of them have the replicas for it."""
+    """Yield all layouts under one ZeRO stage after the other, and which of them have enough replicas for it."""
     replicas = layouts.dp * layouts.cp
     for index, (stage, size) in enumerate(zeros):
         under = with_zero(layouts, zeros, np.full_like(layouts.dp, index))
@@ -174,9 +174,9 @@ def each_zero(layouts: Layouts, zeros: list[tuple[int, int]]) -> Iterator[tuple[
 
 
 def with_zero(layouts: Layouts, zeros: list[tuple[int, int]], chosen: Ints) -> Layouts:
-    """Each layout under its own ZeRO stage.
+    """Return each layout under its chosen ZeRO stage.
 
-    A group is of the replicas of one domain of fast links: smaller by the tensor parallel ranks between them.
+    A group has the replicas of one domain of fast links: the size of the domain divided by tensor parallel ranks.
     """
     stages, domains = (np.array(column)[chosen] for column in zip(*zeros, strict=True))
     groups = np.where(domains > 0, np.maximum(domains // layouts.tp, 1), -domains)
@@ -184,20 +184,20 @@ def with_zero(layouts: Layouts, zeros: list[tuple[int, int]], chosen: Ints) -> L
 
 
 def with_zeros(layouts: Layouts, zeros: list[tuple[int, int]]) -> Layouts:
-    """Each layout under every ZeRO stage that its replicas allow."""
+    """Combine each layout with every ZeRO stage that its replicas allow."""
     return joined([under.take(np.flatnonzero(allowed)) for under, allowed in each_zero(layouts, zeros)])
 
 
 def with_offloads(layouts: Layouts, offloads: Floats) -> Layouts:
-    """Each layout with every choice of what lives on the host."""
+    """Combine each layout with every offload."""
     found = layouts.take(np.repeat(np.arange(len(layouts)), len(offloads)))
     return with_offload(found, np.tile(offloads, (len(layouts), 1)))
 
 
 def with_offload(layouts: Layouts, offload: Floats) -> Layouts:
-    """Each layout with its own choice: shares of optimizer, parameters and activations.
+    """Return each layout with its own offload: shares of optimizer, parameters and activations.
 
-    Parameters stay where ranks hold them twice (`composition.py`).
+    Parameters are not offloaded if ranks hold them twice (`composition.py`).
     """
     parameters = np.where(holds_once(layouts), offload[:, 1], 0.0)
     return replace(
@@ -206,19 +206,19 @@ def with_offload(layouts: Layouts, offload: Floats) -> Layouts:
 
 
 def holds_once(layouts: Layouts) -> np.ndarray:
-    """Whether each pipeline holds the model once."""
+    """Return whether each pipeline holds one copy of the model."""
     return np.asarray(_ONCE[layouts.schedule])
 
 
 def joined(parts: list[Layouts]) -> Layouts:
-    """Several layouts as one."""
+    """Concatenate layouts."""
     return Layouts(
         **{each.name: np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Layouts)}
     )
 
 
 def _fixed_offload(question: Question) -> Offload | None:
-    """What is decided beforehand of the host, if anything is."""
+    """Return the fixed offload; None if nothing of it is fixed."""
     names = ("optimizer", "parameters", "activations")
     said = {name: question.fixed.get(f"offload.{name}") for name in names}
     if all(each is None for each in said.values()):
@@ -228,7 +228,7 @@ def _fixed_offload(question: Question) -> Offload | None:
 
 @cache
 def axes_run(tp: bool, cp: bool, pp: bool, dp: bool, ep: bool, sp: bool, context: int, order: int) -> bool:
-    """Whether the engines combine these axes, each taken as 2 or 1 ranks."""
+    """Whether the engine combines these axes, each with 2 ranks or 1."""
     size = {True: 2, False: 1}
     return _runs(
         tp=size[tp], cp=size[cp], pp=size[pp], dp=size[dp], ep=size[ep], sp=sp, context=CONTEXT[context],
@@ -237,7 +237,7 @@ def axes_run(tp: bool, cp: bool, pp: bool, dp: bool, ep: bool, sp: bool, context
 
 
 def precisions(question: Question) -> Iterator[str]:
-    """Precisions that the engines train in, the fastest first."""
+    """Yield the precisions that the engine trains in, the fastest first."""
     for precision in question.precisions:
         if not question.runnable or _runs(precision=precision):
             yield precision
@@ -245,7 +245,7 @@ def precisions(question: Question) -> Iterator[str]:
 
 @cache
 def _runs(**keys: Any) -> bool:
-    """Whether the engines run a small plan that is otherwise plain. Each precision asks the same."""
+    """Whether the engine runs a small plan with these keys. Cached, as each precision asks the same."""
     usual: Mapping[str, Any] = {"microbatches": 4}
     try:
         return composes(Plan(**{**usual, **keys}))

@@ -1,4 +1,4 @@
-"""What a search gives back: the best plan, the next few that differ in kind, and what fell to what."""
+"""The result of a search: the best plan, a few of other kinds, and why candidates were rejected."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,35 +21,35 @@ from shardwise.planner.search.search import Fitting, Search
 from shardwise.planner.search.simplicity import BAND, doubt, handicap
 from shardwise.planner.search.tally import Tally
 
-# Of the best by closed forms at least so many that fit exactly, and at most so many, are accounted for exactly; as long
-# as none fits, more. And of other kinds so many that fit exactly, of so many at most.
+# Exact accounts are made of the best candidates by closed forms: until `_BEST` fit exactly, and of at most `_MOST`, or
+# `_MOST_TRIED` as long as none fits. Of other kinds: until more than `_OTHER_KINDS` fit, and of at most `_MOST_KINDS`.
 _BEST, _MOST, _MOST_TRIED = 3, 8, 24
-# Of one grid and schedule with its chunks at most so many, whether they fit or not: they are much alike.
+# At most this many per grid, schedule and chunks, whether they fit or not: they are much alike.
 _OF_ONE = 2
 _OTHER_KINDS, _MOST_KINDS = 4, 12
 _SHOWN = 4
-# How much more than closed forms promised is looked at beside the best; and by how much less room there is where
-# nothing that near fits exactly.
+# The best may take this much longer than closed forms predicted. If nothing within it fits exactly, the search is
+# repeated with memory reduced by these shares.
 _NEAR = 0.1
 _LESS_ROOM = (0.05, 0.12)
-# Plans as fast and as large as each other, to this, are one and the same to whoever chooses.
+# Plans whose time and memory differ by no more than this count as the same.
 _SAME = 1e-3
-# Deviations to spare where the host is the only other way: it fits two times in three.
+# Standard deviations of memory to spare if the alternative is offload: the plan then fits two times out of three.
 _LESS_SPARE = 0.43
 _NOTHING_ON_HOST = {"offload.optimizer": 0.0, "offload.parameters": 0.0, "offload.activations": 0.0}
-# Of the fastest, whatever they cost in simplicity, so many are accounted for exactly: the answer is near them.
+# Exact accounts are made of this many of the fastest, however complex: the answer has to be near them.
 _FASTEST = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """The best plan with its reasons, others from near to far, and the search's record."""
+    """The best plan with its reasons, others from best to worst, and the search's record."""
 
     question: Question
     best: Account
     others: tuple[Account, ...]
     tally: Tally
-    #: What is predicted to be faster than the best, by less than it has to be for being less simple.
+    #: A plan that is predicted to be faster than the best, but not by enough to make up for its complexity.
     fastest: Account | None = None
 
     @property
@@ -57,7 +57,7 @@ class Findings:
         return self.best.plan
 
     def within(self, seconds: float) -> "Findings | None":
-        """The same if its step takes no longer; or with the fastest as the best, if that alone does."""
+        """Return these findings if the best step takes at most `seconds`, or with the fastest if only that does."""
         if self.best.seconds <= seconds:
             return self
         if self.fastest is None or self.fastest.seconds > seconds:
@@ -66,13 +66,13 @@ class Findings:
 
 
 def kind_of(plan: Plan) -> tuple[bool, ...]:
-    """What makes two plans differ in kind: which axes are used at all, and by what room is made."""
+    """Return the kind of a plan: which axes it uses, and how it saves memory."""
     axes = (plan.tp > 1, plan.pp > 1, plan.cp > 1, plan.ep > 1)
     return (*axes, plan.zero == 3, plan.recompute != "none", plan.offload != Offload())
 
 
 def find_plan(question: Question) -> Findings:
-    """Search, and account for the best exactly. A model that fits nowhere is an error that says what it would take."""
+    """Search, and make exact accounts of the best. If nothing fits, raise an error that says what it would take."""
     tally = Tally()
     found = find_plan_if_any(question, tally)
     if found is None:
@@ -81,10 +81,10 @@ def find_plan(question: Question) -> Findings:
 
 
 def find_plan_if_any(question: Question, tally: Tally) -> Findings | None:
-    """The same, or None. `tally` is told what fell to what.
+    """Do the same, but return None if nothing fits. `tally` counts the rejected candidates by reason.
 
-    A plan leaves as much memory free as our predictions are off. If none does, one that just fits is better than none;
-    and if one does only with something on the host, one that leaves less free is, where it needs no host and is faster.
+    A plan should leave as much memory free as predictions of memory may be off. If none does, one that just fits is
+    returned. If one does only with offload, a plan without offload that leaves less free is preferred if it is faster.
     """
     if question.device.architecture == "cpu" or question.reserve:
         return _find(question, tally)
@@ -100,13 +100,13 @@ def find_plan_if_any(question: Question, tally: Tally) -> Findings | None:
 
 
 def _with_reserve(question: Question, spare: float) -> Question:
-    """The question with so many deviations of our predictions of memory to spare."""
+    """Return the question with this many standard deviations of predicted memory to spare."""
     return replace(question, reserve=float(np.expm1(spare * SPREAD)))
 
 
 def _find(question: Question, tally: Tally) -> Findings | None:
-    """Search, and account for what is found. Closed forms may take for fitting what does not, by a little, and let
-    everything else go: where nothing near what they promise fits exactly, the search has less room the next time."""
+    """Search, and make exact accounts of the results. Closed forms may accept candidates that just do not fit, and
+    reject all others for them. So if nothing near their prediction fits exactly, search again with less memory."""
     found = _find_within(question, question, tally)
     if tally.fitting == 0:
         return None
@@ -120,7 +120,7 @@ def _find(question: Question, tally: Tally) -> Findings | None:
 
 
 class _Found(NamedTuple):
-    """Findings with the weighed seconds of the best, and the least that closed forms promised."""
+    """Findings with the weighed seconds of the best, and the least weighed seconds by closed forms."""
 
     findings: Findings
     weighed: float
@@ -155,19 +155,19 @@ def _find_within(question: Question, searched: Question, tally: Tally) -> _Found
 
 
 def weighed_seconds(found: Account) -> float:
-    """Seconds of a step, times what is asked of a plan for not being plain."""
+    """Return the seconds of a step, times the handicap of a complex plan (`simplicity.py`)."""
     layouts = layouts_of(found.question, found.plan)
     return found.seconds * float(handicap(found.question, layouts)[0])
 
 
 def sure_seconds(found: Account) -> float:
-    """Seconds of a step, times what is asked of what nobody has shown: plans are as fast as each other by these."""
+    """Return the seconds of a step, times the factor for doubts (`simplicity.py`). Speeds are compared by these."""
     return found.seconds * float(doubt(found.question, layouts_of(found.question, found.plan))[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """All candidates that fit, with what tells plans apart as columns."""
+    """All candidates that fit, with a column for each choice."""
 
     found: list[Fitting]
     columns: Mapping[str, np.ndarray]
@@ -191,7 +191,7 @@ class Table:
         )
 
     def plan(self, question: Question, row: int) -> Plan:
-        """The plan of one row."""
+        """Return the plan of one row."""
         value = {name: column[row] for name, column in self.columns.items()}
         pp, share = int(value["pp"]), float(value["recompute_share"])
         per_rank = -(-question.model.num_layers // pp)
@@ -212,13 +212,13 @@ class Table:
         )  # fmt: skip
 
     def shapes(self) -> np.ndarray:
-        """A number for the grid and the schedule of each row."""
+        """Return a number for the grid and the schedule of each row."""
         columns = [self.columns[name] for name in ("dp", "tp", "pp", "cp", "ep", "schedule")]
         _, shapes = np.unique(np.stack(columns), axis=1, return_inverse=True)
         return np.asarray(shapes.ravel())
 
     def of_kinds(self) -> list[int]:
-        """The best row of each kind, the best first."""
+        """Return the best row of each kind, the best first."""
         kinds = _codes(self.columns, (("tp", 1), ("pp", 1), ("cp", 1), ("ep", 1), ("zero", 2), ("recompute", 0)))
         order = np.argsort(self.weighed, kind="stable")
         _, first = np.unique(kinds[order], return_index=True)
@@ -226,12 +226,12 @@ class Table:
 
 
 def _codes(columns: Mapping[str, np.ndarray], above: tuple[tuple[str, int], ...]) -> np.ndarray:
-    """One number for each row: which of some columns are above a value."""
+    """Return one number for each row: a bit for each column that is above its value."""
     return np.asarray(sum((columns[name] > value).astype(np.int64) << bit for bit, (name, value) in enumerate(above)))
 
 
 def _accounts(question: Question, table: Table) -> dict[int, Account]:
-    """Exact accounts of rows: of the best, the fastest, and the best of each kind, whether they fit or not."""
+    """Return exact accounts by row: of the best, the fastest, and the best of each kind, whether they fit or not."""
     accounts = _first_accounts(question, table)
     for row in np.argsort(table.seconds, kind="stable")[:_FASTEST]:
         if row not in accounts:
@@ -247,7 +247,7 @@ def _accounts(question: Question, table: Table) -> dict[int, Account]:
 
 
 def _best_first(accounts: Mapping[int, Account]) -> list[Account]:
-    """All that fit exactly: the plainest of what is as fast as the fastest, and then the others by weighed seconds."""
+    """Return those that fit exactly: first the simplest of those as fast as the fastest, then by weighed seconds."""
     fitting = sorted((each for each in accounts.values() if each.fits), key=weighed_seconds)
     if not fitting:
         return []
@@ -257,7 +257,7 @@ def _best_first(accounts: Mapping[int, Account]) -> list[Account]:
 
 
 def _first_accounts(question: Question, table: Table) -> dict[int, Account]:
-    """The fastest by closed forms; and the plainest of what is as fast, until closed forms promise nothing plainer."""
+    """Account for the fastest by closed forms, then for the simplest that are as fast, until none can be simpler."""
     accounts: dict[int, Account] = {}
     shapes, chunks = table.shapes(), table.columns["chunks"]
 
@@ -295,7 +295,7 @@ def _first_accounts(question: Question, table: Table) -> dict[int, Account]:
 
 def _account(question: Question, table: Table, row: int) -> Account:
     found = account(question, table.plan(question, row))
-    # Layers are said where stages have different numbers of them.
+    # The plan names the layers of stages only if their numbers differ.
     return replace(found, plan=replace(found.plan, layers=found.layers if len(set(found.layers)) > 1 else None))
 
 

@@ -1,4 +1,4 @@
-"""A model that fits nowhere on a cluster: what is missing, and how many of which devices it would take."""
+"""The error for a model that fits nowhere on a cluster: what is missing, and how many of which devices would do."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,14 +28,14 @@ from shardwise.planner.search.tally import Tally
 from shardwise.units import format_bytes
 
 _MOST_DEVICES = 16_384
-# Axes that are looked at for a larger cluster, the leanest first.
+# The number of axes to try for a larger cluster, those with the least memory first.
 _LEANEST = 64
-# Of adapters that might do instead.
+# The rank of adapters to suggest instead.
 _USUAL_RANK = 16
 
 
 def nowhere(question: Question, tally: Tally) -> ShardwiseError:
-    """The error for a question that has no answer."""
+    """Return the error for a question without an answer."""
     model, cluster = question.model.name, question.cluster
     asked = f"{model} with a batch of {question.batch} x {question.sequence}"
     wrong = _uneven(question) or _no_experts(question) or _no_groups(question)
@@ -55,7 +55,7 @@ def nowhere(question: Question, tally: Tally) -> ShardwiseError:
     needs = f"the leanest plan needs {format_bytes(least)} on a rank that has "
     return ShardwiseError(
         f"{asked} fits no way on {cluster}: "
-        # Else it could leave the device for the host, if that had room.
+        # Otherwise it could be offloaded if the host had enough memory.
         + (needs if least > room else "neither a host has room for it nor, without one, a rank in ")
         + f"{format_bytes(room)}, most often for {part} on the {place} stage{_host_words(question)}",
         remedy=_larger(question),
@@ -63,7 +63,7 @@ def nowhere(question: Question, tally: Tally) -> ShardwiseError:
 
 
 def _uneven(question: Question) -> ShardwiseError | None:
-    """The error for sizes that are decided beforehand and do not divide the devices."""
+    """Return the error for fixed sizes that do not divide the devices."""
     devices = question.cluster.num_devices
     sizes = {axis: int(question.fixed[axis]) for axis in ("dp", "tp", "pp", "cp") if axis in question.fixed}
     product = prod(sizes.values())
@@ -86,7 +86,7 @@ def _uneven(question: Question) -> ShardwiseError | None:
 
 
 def _no_experts(question: Question) -> ShardwiseError | None:
-    """The error for experts that are to be shared out over ranks, and are none or not so many."""
+    """Return the error for expert parallelism with no experts, or with fewer experts than ranks."""
     ep, have = int(question.fixed.get("ep", 1)), question.num_experts
     if have % ep == 0:
         return None
@@ -97,7 +97,7 @@ def _no_experts(question: Question) -> ShardwiseError | None:
 
 
 def _no_groups(question: Question) -> ShardwiseError | None:
-    """The error for states that are to be shared out in groups of replicas of which there cannot be as many."""
+    """Return the error for a fixed ZeRO group that is larger than any number of replicas."""
     group, devices = int(question.fixed.get("zero_group", 1)), question.cluster.num_devices
     if devices % group == 0:
         return None
@@ -112,7 +112,7 @@ def _as_typed(value: object) -> str:
 
 
 def _host_words(question: Question) -> str:
-    """What was assumed of the host, which decides what can leave a device."""
+    """Describe the assumed host memory, which limits offload."""
     if question.device.architecture == "cpu":
         return ""
     host = min((pool.node.host for pool in question.cluster.pools), key=lambda each: each.memory_bytes)
@@ -120,7 +120,7 @@ def _host_words(question: Question) -> str:
 
 
 def feasible(question: Question) -> bool:
-    """Whether any plan fits, looked for among the leanest."""
+    """Whether any plan fits, tried with the axes that need the least memory."""
     for precision in precisions(question):
         axes = spread_axes(question, Tally(), 1)
         if len(axes) == 0:
@@ -133,7 +133,7 @@ def feasible(question: Question) -> bool:
             continue
         again = recomputations(question)[-1:]
         layouts = with_schedules(axes.take(chosen), schedules(question), again, max(question.model.num_layers, 1))
-        # Not only the most of everything: the host may have room for some of it.
+        # Not only the largest offload: the host may have memory for a part.
         choices = on_host[offloads_by_recomputation(question, on_host)[again[0][0]]]
         domain = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes).domain
         layouts = with_offloads(with_zeros(layouts, zeros(question, domain)), choices)
@@ -151,7 +151,7 @@ def _least(question: Question) -> float:
 
 
 def _larger(question: Question) -> str:
-    """The smallest clusters of this device, and of a larger one, that would do; or adapters, where these fit."""
+    """Suggest the smallest sufficient clusters of this device and of a larger one; or adapters, if they fit."""
     clusters = ", or ".join(str(each) for each in (_more(question), _other(question)) if each is not None)
     words = [f"--cluster {clusters}"] if clusters else []
     if question.fixed and feasible(replace(question, fixed={})):
@@ -163,7 +163,7 @@ def _larger(question: Question) -> str:
 
 
 def _more(question: Question) -> Cluster | None:
-    """More of the same devices: whole nodes, twice as many each time."""
+    """Return the smallest sufficient cluster of the same devices, doubling whole nodes."""
     for cluster in doubled(question.cluster):
         if feasible(replace(question, cluster=cluster, fixed={})):
             return cluster
@@ -171,7 +171,7 @@ def _more(question: Question) -> Cluster | None:
 
 
 def doubled(cluster: Cluster) -> Iterator[Cluster]:
-    """Larger clusters of the first pool's devices, each twice as large as the one before."""
+    """Yield larger clusters of the first pool's devices, each twice as large as the one before."""
     pool = cluster.pools[0]
     usual = make_pool(pool.device.name) if pool.device.name in DEVICES else pool
     nodes, devices = pool.num_nodes, pool.node.devices_per_node
@@ -185,7 +185,7 @@ def doubled(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _other(question: Question) -> Cluster | None:
-    """As many devices of the smallest larger kind that is made for the same work."""
+    """Return a cluster of as many devices with more memory: the smallest sufficient kind for the same work."""
     pool = question.cluster.pools[0]
     family = [each for each in ("h200", "b200", "b300") if DEVICES[each].memory_bytes > pool.device.memory_bytes]
     if pool.device.architecture == "cpu":
@@ -199,7 +199,7 @@ def _other(question: Question) -> Cluster | None:
 
 
 def _divisible(question: Question) -> str:
-    """A batch that can be divided, or fewer devices."""
+    """Suggest a batch that can be divided, or fewer devices."""
     devices = question.cluster.num_devices
     if question.batch % devices:
         return f"--batch {max(devices, question.batch - question.batch % devices)}"

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: each choice against the best candidate that chose otherwise."""
+"""The reasons for a plan: each choice compared with the best candidate that differs in it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ _KEYS = {
 }
 _OFFLOADS = ("offload.optimizer", "offload.parameters", "offload.activations")
 _WORDS = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "context": CONTEXT, "order": ORDERS}
-#: Parts of a step as a person says them.
+#: Descriptions of the parts of a step.
 PART_WORDS = {
     "compute": "compute",
     "recompute": "recomputation",
@@ -45,9 +45,9 @@ def with_reasons(
     best: Account, exact: Mapping[int, Account], seconds: Floats, weighed: Floats, columns: Mapping[str, np.ndarray],
     parts: Mapping[str, Floats],
 ) -> Account:  # fmt: skip
-    """The account whose plan says of each choice why it was made. The columns are of all candidates that fit; of those
-    that chose otherwise, the best by weighed seconds is told of. Where that one was accounted for exactly, both are
-    compared so: the answer shows it with the same figure."""
+    """Return the account with a reason for each choice of its plan. The columns are those of all candidates that fit.
+    The rival is the best of those that chose otherwise, by weighed seconds. If it has an exact account, exact seconds
+    are compared, so that the answer shows the same figure everywhere."""
     row = _row_of(best.plan, seconds, columns)
     reasons = {}
     for key, column in _KEYS.items():
@@ -73,7 +73,7 @@ def with_reasons(
 
 
 def _making_room(best: Account) -> dict[str, str]:
-    """Choices without which the plan would not fit, with what would be missing."""
+    """Return the choices without which the plan would not fit, with how much memory would be missing."""
     plan, reasons = best.plan, {}
     changes: dict[str, dict[str, Any]] = {}
     if plan.zero > 0:
@@ -98,7 +98,7 @@ def _making_room(best: Account) -> dict[str, str]:
 
 
 def _row_of(plan: Plan, seconds: Floats, columns: Mapping[str, np.ndarray]) -> int:
-    """The candidate that became the plan."""
+    """Return the row of the candidate that became the plan."""
     same = np.ones(len(seconds), dtype=bool)
     for key, column in _KEYS.items():
         value = getattr(plan, key)
@@ -108,7 +108,7 @@ def _row_of(plan: Plan, seconds: Floats, columns: Mapping[str, np.ndarray]) -> i
 
 
 def _rival(column: np.ndarray, row: int, weighed: Floats) -> int | None:
-    """The best that chose otherwise, if any did."""
+    """Return the row of the best candidate that chose otherwise; None if there is none."""
     others = np.flatnonzero(column != column[row])
     return int(others[weighed[others].argmin()]) if len(others) else None
 
@@ -117,7 +117,7 @@ def _reason(
     key: str, column: np.ndarray, row: int, rival: int | None, seconds: Sequence[float],
     parts: Mapping[str, Sequence[float]], *, is_simpler: bool,
 ) -> str | None:  # fmt: skip
-    """Seconds and parts are of the plan and of its rival; whether the plan is the simpler of the two."""
+    """Return the reason. Seconds and parts are those of the plan and its rival; `is_simpler` is about the plan."""
     if rival is None:
         return None if _is_plain(key, column[row]) else "no other value fits, or comes near"
     longer = seconds[1] / seconds[0] - 1.0
@@ -143,5 +143,5 @@ def _named(key: str, value: object) -> str:
 
 
 def _is_plain(key: str, value: object) -> bool:
-    """Whether a choice is as on one device, so that nobody asks why."""
+    """Whether a choice is the same as on one device, so that it needs no reason."""
     return bool(value == {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "microbatches": 1}.get(key, 0))

@@ -1,8 +1,8 @@
-"""Bounds of layouts under schedules and ZeRO stages: nearly their prices, for much less.
+"""Bounds of layouts under schedules and ZeRO stages: close to their prices, at much less cost.
 
-What a microbatch takes and keeps on a stage does not depend on the schedule, nor does what replicas send each other. So
-these are worked out once for a layout, and each schedule says what it makes of it: how long ranks idle, and how many
-microbatches they hold.
+The time and activations of a microbatch on a stage do not depend on the schedule, nor does the traffic of replicas. So
+these are computed once per layout. Each schedule then determines how long ranks idle, and how many microbatches they
+hold.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ _COPIES = np.array([CATALOGUE[name].num_weight_copies for name in SCHEDULES])
 
 
 class Cells(NamedTuple):
-    """Candidates beneath some layouts: which layout each is, which schedule and which ZeRO stage it has, the seconds
-    that nothing chosen later can better, and whether it fits only with something on the host."""
+    """Candidates below some layouts: the layout, schedule and ZeRO stage of each, a lower bound of its seconds, and
+    whether it fits only with offload."""
 
     layout: Ints
     schedule: Ints
@@ -49,11 +49,11 @@ def bound_schedules(
     movable: Floats, wanted: Callable[[Floats], np.ndarray], on_host_wanted: Callable[[Floats, Ints], np.ndarray],
     tell: Callable[[StepBytes, np.ndarray], None],
 ) -> Cells:  # fmt: skip
-    """What may fit of each layout under each schedule and ZeRO stage.
+    """Return the candidates that may fit, of each layout under each schedule and ZeRO stage.
 
-    `movable`: by recomputation, the most that may be on the host. `wanted` says by the least seconds of layouts which
-    to go on with, and `on_host_wanted` with which of these candidates (of layouts by number) if something of theirs
-    has to be on the host. `tell` is told of layouts how many schedules there is no memory for.
+    `movable`: the largest shares that may be offloaded, by recomputation. `wanted` selects layouts by their least
+    seconds. `on_host_wanted` selects candidates that need offload, by least seconds and the indices of their layouts.
+    `tell` gets the number of schedules per layout that do not fit.
     """
     allowed = schedules.allowed(layouts, max(question.model.num_layers, 1))
     seconds, pools = _seconds(question, software, layouts, schedules)
@@ -75,17 +75,17 @@ def bound_schedules(
         held = account(under)
         fixed, lost_share = _without_activations(held, of_each, software, under)
         grows = (1.0 + lost_share)[:, None]
-        # Of most layouts all schedules fit, or none does: what each of them holds is asked of the others alone.
+        # For most layouts all schedules fit or none does. Only for the others the memory of each is computed.
         is_here = np.repeat(_fit(fixed + grows * most_at_once, question)[:, None], len(twice), axis=1)
         some = np.flatnonzero(~is_here[:, 0] & _fit(fixed + grows * fewest, question))
         is_here[some] = _most(fixed[some, :, None] + grows[some, :, None] * all_of_each[some]) <= question.room
         if twice.any():
-            # Half of the microbatches go through each copy of the ends; of the layers no fewer than through one copy.
+            # Half of the microbatches use each copy of the ends. Layers hold at least as many as with one copy.
             is_here[:, twice] = _most(fixed[:, :, None] + 0.5 * all_of_each[:, :, twice]) <= question.room
         every = allowed & has_replicas[:, None]
         could = np.zeros_like(is_here)
         least = seconds + beside.exchange(under)[:, None]
-        # Where nothing may leave, or is too slow if it does, what of it would fit is not asked.
+        # Offload is computed only where it is allowed and not too slow.
         leaves = every & ~is_here & on_host_wanted(least, chosen_layouts) if movable.any() else np.zeros_like(is_here)
         full = np.flatnonzero(leaves.any(axis=1))
         if len(full):
@@ -99,7 +99,7 @@ def bound_schedules(
             may_leave = _most(here) <= question.room
             here -= weights[full]
             could[full] = (_most(here) <= question.room) & ~twice & (beyond <= on_nodes)
-            # What leaves at least: states alone, else activations or weights.
+            # The least offload: states only, otherwise activations or weights.
             of_weights = beside.waits_for_weights(under, held)[full, None]
             waiting = np.where(may_stay, 0.0, np.where(may_leave, np.minimum(waits[full], of_weights), of_weights))
             least[full] += np.where(is_here[full], 0.0, waiting)
@@ -113,32 +113,32 @@ def bound_schedules(
 
 
 def _without_activations(held: StepBytes, of_each: Floats, software: Software, under: Layouts) -> tuple[Floats, Floats]:
-    """What is held beside the activations of microbatches and what an allocator loses with them: layouts x places; and
-    how much it loses of these."""
+    """Return the bytes held besides the activations of microbatches and their fragmentation: layouts x places; and the
+    share of activations lost to fragmentation."""
     loses = ~((under.zero == 3) & software.shards_parameters) & ("fragments" in held.parts)
     lost_share = CONSTANTS.fragments * loses
     return held.by_place - (1.0 + lost_share)[:, None] * of_each, lost_share
 
 
 def _room_on_hosts(question: Question) -> float:
-    """Bytes of a rank that may be gone from its device: what its host has for it, and what an allocator loses less."""
+    """Return the most bytes that a rank can free on its device: its share of host memory, and less fragmentation."""
     nodes = [pool.node for pool in question.cluster.pools]
     most = min(HOST_TAKEN * node.host.memory_bytes / node.devices_per_node for node in nodes)
     return most * (1.0 + max(CONSTANTS.fragments, CONSTANTS.fragments_states))
 
 
 def _most(held: Floats) -> Floats:
-    """The most of any place: layouts x places x schedules. Faster than a maximum along the places, which are three."""
+    """Return the maximum over the three places of layouts x places (x schedules), faster than `max(axis=1)`."""
     return np.asarray(np.maximum(np.maximum(held[:, 0], held[:, 1]), held[:, 2]))
 
 
 def _fit(held: Floats, question: Question) -> np.ndarray:
-    """Whether what is on each place fits there: layouts x places."""
+    """Return whether each layout fits on all of its places: layouts x places."""
     return np.asarray(_most(held) <= question.room)
 
 
 def _some(values: Any, rows: Ints) -> Any:
-    """The same rows of all arrays in a tuple of tuples and arrays."""
+    """Select the same rows of all arrays in a nested tuple."""
     if isinstance(values, tuple):
         some = [_some(each, rows) for each in values]
         return type(values)(*some) if hasattr(values, "_fields") else tuple(some)
@@ -146,14 +146,14 @@ def _some(values: Any, rows: Ints) -> Any:
 
 
 def _numbers(layouts: Layouts, schedules: Schedules) -> Floats:
-    """Microbatches that typical ranks hold under each schedule: layouts x places x schedules."""
+    """Return the microbatches that typical ranks hold under each schedule: layouts x places x schedules."""
     last = np.asarray(layouts.pp - 1.0, dtype=np.float64)
     ranks = (np.zeros(len(layouts)), np.minimum(1.0, last), last)
     return in_flight_under(schedules.code, schedules.chunks, layouts, ranks)
 
 
 def _movable(held: StepBytes, on_host: Floats) -> tuple[Floats, Floats]:
-    """Bytes on each place that may be on the host: of states alone, and with weights of all that belongs to these."""
+    """Return the bytes on each place that may be offloaded: states alone, and weights with all that moves with them."""
     optimizer, weights, _ = on_host
     parts = held.parts
     more = np.maximum(weights - optimizer, 0.0) * parts["optimizer"]
@@ -162,7 +162,7 @@ def _movable(held: StepBytes, on_host: Floats) -> tuple[Floats, Floats]:
 
 
 def holder(question: Question, software: Software, layouts: Layouts) -> Callable[[Layouts], StepBytes]:
-    """A function that says what the same layouts hold whatever ZeRO stage they are under."""
+    """Return a function that gives the bytes of these layouts under any ZeRO stage."""
     pool = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes)
     model, sequence = question.model, question.sequence
     pricer = Pricer(model=model, pool=pool, software=software, constants=CONSTANTS, sequence=sequence)
@@ -176,27 +176,27 @@ def holder(question: Question, software: Software, layouts: Layouts) -> Callable
 
 
 class _Beside(NamedTuple):
-    """What a step of the same layouts adds to its pipeline, on each pool; the least of the pools, since which of them
-    sets the pace is not known yet."""
+    """The time that a step of the same layouts adds to its pipeline. It is the least of all pools, since it is not yet
+    known which of them is the bottleneck."""
 
     layouts: Layouts
     pools: list[tuple[Pricer, Stages, Work]]
     counts: Counts
 
     def waits(self, saved: Floats) -> Floats:
-        """Seconds that a step waits at least if so many bytes of a microbatch leave."""
+        """Return the least seconds that a step waits if this many bytes of each microbatch are offloaded."""
         each = [least_exposed(pricer, pace, saved) for pricer, _, pace in self.pools]
         return np.asarray(self.layouts.num_microbatches * np.minimum.reduce(each))
 
     def waits_for_weights(self, under: Layouts, held: StepBytes) -> Floats:
-        """The same if weights are on the host and come for both passes of every microbatch."""
+        """Return the same if weights are on the host and are copied for both passes of every microbatch."""
         whole = 4.0 * (self.counts.trained.dense + self.counts.trained.expert)
         at_home = np.where((under.zero == 3)[:, None], held.parts["masters"], whole).max(axis=1)
         each = [least_exposed(pricer, pace, at_home) for pricer, _, pace in self.pools]
         return np.asarray(self.layouts.num_microbatches * np.minimum.reduce(each))
 
     def exchange(self, under: Layouts) -> Floats:
-        """Seconds of replicas and of the optimizer, under one ZeRO stage."""
+        """Return the seconds of gradient exchange and optimizer, under one ZeRO stage."""
         under = replace(under, num_microbatches=self.layouts.num_microbatches)
         each = [
             exchange(pricer, under, self.counts, stages, pace) + optimizer_seconds(pricer, under, self.counts)
@@ -211,7 +211,7 @@ _Priced = tuple[Pricer, Stages, Work]
 def _seconds(
     question: Question, software: Software, layouts: Layouts, schedules: Schedules
 ) -> tuple[Floats, list[_Priced]]:
-    """Seconds of a step without what replicas, the optimizer and the host add; and what each pool makes of a stage."""
+    """Return the seconds of a step without replicas, optimizer and offload; and the prices of a stage on each pool."""
     found, pools = np.zeros((len(layouts), len(schedules.code))), []
     for pool in question.cluster.pools:
         pricer = Pricer(

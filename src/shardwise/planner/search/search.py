@@ -1,17 +1,17 @@
 """The search: bounds first, prices for what they leave, and an exact account of the best few.
 
-1. `axes.py` divides devices and batch. A bound on seconds and a bound on bytes for each: nothing beneath it is better.
-2. In the order of the first bound, blocks of these get recomputation, schedules and ZeRO stages, with bounds again that
-   are nearly prices (`schedule_bounds.py`).
-3. What is left is priced in full; what does not fit, with each offload that makes it fit.
-4. The best, and the best of other kinds, are accounted for exactly: integer layers, schedules played, every rank.
+1. `axes.py` divides devices and batch. Each division gets a lower bound of seconds and of bytes for all plans below it.
+2. In the order of the first bound, blocks of divisions are combined with recomputation, schedules and ZeRO stages. Each
+   candidate gets a bound that is close to its price (`schedule_bounds.py`).
+3. The remaining candidates are priced in full; those that do not fit, with each offload that makes them fit.
+4. The best, and the best of other kinds, get exact accounts: integer layers, simulated schedules, every rank.
 
-A candidate is let go only when a bound says that it is slower than what was found, or that it does not fit. Of every
-kind (which axes are used at all) the most promising are kept all the same, so that there is something to compare with.
-Two numbers are bounded: sure seconds, those of a step times what is asked of what nobody has shown to run so; and
-weighed seconds, times all that `simplicity.py` asks of a plan that is not plain. The answer has the least weighed
-seconds of all that are within 3 % of the least sure ones, so a candidate is let go too if another is as sure and
-plainer. The fastest by prediction alone is looked for beside, to say what it would gain.
+A candidate is dropped only if a bound shows that it is slower than a known one, or that it does not fit. The most
+promising of every kind (which axes are used) are kept anyway, as alternatives to compare with. Two numbers are bounded:
+sure seconds, which are those of a step times a factor for configurations that no published run has shown; and weighed
+seconds, which are those of a step times the whole handicap of a complex plan (`simplicity.py`). The answer has the
+least weighed seconds of all candidates within 3 % of the least sure seconds. So a candidate is also dropped if another
+has no more sure seconds and is simpler. The fastest by prediction alone is kept too, to report what it would gain.
 """
 
 from collections import Counter
@@ -59,26 +59,26 @@ from shardwise.planner.search.simplicity import (
 from shardwise.planner.search.tally import Tally
 from shardwise.working import working_at
 
-# Axes of a block that is expanded together, candidates that are finished together, and how much slower than the best
-# something may be and still be looked at, for the comparison.
+# The number of axes expanded together, the number of candidates priced together, and how much slower than the best a
+# candidate may be to be kept for comparison.
 _BLOCK = 4096
 _BATCH = 65_536
 _SLACK = 0.03
-# How many of each kind are kept whatever the bounds say.
+# How many of each kind are kept regardless of bounds.
 _OF_EACH_KIND = 1
-# And layouts of each kind that nothing was found of yet, with one sample in a microbatch and with more, whose schedules
-# are looked at in any case: of the fastest none may fit.
+# For each kind without a result so far, the schedules of this many layouts are tried regardless of bounds, both with
+# one sample per microbatch and with more: the fastest may not fit.
 _LAYOUTS_OF_EACH_KIND = 16
-# Usual plans that are priced first: those with the least bounds.
+# The number of usual plans that are priced first: those with the lowest bounds.
 _USUAL = 4096
-# What moves to the host with weights, at most.
+# Everything that may be offloaded together with weights.
 _WITH_WEIGHTS = ("weights", "masters", "gradients")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """Candidates that fit, in one precision, with their seconds, the same as they are compared, and the parts of the
-    first."""
+    """Candidates that fit, in one precision, with their seconds, sure seconds, weighed seconds, and the parts of a
+    step."""
 
     precision: str
     layouts: Layouts
@@ -90,8 +90,8 @@ class Fitting:
 
 @dataclass(slots=True)
 class Search:
-    """One search under way. `front`: sure seconds of what was found, rising, each with the least weighed seconds of all
-    up to it. `fastest` is the least of plain seconds; of these kinds something is found."""
+    """The state of a search. `front`: increasing sure seconds of the results, each with the least weighed seconds of
+    all results up to it. `fastest` is the least seconds without factors; `kinds` are those with results."""
 
     question: Question
     tally: Tally = field(default_factory=Tally)
@@ -102,7 +102,7 @@ class Search:
     spread: tuple[Layouts, Counter[str]] | None = None
 
     def axes(self, weight: int) -> Layouts:
-        """All divisions of devices and batch, which are the same in every precision. What falls counts `weight`."""
+        """Return all divisions of devices and batch, cached for all precisions. A rejected one counts `weight`."""
         if self.spread is None:
             fallen = Tally()
             self.spread = spread_axes(self.question, fallen, 1), fallen.refused
@@ -123,17 +123,17 @@ class Search:
 
     @property
     def best(self) -> float:
-        """The least weighed seconds of what is as fast as can be told."""
+        """The least weighed seconds of all results within 3 % of the fastest."""
         return float(self._plainest(np.array((1 + BAND) * self.surest)))
 
     def is_near(self, seconds: Floats, sure: Floats, weighed: Floats) -> np.ndarray:
-        """Which candidates are of interest, by bounds of theirs: as fast as can be told, nearly, and as plain as what
-        is no slower; or faster than all."""
+        """Return which candidates to keep, by their bounds: within 3 % of the fastest and about as simple as any result
+        that is no slower; or faster than all."""
         near = (sure <= (1 + BAND) * self.surest) & (weighed <= (1 + _SLACK) * self._plainest(sure))
         return np.asarray(near | (sure < self.surest) | (seconds < self.fastest))
 
     def add(self, seconds: Floats, sure: Floats, weighed: Floats) -> None:
-        """Candidates that fit."""
+        """Add candidates that fit to the front."""
         self.fastest = min(self.fastest, float(seconds.min()))
         together = np.concatenate([self.front[0], sure]), np.concatenate([self.front[1], weighed])
         order = np.argsort(together[0], kind="stable")
@@ -142,14 +142,14 @@ class Search:
         self.front = rising[is_plainer], least[is_plainer]
 
     def _plainest(self, sure: Floats) -> Floats:
-        """The least weighed seconds of what was found and takes no longer than this."""
+        """Return the least weighed seconds of all results with at most these sure seconds."""
         rising, least = self.front
         index = np.searchsorted(rising, sure, side="right")
         return np.asarray(np.where(index > 0, least[np.maximum(index - 1, 0)], np.inf))
 
 
 class _Bounds(NamedTuple):
-    """Bounds of candidates: of their seconds, of the same as they are sure, and as they are weighed."""
+    """Lower bounds of candidates: seconds, sure seconds and weighed seconds."""
 
     seconds: Floats
     sure: Floats
@@ -172,7 +172,7 @@ class _InPrecision:
         self.offloads = offloads(question)
         self.offloads_by_recomputation = offloads_by_recomputation(question, self.offloads)
         self.num_beneath = len(self.zeros) * len(self.offloads)
-        # The most of optimizer, parameters and activations that may be on the host, under each recomputation.
+        # The largest shares of optimizer, parameters and activations that may be offloaded, by recomputation.
         allowed = self.offloads_by_recomputation[:, :, None]
         self.movable = np.where(allowed, self.offloads, 0.0).max(axis=1)
 
@@ -187,10 +187,10 @@ class _InPrecision:
             return
         self._begin_with_usual(axes, bounds.sure)
         order = np.argsort(bounds.sure, kind="stable")
-        # Once there is something to compare with, kinds need no second chance.
+        # Once there are results to compare with, bounds alone decide.
         each = 0 if self.search.found else _OF_EACH_KIND
         kept = _first_of_each(_axes_kind(axes), order, each)
-        # Every block costs something however short it is; as long as nothing is found, short ones cost less.
+        # Every block has a fixed cost. But as long as there is no result to drop others by, short blocks cost less.
         first = _BLOCK // (2 if np.isfinite(self.search.surest) else 16)
         for start, stop in _growing(len(order), _BLOCK, first):
             working_at(f"ways to divide the devices, in {self.precision}", start, len(order))
@@ -201,14 +201,14 @@ class _InPrecision:
                 self._expand(axes.take(wanted))
 
     def _bounded(self, axes: Layouts, weight: int) -> tuple[Layouts, "_Bounds"]:
-        """The axes that can fit at all, and the seconds below which none of their steps is."""
+        """Return the axes that can fit at all, and lower bounds of their seconds."""
         question, search = self.question, self.search
         least = least_seconds(
             question.model, question.cluster, axes, sequence=question.sequence, software=self.software
         )
         bounds = _Bounds(least, least * unproven(question, axes), least * of_axes(question, axes))
         if search.found:
-            # Of a slower precision little is near, and only of that memory is a question.
+            # A slower precision has few candidates near the best, and memory is computed only for these.
             near = np.flatnonzero(search.is_near(*bounds))
             search.tally.slower += (len(axes) - len(near)) * weight
             axes, bounds = axes.take(near), bounds.take(near)
@@ -217,8 +217,8 @@ class _InPrecision:
         return axes.take(fits), bounds.take(fits)
 
     def _begin_with_usual(self, axes: Layouts, sure: Floats) -> None:
-        """Price the usual plans, for bounds to begin with: one sample a microbatch, states shared out or not, nothing
-        on the host that need not be. Only of what may be better than what was found before."""
+        """Price the usual plans first, so that bounds can drop others: one sample per microbatch, ZeRO 0 or 1, and no
+        offload that is not fixed. Only those are priced that may be faster than all results so far."""
         is_usual = (axes.microbatch == 1) & (axes.order == 0) & (axes.context == 0) & (sure <= self.search.surest)
         is_usual &= axes.sequence_parallel == (axes.tp > 1)
         inside = copy(self)
@@ -230,7 +230,7 @@ class _InPrecision:
         self.search.front, self.search.fastest = inside.search.front, inside.search.fastest
 
     def _expand(self, axes: Layouts) -> None:
-        """Schedules and recomputation beneath some axes, and what bounds leave of them in full."""
+        """Combine some axes with schedules and recomputation, and price in full what the bounds leave."""
         if len(axes) == 0:
             return
         layouts = with_recomputations(axes, self.recomputations)
@@ -274,7 +274,7 @@ class _InPrecision:
         tally.slower += (len(rest) - len(kept)) * weight
 
     def _cell_bounds(self, cells: Cells, doubts: Floats, weight_of_axes: Floats) -> "_Bounds":
-        """Bounds of candidates. What fits only with something on the host pays for that."""
+        """Return the bounds of candidates, with the factor for offload if they fit only with it."""
         stages, groups = (np.array(column) for column in zip(*self.zeros, strict=True))
         on_host = cells.seconds * np.where(cells.is_tight, ANY_HOST, 1.0)
         weight = weight_of_axes[cells.layout] * of_zeros(stages, groups)[cells.zero]
@@ -282,11 +282,11 @@ class _InPrecision:
         return _Bounds(cells.seconds, on_host * doubts[cells.layout], on_host * weight)
 
     def _finish(self, layouts: Layouts, cells: Cells, is_near: np.ndarray) -> None:
-        """Price some candidates in full: what fits as it is, and with what on the host the others do."""
+        """Price some candidates in full: as they are if they fit, otherwise with each offload that makes them fit."""
         under = with_schedule(layouts, self.schedules, cells.layout, cells.schedule)
         under = with_offloads(with_zero(under, self.zeros, cells.zero), self.offloads[:1])
         wanted = [under.take(np.flatnonzero(~cells.is_tight))]
-        # What fits as it is gains nothing from the host, and what does not is no faster with it.
+        # Offload never makes a candidate faster, so only candidates that do not fit are priced with it.
         tight = np.flatnonzero(cells.is_tight & is_near)
         if len(self.offloads) > 1 and len(tight):
             under = under.take(tight)
@@ -296,8 +296,8 @@ class _InPrecision:
         self._keep(joined(wanted))
 
     def _made_to_fit(self, held: StepBytes, tight: np.ndarray, layouts: Layouts) -> tuple[np.ndarray, np.ndarray]:
-        """Which candidates choices of offload make fit, each with those that do: but for what moves more of one thing,
-        and less of none, than another that does. It takes longer."""
+        """Return pairs of a candidate and an offload that makes it fit. An offload is left out if another that fits
+        moves no more of anything: it is slower."""
         states, activations = (held.parts[name][tight] for name in ("optimizer", "activations"))
         weights = sum((held.parts[name][tight] for name in _WITH_WEIGHTS), np.zeros(()))
         over = held.by_place[tight] - self.question.room
@@ -314,7 +314,7 @@ class _InPrecision:
         return tight[rows], chosen
 
     def _keep(self, layouts: Layouts) -> None:
-        """Price candidates, keep what fits, and count what does not."""
+        """Price candidates, keep those that fit, and count the others."""
         if len(layouts) == 0:
             return
         tally = self.search.tally
@@ -342,12 +342,12 @@ class _InPrecision:
 
 
 def _kind(layouts: Layouts) -> np.ndarray:
-    """Which axes are used at all, and what is recomputed, as one number."""
+    """Return which axes are used, and what is recomputed, as one number."""
     return np.asarray(_axes_kind(layouts) * 4 + layouts.recompute)
 
 
 def _axes_kind(layouts: Layouts) -> np.ndarray:
-    """Which axes are used at all, as one number."""
+    """Return which axes are used, as one number."""
     axes = np.stack([layouts.tp, layouts.pp, layouts.cp, layouts.ep]) > 1
     return np.asarray(np.array([1, 2, 4, 8]) @ axes)
 
@@ -362,7 +362,7 @@ def _first_of_each(kinds: np.ndarray, order: np.ndarray, count: int) -> np.ndarr
 
 
 def _growing(count: int, most: int, first: int) -> Iterator[tuple[int, int]]:
-    """Stretches of a list: short ones first, so that something is found before much is looked at."""
+    """Yield consecutive ranges of growing length, so that there is a result before much is expanded."""
     start, length = 0, first
     while start < count:
         yield start, min(start + length, count)

@@ -1,4 +1,4 @@
-"""How many candidates fell to what: the search's own record, so that an answer can say what was not chosen."""
+"""Count rejected candidates by reason, so that an answer can say what was not chosen."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from shardwise.cost.places import PLACES
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of candidates. What falls early counts with all choices that were still open below it.
+    """Counts of candidates. One that is rejected early counts with all choices that were still open below it.
 
-    `refused` is by reason: `divisibility`, `topology`, `model` (layers that nobody knows how to cut) and `engines`
-    (what cannot be run today). `memory` is by place of the fullest rank and its largest part. `slower` were shown by a
-    bound to be slower than what was found; `priced` were priced in full.
+    `refused` is by reason: `divisibility`, `topology`, `model` (layers that cannot be sharded) and `engines` (what the
+    engine does not run). `memory` is by the place of the fullest rank and its largest part. `slower` were shown by a
+    bound to be slower than a known candidate; `priced` were priced in full.
     """
 
     refused: Counter[str] = field(default_factory=Counter)
@@ -30,13 +30,13 @@ class Tally:
         return sum(self.refused.values()) + sum(self.memory.values()) + self.slower + self.fitting
 
     def add_memory(self, held: StepBytes, fallen: np.ndarray, counts: np.ndarray) -> None:
-        """Count the candidates that fell, each as often as `counts` says, by the fullest place and its largest part."""
+        """Count rejected candidates, weighted by `counts`, by their fullest place and its largest part."""
         if not fallen.any():
             return
         names, rows = list(held.parts), np.flatnonzero(fallen)
         by_place = held.by_place
         place = by_place[rows].argmax(axis=1)
-        # By one number for row and place, which is faster than by two.
+        # One combined index for row and place is faster than two.
         cells = rows * by_place.shape[1] + place
         part = np.stack([np.broadcast_to(held.parts[name], by_place.shape).ravel()[cells] for name in names])
         part = part.argmax(axis=0)

@@ -145,7 +145,7 @@ def _finalists(candidates: Iterable[_Candidate], question: Question) -> list[_Fo
 
 
 def _work(question: Question) -> list[float]:
-    """Seconds of one microbatch on each rank."""
+    """Return the seconds of one microbatch on each rank."""
     if len(question.times) == question.num_ranks:
         return [times.total for times in question.times]
     placement = next(each for each in _placements(question) if each.num_stages == len(question.times))

@@ -170,7 +170,7 @@ class _SlotMemory:
         return slot
 
     def _first_possible(self, slot: int, earliest: int, limit: int) -> int:
-        """The first slot from which on there is room for what is moved, where weight gradients have slots."""
+        """Return the first slot from which there is room for what is moved, if weight gradients have slots."""
         if self._part_at[slot] not in (_DOWN, _UP):
             return earliest
         held, place = self._held, slot
@@ -191,7 +191,8 @@ class _SlotMemory:
         return True
 
     def _move_implied(self, slot: int, place: int, limit: int) -> bool:
-        """What is held from the new place on, counted as when it was made. Most of the time of a long schedule."""
+        """Return what is held from the new place on, counted as at its creation. Most of the time of a long
+        schedule."""
         part_at, old_held, old_due = self._part_at, self._held, self._due
         held, num_due = old_held[place], old_due[place]
         new_held, new_due = [], []

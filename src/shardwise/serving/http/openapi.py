@@ -33,7 +33,7 @@ _REFUSALS = {
 
 
 def describe(*, needs_key: bool) -> dict[str, Any]:
-    """The description of the API, in OpenAPI 3.1."""
+    """Return the description of the API, in OpenAPI 3.1."""
     version = environment.versions_of(["shardwise"]).get("shardwise", "0")
     paths: dict[str, Any] = {
         "/health": {"get": _reads("whether the engine works", {"503": _said("it does not")})},

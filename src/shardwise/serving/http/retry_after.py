@@ -19,7 +19,7 @@ class RetryAfter:
         self._turn_over(now)
 
     def refused(self, num_waiting: int, now: float) -> int:
-        """Count a refusal while so many wait, and return after how many seconds to retry.
+        """Count a refusal while this many wait, and return after how many seconds to retry.
 
         Other refused clients retry too: as many as in the last window are assumed to come first.
         """

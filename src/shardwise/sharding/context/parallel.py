@@ -169,7 +169,7 @@ class ContextParallel:
         return first_tokens(batch, num_tokens, 2 * self.group.size, self._sharding)
 
     def padded(self, batch: Batch) -> Batch | None:
-        """The batch without the last token of its sequences, if these divide and may be padded."""
+        """Return the batch without the last token of its sequences, if these divide and may be padded."""
         return without_last(batch, 2 * self.group.size, self._sharding)
 
     def num_tokens(self, batch: Batch) -> int:

@@ -120,7 +120,7 @@ def length_of(batch: Batch, sharding: SequenceSharding) -> int:
 
 
 def without_last(batch: Batch, num_pieces: int, sharding: SequenceSharding) -> Batch | None:
-    """All sequences without their last token, if they divided with it and can be padded without it."""
+    """Return all sequences without their last token, if they divided with it and can be padded without it."""
     entries = _entries_of(batch, sharding)
     length = _length_of(batch, entries)
     if length % num_pieces or length == num_pieces or not (sharding.pads and _can_ignore(entries, sharding)):

@@ -166,7 +166,7 @@ class SequenceShards(NoCommunication):
 
 
 def count_chunks(num_bytes: int, device: torch.device, wanted: int | None) -> int:
-    """Return the number of chunks for so many bytes: `wanted` if the user gave it.
+    """Return the number of chunks for this many bytes: `wanted` if the user gave it.
 
     On a CPU it is one: the cores that would compute the next chunk also transfer the last one, and two chunks take 1 to
     3 % longer (hidden 512, 8 layers, 2 x 256 tokens, 2 ranks of one thread, torch 2.13).

@@ -26,7 +26,7 @@ from shardwise.sharding.tensor.sharding import Runs, runs_of, starred
 #: number of heads; also any equal to the width of all heads; or none. A trial verifies each guess.
 GUESSES = ("names", "heads", "widths", "none")
 
-#: Repeats the run with labels only for so many of the first channels of these layers.
+#: Repeats the run with labels only for this many of the first channels of these layers.
 Again = Callable[[Mapping[str, int]], ChannelTrace]
 
 

@@ -156,7 +156,7 @@ def find_apart(
     module: nn.Module, num_ranks: int, spec: Mapping[str, str] | None = None, *, sequence: bool = False, example: Batch,
     loss: Loss | None = None,
 ) -> Apart:  # fmt: skip
-    """Return the layers that would be cut over so many ranks. Parameters may be on the meta device."""
+    """Return the layers that would be cut over this many ranks. Parameters may be on the meta device."""
     plan = read_tensor_plan(module, spec)
     trial = _settled(module, meta_twin(module), num_ranks, plan, example, sequence=sequence, loss=loss)
     together = tuple(frozenset((*each.columns, *each.rows)) for each in trial.found.regions)

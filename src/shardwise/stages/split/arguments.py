@@ -1,4 +1,4 @@
-"""What of a batch a module's forward is given: the entries that its signature names."""
+"""Select the entries of a batch that a module's forward takes, by its signature."""
 
 import inspect
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class Signature:
-    """What a forward asks for, read once."""
+    """The parameters of a forward, read once."""
 
     def __init__(self, module: nn.Module) -> None:
         parameters = inspect.signature(module.forward).parameters.values()
@@ -24,19 +24,19 @@ class Signature:
         self._root = module
         self._positional = [each for each in parameters if each.kind is inspect.Parameter.POSITIONAL_ONLY]
         self._named = [each for each in parameters if each.kind in _NAMED]
-        #: `forward(*args, **kwargs)`, as in a module around a module: it names nothing, so it gets everything.
+        #: `forward(*args, **kwargs)`, as in a module that wraps another: it gets the whole batch.
         self._takes_all = not self._named and any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
     @property
     def names(self) -> dict[str, inspect.Parameter]:
-        """What it names, with all that is said of each."""
+        """The named parameters."""
         return {each.name: each for each in (*self._positional, *self._named)}
 
     def arguments(self, batch: Batch) -> Arguments:
-        """The arguments of one call.
+        """Return the arguments of one call.
 
-        A pipeline's stages cannot fill one cache of keys and values between them, and training needs none. So a
-        forward that names `use_cache` gets False unless the batch says otherwise.
+        Pipeline stages cannot fill a KV cache together, and training needs none. So a forward that names `use_cache`
+        gets False unless the batch has an entry for it.
         """
         if self._takes_all:
             return (), dict(batch)
@@ -47,8 +47,8 @@ class Signature:
         return (*places, *self._in_order(given)), given
 
     def _in_order(self, given: dict[str, Any]) -> Iterator[Any]:
-        """Arguments that are given by their places, and not by name: as scripts write `model(x)`, if the module has
-        hooks that see nothing else (`def hook(module, args)`)."""
+        """Move arguments from keywords to positions, as in `model(x)`, if the module has hooks that see only positional
+        arguments (`def hook(module, args)`)."""
         if not has_hooks_of_places(self._root):
             return
         for each in self._named:
@@ -57,7 +57,7 @@ class Signature:
             yield given.pop(each.name)
 
     def check(self, batch: Batch) -> None:
-        """Raise if the batch lacks what forward cannot do without."""
+        """Raise if the batch lacks an argument that forward requires."""
         needed = [each.name for each in [*self._positional, *self._named] if each.default is inspect.Parameter.empty]
         missing = [name for name in needed if name not in batch]
         if missing:

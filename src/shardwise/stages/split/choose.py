@@ -6,12 +6,12 @@
          └────────────────────────────┘                   `_refine`, if `through_blocks`: open the blocks at the cuts,
                                                            watch and cut once more, and keep that if it is faster
 
-Every iteration runs the module once more on the example. It leaves no trace: buffers and generators are restored.
+Every iteration runs the module once more on the example, without side effects: buffers and generators are restored.
 
 Units are coarse at first. They are opened, the costliest first, until there are as many calls as stages, and until no
 unit that could be opened holds up all the others. Whole blocks seldom divide evenly: 8 blocks and a head that costs as
-much as 1.3 of them make stages of 5 and 4.3. On request the blocks at both sides of a cut are opened too, and the cut
-goes through one if that makes a step faster. This is not the default: a residual then arrives by two ways, and its
+much as 1.3 of them make stages of 5 and 4.3. On request the blocks on both sides of a cut are opened too, and the cut
+goes through one if that makes a step faster. This is not the default: a residual then arrives by two paths, and its
 gradients are summed in another order than in one process, so that they differ in their last bits.
 Even stages are not always the fastest: a last stage that begins one forward late should have that much less work.
 So a caller that knows the schedule passes a `judge`, and the cut is moved as long as the judge rates it better.
@@ -54,7 +54,7 @@ class SplitOptions:
     limit_bytes: float | None = None
     #: Whether the cut may go through the middle of a block, so that a step takes as little time as possible.
     through_blocks: bool = False
-    #: Gives all ranks the same costs where they hold parts of different sizes, so that they choose the same cut.
+    #: Gives all ranks the same costs if they hold shards of different sizes, so that they choose the same cut.
     agree: Callable[[Sequence[UnitCall]], None] | None = None
     #: Times units. Without it their cost is estimated from FLOPs and bytes.
     stopwatch: Stopwatch | None = None
@@ -152,7 +152,7 @@ def _refine(module: nn.Module, example: Batch, options: SplitOptions, opened: se
     try:
         finer_where = _moved(finer, _cut(module, finer_units, finer, options), options)
         make_parts(module, finer_units, finer, finer_where)
-    except ShardwiseError:  # Blocks share something inside that cannot be sent, or draw at random outside of modules.
+    except ShardwiseError:  # Units in a block share a value that cannot be sent, or glue in it draws at random.
         return coarse
     gains = options.judge(_stage_seconds(finer, finer_where, options)) <= _WORTH_OPENING * options.judge(seconds)
     return (finer_units, finer, finer_where) if gains else coarse
@@ -194,7 +194,7 @@ def _stage_seconds(flow: UnitFlow, where: Cut, options: SplitOptions) -> list[fl
 def _to_open(
     module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow, where: Cut | None, options: SplitOptions
 ) -> list[str]:
-    """Units to look into: those that are never called though glue uses what they hold, and those that are too large."""
+    """Return units to open: those that are never called although glue uses their tensors, and those too large."""
     called = {call.unit for call in flow.calls}
     bypassed = [
         name
@@ -229,7 +229,7 @@ def _cut(module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow, opti
 
     def received(first: int, end: int) -> float:
         if options.costs is not None:
-            return 0.0  # Those are seconds.
+            return 0.0  # The given costs are in units of their own, to which bytes cannot be added.
         return FLOPS_OF_A_BYTE * received_bytes(flow, first, end)
 
     pairs = inseparable_calls(flow)
@@ -246,9 +246,9 @@ def _cut(module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow, opti
 
 
 def costs_of(flow: UnitFlow, options: SplitOptions) -> list[float]:
-    """What each call costs. Its weights count as bytes once: a step reads and writes them whatever the batch.
+    """Return the cost of each call in FLOPs. Its weights count as bytes once: a step reads and writes them anyway.
 
-    Calls that were timed cost what they took, in the FLOPs that pass meanwhile in this module.
+    If all calls were timed, their seconds are scaled so that the total stays the same.
     """
     costs = [call.flops + FLOPS_OF_A_BYTE * (call.bytes + call.weight_bytes) for call in flow.calls]
     seconds = [call.seconds for call in flow.calls if call.seconds is not None]
@@ -260,8 +260,8 @@ def costs_of(flow: UnitFlow, options: SplitOptions) -> list[float]:
 
 
 def _blocks(units: Mapping[str, nn.Module], flow: UnitFlow) -> list[int]:
-    """The calls of blocks: of the kind of unit that does most of the work."""
-    # By name: what was put around a module has made it one of a class of its own.
+    """Return the indices of calls of blocks: the class of units that does most of the work."""
+    # Classes are compared by name: wrapping a module gives it a new class.
     kinds = {name: (type(each).__module__, type(each).__name__) for name, each in units.items()}
     work: dict[tuple[str, str], float] = {}
     for call in flow.calls:

@@ -1,9 +1,9 @@
 """Run the stages of a cut on a second batch, and compare them with the unsplit module.
 
-Tensors and numbers that a unit returns are sent to the stages that use them. State that it leaves in an attribute, a
+Tensors and numbers that a unit returns are sent to the stages that use them. State that it stores in an attribute, a
 list or a global is not: another stage would use an outdated value. So all stages are run once, one after the other,
 each with the attributes, lists and buffers that its process would have, and every unit must return what it returns in
-the module's own forward. The second batch has other numbers than the example, so only true constants pass.
+the module's own forward. The second batch has other values than the example, so only true constants pass.
 
     the module      embed  layers.0  layers.1  layers.2  head          prints of what each unit returns
     stage 0         embed  layers.0                                    the same prints
@@ -68,7 +68,7 @@ class _Recorder:
 
 
 class StageCheck:
-    """The stages of one cut, about to be tried."""
+    """A trial of the stages of one cut."""
 
     def __init__(
         self, module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow, parts: Sequence[StagePart],
@@ -77,7 +77,7 @@ class StageCheck:
         self._module, self._units, self._flow, self._parts = module, units, flow, parts
         self._example, self._second = example, second
         self._signature = Signature(module)
-        #: Whether the forward draws from Python's generators outside of units.
+        #: Whether the forward draws from Python's or NumPy's generators.
         self._draws = False
         self._roots = (module, *([] if second.loss is None else [second.loss]))
 
@@ -100,7 +100,7 @@ class StageCheck:
             self._draws |= before.have_drawn()
             if traces:
                 plain.append(self._run_plain(switch, self._example))
-        except Exception:  # The second batch is made up: a module need not take it.
+        except Exception:  # The second batch is made up, and a module may reject it.
             return None
         before.restore()
         found = self._try_stages(switch, before, plain, traces) or self._try_again(switch, before, plain[0], traces)
@@ -124,13 +124,13 @@ class StageCheck:
         run.output = print_of(output)
         if self._second.loss is not None:
             with Steady.start():
-                # A loss may take entries out.
+                # A copy, as a loss may remove entries.
                 run.loss = print_of(self._second.loss(output, copy(batch)))
 
     def _try_stages(
         self, switch: Switch, before: PythonState, plain: Sequence[_Run], traces: Mapping[str, str]
     ) -> ShardwiseError | None:
-        """Each stage in the order of a pipeline, on one batch after the other, with what its process has seen."""
+        """Run the stages in order, each on all batches, with the Python state that its process would have."""
         if len(self._parts) < 2:
             return None
         batches = [self._second.batch, self._example][: len(plain)]
@@ -164,7 +164,7 @@ class StageCheck:
     def _run_stage(self, stage: ModuleStage, part: StagePart, values: Values, batch: Batch) -> _Run:
         run = _Run({})
         stage.visited_by = lambda visit: _Recorder(visit, part.calls, run)
-        # As if each had come over a wire: nobody writes into what others read.
+        # Copied as by a transfer, so that no stage writes to what another reads.
         given = {name: _copied(values[name]) for name in part.reads.values()}
         with Steady.start():
             made, output = stage.run(given, batch)
@@ -174,7 +174,7 @@ class StageCheck:
         return run
 
     def _differences(self, run: _Run, wanted: _Run) -> Iterator[tuple[str, str]]:
-        """What is not as in the module's own forward, and how far."""
+        """Yield each difference from the module's own forward, with its size."""
         for call, each in run.calls.items():
             far = far_apart(each, wanted.calls.get(call))
             if far is not None:
@@ -205,7 +205,7 @@ class StageCheck:
     def _try_again(
         self, switch: Switch, before: PythonState, fresh: _Run, traces: Mapping[str, str]
     ) -> ShardwiseError | None:
-        """Whether what one forward leaves in attributes changes the next: by the rows it saw, or at all."""
+        """Return an error if state left by one forward changes the next, depending on its rows or at all."""
         second = self._second
         if not traces or not (second.replicas or second.reruns):
             return None
@@ -215,7 +215,7 @@ class StageCheck:
             before.restore()
             self._run_plain(switch, batch)
             left = PythonState(*self._roots)
-            # Buffers that a forward writes have rules of their own.
+            # Buffers are restored: those that a forward writes are handled separately.
             before.restore()
             left.restore()
             after.append(self._run_plain(switch, second.batch))
@@ -227,7 +227,7 @@ class StageCheck:
                 remedy="a buffer (register_buffer) for what is to be the same on all, with buffers=; or a plan without"
                 " replicas",
             )
-        # What is in attributes is as it was in a second forward.
+        # Attributes are restored before a forward is run again.
         lists = [f"{name} ({words})" for name, words in traces.items() if name not in self._flow.slots]
         if second.reruns and lists and any(self._differences(after[1], fresh)):
             return ShardwiseError(

@@ -1,7 +1,7 @@
-"""State that is in no container: numbers of classes and of a file, slots, arrays, generators, iterators.
+"""State outside containers: plain values of classes and of files, slots, arrays, random generators, iterators.
 
-Each is noted by what `read` gives, and `put_back` has it there again. An iterator cannot be wound back: one that a run
-on the example has advanced is refused.
+`read` takes a snapshot, and `put_back` restores it. An iterator cannot be rewound, so one that a run on the example has
+advanced is refused.
 """
 
 import random
@@ -15,14 +15,14 @@ import torch
 
 from shardwise.errors import ShardwiseError
 
-#: What cannot change and holds nothing.
+#: Immutable types that refer to nothing else.
 PLAIN: frozenset[type] = frozenset({int, float, bool, str, bytes, type(None)})
-#: What is larger than this in a file, or is an array, is data and no state: it is not copied.
+#: Tensors of a file and arrays larger than this count as data, not as state: they are not copied.
 MOST_BYTES = 2**24
 
 
 class Watched:
-    """Something that a forward may change, and is no list or dictionary. `words` say how, where values do not."""
+    """State that a forward may change, other than lists and dictionaries. `words` describe changes without values."""
 
     words: str | None = None
 
@@ -33,18 +33,18 @@ class Watched:
         raise NotImplementedError
 
     def changes(self, content: Any) -> Iterable[tuple[str, Any, Any]]:
-        """By name, what was there and what is."""
+        """Return the name, the old value and the new value of each change."""
         now = self.read()
         return [("", content, now)] if now != content else []
 
     def places(self, content: Any) -> Iterable[tuple[str, dict[str, Any], str]]:
-        """Names that are other values now, where they are, and under which key; those of files and classes alone."""
+        """Return the name, the holder and the key of each changed value. Only files and classes have any."""
         del content
         return ()
 
 
 class PlainValues(Watched):
-    """Numbers and words by name: `Block.calls`, or a file's own that a function writes with `global`."""
+    """Plain values by name: `Block.calls`, or a file's variable that a function writes with `global`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class PlainValues(Watched):
 
 
 class _ClassSlots(dict[str, Any]):
-    """The attributes of a class, that are read and set as the entries of a dictionary."""
+    """Access to the attributes of a class as to the entries of a dictionary."""
 
     def __init__(self, kind: type) -> None:
         super().__init__()
@@ -93,12 +93,12 @@ def values_of_class(kind: type) -> PlainValues:
 
 
 def values_of_file(file: dict[str, Any], names: Iterable[str]) -> PlainValues:
-    """Those of a function's globals that it names."""
+    """Return the globals of a function that it names."""
     return PlainValues(lambda: {key: file[key] for key in names if key in file}, file)
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """What a function names, and functions inside of it."""
+    """Yield the names used by a function and by the functions inside it."""
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -106,7 +106,7 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 class SlotValues(Watched):
-    """What an object has in `__slots__`, which no dictionary holds."""
+    """The attributes of an object that are in `__slots__`, and so in no dictionary."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -130,12 +130,12 @@ class SlotValues(Watched):
 
 
 def slots_of(owner: Any) -> SlotValues | None:
-    """None of an object that has all in its dictionary."""
+    """Return None for an object without `__slots__`."""
     return SlotValues(owner) if any("__slots__" in vars(kind) for kind in type(owner).__mro__) else None
 
 
 class ArrayNumbers(Watched):
-    """An array of NumPy's that is written in place."""
+    """A NumPy array that is written in place."""
 
     words = "an array, written in place"
 
@@ -156,19 +156,19 @@ class ArrayNumbers(Watched):
 
 
 def is_array(kind: type) -> bool:
-    """Whether this is a class of arrays of NumPy's, which is not imported for it."""
+    """Whether this is a class of NumPy arrays. NumPy is not imported to find out."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and issubclass(kind, numpy.ndarray)
 
 
 def numbers_of_array(array: Any) -> ArrayNumbers | None:
-    """None of one that nobody can write to, or whose copy would cost too much: data, and no state."""
+    """Return None for an array that is read-only, or too large to copy: it counts as data, not as state."""
     is_state = array.flags.writeable and not array.dtype.hasobject and array.nbytes <= MOST_BYTES
     return ArrayNumbers(array) if is_state else None
 
 
 class Draws(Watched):
-    """A generator of random numbers that somebody has made."""
+    """A random generator that user code has created."""
 
     words = "was drawn from"
 
@@ -196,7 +196,7 @@ class Draws(Watched):
 
 
 def draws_of(generator: Any) -> Draws | None:
-    """None of one that tells no state: what a machine gathers from its surroundings."""
+    """Return None for a generator without readable state, such as `random.SystemRandom`."""
     found = Draws(generator)
     try:
         found.read()
@@ -206,12 +206,12 @@ def draws_of(generator: Any) -> Draws | None:
 
 
 def is_generator(kind: type) -> bool:
-    """Whether this is a class of generators of torch, of Python or of NumPy."""
+    """Whether this is a class of random generators of torch, Python or NumPy."""
     return issubclass(kind, (torch.Generator, random.Random)) or kind.__module__.startswith("numpy.random")
 
 
 def _bits_of(generator: Any) -> Any:
-    """NumPy's generators, old and new, draw from one of bits, which has the state."""
+    """Return the bit generator, which has the state of NumPy's generators, both legacy and new."""
     found = getattr(generator, "bit_generator", None)
     return getattr(generator, "_bit_generator", generator) if found is None else found
 
@@ -223,7 +223,7 @@ def _as_lists(state: Any) -> Any:
 
 
 class Iteration(Watched):
-    """An iterator, by how far it has come."""
+    """The position of an iterator."""
 
     words = "was advanced"
 
@@ -243,19 +243,19 @@ class Iteration(Watched):
 
 
 def iteration_of(name: str, iterator: Iterator[Any]) -> Iteration | None:
-    """None of one that does not tell how far it has come."""
+    """Return None for an iterator whose position cannot be read."""
     found = Iteration(name, iterator)
     return None if found.read() is None else found
 
 
 def _position_of(each: Any) -> Any:
-    """The same as long as an iterator has not moved; None if it does not tell."""
+    """Return a value that is equal as long as the iterator has not advanced; None if there is no way to tell."""
     if isinstance(each, GeneratorType):
         frame = each.gi_frame
         return "ended" if frame is None else (frame.f_lasti, *map(_seen_in, frame.f_locals.values()))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # That Python 3.14 does not tell any more.
+            warnings.simplefilter("ignore")  # Python warns that 3.14 drops the pickling of itertools.
             return _seen_in(each.__reduce__())
     except Exception:
         told = repr(each)

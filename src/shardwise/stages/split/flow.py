@@ -36,8 +36,8 @@ from shardwise.stages.split.write_guard import Rewritten
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import EagerDispatchMode, pytree, schema_of
 
-#: FLOPs that pass in the time of one byte. Between a CPU core (about 5) and an H200 (792 TFLOP/s over 4.24 TB/s: 187);
-#: it only has to give lookups and norms, which have next to no FLOPs, a small share.
+#: FLOPs in the time of one byte: between a CPU core (about 5) and an H200 (792 TFLOP/s over 4.24 TB/s: 187). It only
+#: has to give lookups and norms, which have next to no FLOPs, a small share.
 FLOPS_OF_A_BYTE = 20.0
 
 
@@ -49,22 +49,22 @@ class UnitCall:
     unit: str
     outline: Outline
     signature: tuple[Any, ...]
-    #: What its arguments were computed from.
+    #: The sources of its arguments.
     needs: Sources
     flops: float
     bytes: float
-    #: Parameters and buffers that it touched, wherever they are registered.
+    #: Parameters and buffers that it used, in whichever module they are registered.
     touched: frozenset[str]
-    #: Of those parameters, as far as they are here.
+    #: The bytes of those parameters, as far as this process has them.
     weight_bytes: float = 0.0
-    #: What a forward and its backward take, if it was timed.
+    #: The time of its forward and backward, if it was measured.
     seconds: float | None = None
-    #: Leaves of what it returns that glue writes into later.
+    #: Leaves of its output that glue writes to later.
     overwritten: set[int] = field(default_factory=set)
 
 
 class Left(NamedTuple):
-    """Something that a call has put into an attribute, or under a key; perhaps a number that it took from data."""
+    """A value that a call stored in an attribute or under a key. `is_from_data`: a number that may depend on data."""
 
     call: int
     name: str
@@ -76,43 +76,43 @@ class Left(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitFlow:
-    """All calls of units in one run, in order, and what the module's output was computed from."""
+    """All calls of units in one run, in order, and the sources of the module's output."""
 
     calls: tuple[UnitCall, ...]
     output_needs: Sources
-    #: Parameters and buffers that glue touches.
+    #: Parameters and buffers that glue uses.
     in_glue: frozenset[str]
-    #: Where something from inside a call is first used outside of it, though the call did not return it.
+    #: Where a value from inside a call is first used outside it, although the call did not return it.
     leaks: Mapping[int, str]
-    #: Whether the run left anything in attributes, lists or closures, and what calls put there, if that was recorded.
+    #: Whether the run changed attributes, lists or closures; and the values that calls stored, if recorded.
     traces: bool = False
     left: tuple[Left, ...] = ()
     #: Parameters that the run wrote to.
     rewritten: Mapping[str, Rewritten] = field(default_factory=dict)
-    #: All attributes and entries that the run wrote, in calls or between them, by name: where they are.
+    #: The holder and key of each attribute or entry that the run wrote, in calls or between them, by name.
     slots: Mapping[str, tuple[dict[Any, Any], Any]] = field(default_factory=dict)
-    #: Whether shapes of what is between units, or returned by them, depend on numbers of the batch.
+    #: Whether shapes between units, or of their outputs, depend on values in the batch.
     shapes_by_data: bool = False
 
     def leave_for(self, calls: Collection[int]) -> None:
-        """Have what other calls would leave, as on the example, where there is nothing.
+        """Set the attributes that other calls would set, as on the example, where they are missing.
 
-        A process of some of the calls runs all that lies between them. What it makes there of attributes that others
-        set counts for nothing, but they must be there.
+        A process with some of the calls runs all glue between them. Results there that depend on attributes of other
+        calls are not used, but the attributes must exist.
         """
         for each in self.left:
             if each.call not in calls and each.holder.get(each.key) is None:
                 each.holder[each.key] = each.value
 
     def mislead(self, calls: Collection[int]) -> None:
-        """Have other numbers where others than these calls leave some of data: two batches may give the same ones."""
+        """Alter the data-dependent numbers that other calls store, as two batches may happen to give the same ones."""
         for each in self.left:
             if each.call not in calls and each.is_from_data:
                 each.holder[each.key] = not each.value if isinstance(each.value, bool) else 1.3 * each.value + 1
 
 
 class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation of a run, and every call of a unit."""
+    """Records every operation of a run, and every call of a unit."""
 
     def __init__(self, module: nn.Module, home: torch.device, *, records: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -126,10 +126,10 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         self._times_called: dict[str, int] = {}
         self._on_meta = has_meta(module)
         self._home = home
-        #: What glue has looked at to decide what to do next: everything after it depends on that.
+        #: The sources of values that glue has read and may have branched on: everything after it depends on them.
         self._decided_by: Sources = NOTHING
         self._inside: _Inside | None = None
-        #: What was there before the run, if flags are noted; and where they are, by name.
+        #: The state before the run, if flags are recorded; and the holder and key of each flag, by name.
         self.start: PythonState | None = None
         self.flags: dict[str, tuple[dict[Any, Any], Any]] = {}
 
@@ -156,30 +156,30 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         return returned
 
     def look_at(self, tensor: Tensor) -> None:
-        """Its numbers are taken without an operation."""
+        """Record that the values of a tensor were read without an operation."""
         if self._inside is not None:
             self._inside.looks = True
         else:
             self.look(self.ledger.of(tensor))
 
     def look(self, sources: Sources) -> None:
-        """Glue looked at numbers, and may do one thing or another from here on: all that follows depends on them.
+        """Record that glue read values. It may branch on them, so everything that follows depends on them.
 
-        A number drawn to decide by (layer drop) would be another on each stage. If it changes anything, it changes
-        which units are called, and the run notices.
+        A number drawn for a branch (layer drop) is not counted, although each stage would draw another. If it has an
+        effect, other units are called, and the run detects that.
         """
         self._decided_by |= {each for each in sources if not isinstance(each, Drawn)}
 
     def needs_of(self, leaves: list[Any]) -> Sources:
-        """What these, and the decision to come here, were computed from.
+        """Return the sources of these values and of the branches taken so far.
 
-        Where something was decided, another batch may take another way from here, and with it all that is there.
+        After a branch, another batch may take another path from here, on which any live value may be used.
         """
         found = self.ledger.of_all(each for each in leaves if isinstance(each, Tensor)) | self._decided_by
         return found | self.ledger.made_and_alive() if self._decided_by else found
 
     def _settle(self, func: Any, args: Any, kwargs: Any, returned: Any, sources: Sources) -> None:
-        """Note what was written into, and what was made."""
+        """Record what an operation wrote to, and what it created."""
         for written in written_by(func, args, kwargs):
             self._overwrite(written, sources)
         for each in tensors_of(returned):
@@ -191,7 +191,7 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
             self.calls[made.call].overwritten.add(made.leaf)
 
     def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Zeros in place of what is on the meta device: weights that glue touches."""
+        """Replace meta tensors, which are weights that glue uses, by zeros."""
 
         writable = schema_of(func).is_mutable
         return pytree.tree_map(lambda each: self._real(each, writable=writable), (args, kwargs))
@@ -202,7 +202,7 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         return each
 
     def call(self, unit: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A unit is called: run it, and note what it needed and what it returned."""
+        """Run a unit, and record what it needed and what it returned."""
         if self.start is not None:
             self.flags.update((name, (holder, key)) for name, holder, key in self.start.set_to_plain())
         arguments, tree = pytree.tree_flatten((args, kwargs))
@@ -212,7 +212,7 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         needs = self.needs_of(arguments)
         given = on_meta(arguments) if self._on_meta else arguments
         self._inside = inside = _Inside(self.ledger, index, given, self.leaks)
-        looks = bool(self._decided_by)  # A number that came here may be handed on.
+        looks = bool(self._decided_by)  # A number read earlier may be passed on by this call.
         before = None if self._recorded is None else PythonState(self._recorded)
         try:
             returned = self._run_on_meta(name, inner, given, tree) if self._on_meta else inner(*args, **kwargs)
@@ -238,7 +238,7 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         leaves = pytree.tree_leaves(returned)
         for leaf, each in outline.tensors.items():
             if isinstance(each, NumberOutline):
-                # Nobody sees where a number of Python's goes.
+                # The use of a Python number cannot be tracked, so everything after it depends on it.
                 self._decided_by |= {Made(index, leaf)}
             else:
                 self.ledger.set_made(leaves[leaf], Made(index, leaf))
@@ -264,8 +264,8 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         ]
 
     def _run_on_meta(self, name: str, inner: Inner, given: list[Any], tree: pytree.TreeSpec) -> Any:
-        """Run a unit without numbers."""
-        guesses = Guesses(recalls=False)  # What is recalled is not seen here, nor counted.
+        """Run a unit on the meta device."""
+        guesses = Guesses(recalls=False)  # This mode would neither see nor count cached results.
         try:
             return call_on_meta(inner, given, tree, guesses)
         except Exception as error:
@@ -279,7 +279,7 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Looks(TorchFunctionMode):
-    """Sees the ways to look at numbers that are no operations."""
+    """Records reads of values that do not show as operations."""
 
     def __init__(self, watcher: FlowWatch) -> None:
         super().__init__()
@@ -295,14 +295,14 @@ class _Looks(TorchFunctionMode):
 
 
 class _Inside:
-    """One call of a unit, from inside: what it touches, and what it costs."""
+    """One call of a unit, from inside: what it uses, and what it costs."""
 
     def __init__(self, ledger: Ledger, call: int, arguments: list[Any], leaks: dict[int, str]) -> None:
         self._ledger, self._hidden, self._leaks = ledger, frozenset([Hidden(call)]), leaks
         self._places = {storage_of(each): at for at, each in enumerate(arguments) if isinstance(each, Tensor)}
-        #: Whether it takes numbers out of tensors, or may have been given some.
+        #: Whether it reads values out of tensors; and whether shapes in it depend on them.
         self.looks = self.shapes_by_data = False
-        #: Which of its arguments it wrote into.
+        #: The indices of arguments that it wrote to.
         self.changed: set[int] = set()
         self.sources: set[Source] = set()
         self.flops = self.bytes = 0.0
@@ -317,10 +317,10 @@ class _Inside:
         returned = func(*args, **kwargs)
         made = tensors_of(returned)
         self.flops += flops_of(func, args, kwargs, returned)
-        # Written or not: views cost little, but they are few.
+        # Views count as if they were written. They cost little, but are few.
         self.bytes += sum(each.numel() * each.element_size() for each in made)
         for each in made:
-            # What was there before keeps its sources: an operation in place returns its argument.
+            # Existing tensors keep their sources: an in-place operation returns its argument.
             if not self._ledger.of(each):
                 self._ledger.set(each, self._hidden)
         for written in written_by(func, args, kwargs):
@@ -330,11 +330,11 @@ class _Inside:
 
 
 def flops_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> float:
-    """The FLOPs of an operation that has been run, 0 for those that only move bytes."""
+    """Return the FLOPs of an operation that has been run; 0 for those that only move bytes."""
     packet = getattr(operation, "overloadpacket", None)
     name = getattr(packet, "__name__", "")
     if name.startswith("_scaled_dot_product") and not name.endswith("backward"):
-        # Heads that share keys and values cost as if each had its own; not every torch counts them by itself.
+        # Grouped-query heads cost as much as heads with keys and values of their own. Not every torch counts them so.
         query, key, value = (tuple(each.shape) for each in args[:3])
         return float(sdpa_flop(query, (key[0], query[1], *key[2:]), (value[0], query[1], *value[2:])))
     if name == "_grouped_mm" and args[0].dim() == 2:
@@ -344,14 +344,14 @@ def flops_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], retu
 
 
 def note_leaks(func: Any, sources: Sources, leaks: dict[int, str]) -> None:
-    """Note the operation and the line that first uses something from inside a call that it did not return."""
+    """Record the operation and the line that first use a value from inside a call that did not return it."""
     for each in sources:
         if isinstance(each, Hidden) and each.call not in leaks:
             leaks[each.call] = f"{func.overloadpacket.__name__} at {line_of()}"
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes into."""
+    """Return the tensors that an operation writes to."""
     if not schema_of(func).is_mutable:
         return []
     written: list[Tensor] = []
@@ -364,7 +364,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation draws random numbers. Attention says that it does even if it drops nothing out."""
+    """Whether an operation draws random numbers. Attention is tagged so even without dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for position, argument in enumerate(schema_of(func).arguments):
@@ -395,11 +395,11 @@ def watch(
     records: bool = False,
     notes_flags: bool = False,
 ) -> UnitFlow:
-    """Run the module once on the example and return what flowed where. The module is left as it was.
+    """Run the module once on the example and return the data flow. The module is unchanged afterwards.
 
-    `probe` is called with the module's output; numbers in it mean nothing if the module is on the meta device. With
-    `records` what each call leaves in attributes is kept too; with `notes_flags` where plain values were others than at
-    first while units were called, though they may be put back behind them.
+    `probe` gets the module's output; its values mean nothing if the module is on the meta device. `records`: also
+    record what each call stores in attributes. `notes_flags`: also record plain values that differed from their initial
+    values while a unit was called, even if they are restored afterwards.
     """
     signature = Signature(module)
     signature.check(example)

@@ -1,8 +1,8 @@
-"""What a unit of another stage would return: its outline, for arguments of any shape.
+"""Predict what a unit of another stage returns: its outline, for arguments of any shape.
 
-Sequence lengths and microbatch sizes change between steps. The outline on the example is known; for other shapes the
-unit is run without numbers, once for each. The shapes are those of the whole batch too: a rank that has a piece of a
-sequence is given pieces of one shape for sequences of two lengths, and returns one of them whole.
+Sequence lengths and microbatch sizes change between steps. The outline on the example is known. For other shapes the
+unit is run on the meta device, once per shape. The shapes of the whole batch count too: a rank with a shard of a
+sequence may get shards of one shape for sequences of two lengths, and return the whole sequence.
 """
 
 from collections.abc import Mapping
@@ -20,20 +20,20 @@ from shardwise.stages.split.outline import Outline, TensorOutline, leaves_of, ou
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import forward_hooks, pytree
 
-#: How many calls are remembered.
+#: The largest number of cached stand-ins.
 _MOST_KNOWN = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """What a call would return: its outline, and a placeholder for each tensor that nothing is written into."""
+    """What a call would return: its outline, and a placeholder for each tensor that is not written to later."""
 
     outline: Outline
     tensors: dict[int, Tensor]
 
 
 class Forecast:
-    """Stand-ins for calls of units, remembered by the shapes of their arguments and of the batch."""
+    """Stand-ins for calls of units, cached by the shapes of their arguments and of the batch."""
 
     def __init__(self, units: Mapping[str, nn.Module], example: Batch) -> None:
         self._units, self._example = units, signature_of(list(example.values()))
@@ -43,17 +43,17 @@ class Forecast:
     def stand_in(
         self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, shapes: Any
     ) -> StandIn:
-        """What the call would return for these arguments, in a batch of these shapes: its `signature_of`."""
+        """Return what the call would return for these arguments. `shapes` is the `signature_of` the batch."""
         signature = signature_of(leaves_of((args, kwargs)))
         key = call.name, device, signature, shapes
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()  # Numbers among arguments may be others every time.
+                self._known.clear()  # Python numbers are part of the key, and may differ in every call.
             is_example = shapes == self._example and signature == call.signature
             outline = call.outline if is_example else self._find(call, *pytree.tree_flatten((args, kwargs)))
             made = {leaf: each for leaf, each in outline.tensors.items() if leaf not in call.overwritten}
-            # It is used again, so it must not become one of those tensors that are barred from graphs.
+            # Placeholders are reused, so they must not be inference tensors, which autograd rejects.
             with torch.inference_mode(False):
                 known = StandIn(outline, {leaf: each.placeholder(device) for leaf, each in made.items()})
             self._known[key] = known
@@ -63,7 +63,7 @@ class Forecast:
         given = on_meta(arguments)
         try:
             found = outline_of(call_on_meta(self._twin(call.unit), given, tree), given)
-        except Exception as error:  # Whatever a module may raise when it has no numbers.
+        except Exception as error:  # A module may raise anything on the meta device.
             return _by_likeness(call, arguments, error)
         assert len(found.leaves) == len(call.outline.leaves), f"{call.name} returns other things than on the example"
         leaves = [_updated(old, new) for old, new in zip(call.outline.leaves, found.leaves, strict=True)]
@@ -78,9 +78,10 @@ class Forecast:
         return self._twins[unit]
 
     def hooked(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
-        """What stands in for a unit's output, shown to its forward hooks: they may collect it.
+        """Call the unit's forward hooks with the stand-in for its output, as they may collect it.
 
-        What they make of it counts for nothing: it is what the unit has returned, with its hooks, where it was run.
+        What they return is ignored: the stand-in already has the outline that the unit and its hooks returned on the
+        stage that runs it.
         """
         module = self._units[unit]
         for hook, with_kwargs in forward_hooks(module):
@@ -96,9 +97,9 @@ class Forecast:
 
 
 def _updated(old: Any, new: Any) -> Any:
-    """Only shapes change, and numbers that are made of them.
+    """Return the old leaf with the new shape, or the new integer, which may be derived from a shape.
 
-    What is passed through, and kinds under autocast, are known better from the example.
+    Arguments passed through and dtypes under autocast are taken from the example, which is more reliable.
     """
     if isinstance(old, TensorOutline) and isinstance(new, TensorOutline):
         return TensorOutline(new.shape, old.dtype)
@@ -106,7 +107,7 @@ def _updated(old: Any, new: Any) -> Any:
 
 
 def _by_likeness(call: UnitCall, arguments: list[Any], error: Exception) -> Outline:
-    """A unit that asks about numbers: what was shaped like an argument on the example is shaped like it now."""
+    """Infer shapes for a unit that fails on the meta device: an output shaped like an argument keeps that relation."""
     leaves: list[Any] = []
     for leaf in call.outline.leaves:
         if isinstance(leaf, TensorOutline):

@@ -1,4 +1,4 @@
-"""Which line of the user's own code is at work: the innermost that is neither torch's nor ours."""
+"""Find the line of user code that is running: the innermost frame outside torch and this library."""
 
 import traceback
 from pathlib import Path
@@ -9,12 +9,12 @@ _NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parents[2])
 
 
 def line_of() -> str:
-    """The line that is being run."""
+    """Return the line that is running."""
     return _last_of_theirs(traceback.extract_stack())
 
 
 def line_of_error(error: BaseException) -> str:
-    """The line that raised an error."""
+    """Return the line that raised an error."""
     return _last_of_theirs(traceback.extract_tb(error.__traceback__))
 
 

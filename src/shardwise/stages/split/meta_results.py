@@ -1,8 +1,8 @@
-"""What operators return on the meta device, remembered by the outlines of what they are given.
+"""Cache what operators return on the meta device, by the outlines of their arguments.
 
-Many operators have their shapes computed there in Python, a millisecond each (torch 2.13: norms, products with a bias,
-whatever broadcasts). Blocks of a model ask the same of them again and again, and a module is run without numbers
-several times: for its channels, for its pieces, for its stages.
+Many operators compute their shapes there in Python, a millisecond each (torch 2.13: norms, products with a bias,
+anything that broadcasts). The blocks of a model repeat the same calls, and a module is run on the meta device several
+times: for its channels, for its shards and for its stages.
 """
 
 from functools import cache
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from shardwise.torch_private import pytree, schema_of, storage_id
 
-#: So many results are remembered, then all are forgotten.
+#: The cache is cleared at this many results.
 _MOST = 20_000
 _PLAIN = (Tensor, nn.Parameter)
 _VALUES = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 
 
 class _Made(NamedTuple):
-    """One tensor that an operator has made."""
+    """The outline of one tensor that an operator returned."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -34,7 +34,7 @@ _KNOWN: dict[tuple[Any, ...], tuple[_Made, ...]] = {}
 
 
 def run_or_recall(key: tuple[Any, ...], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operator returns: made by it, or tensors like those of an earlier call with this key."""
+    """Run an operator, or return new tensors like those of an earlier call with this key."""
     known = _KNOWN.get(key)
     if known is not None:
         return known[0].again() if len(known) == 1 else tuple(each.again() for each in known)
@@ -48,14 +48,14 @@ def run_or_recall(key: tuple[Any, ...], operator: Any, args: tuple[Any, ...], kw
 
 
 def find_key(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """All that the outline of a result depends on; None where it may depend on more.
+    """Return everything that the outline of a result depends on; None if it may depend on more.
 
-    There is one only where an operator makes new tensors, of tensors that are all on the meta device: what it writes
-    into, or gives a view of, it is given.
+    Only operators that return new tensors from arguments on the meta device have a key. Operators that write to an
+    argument or return a view of one have none.
     """
     if not _makes_new(operator):
         return None
-    # Integers that are divided become floats of the default type.
+    # Division of integers gives the default float dtype.
     key: list[Any] = [operator, torch.get_default_dtype()]
     if not _add(key, args):
         return None
@@ -68,7 +68,7 @@ def find_key(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 @cache
 def _makes_new(operator: Any) -> bool:
-    """Whether an operator, one of torch's own, says that it returns new tensors and writes nowhere."""
+    """Whether the schema of an aten operator says that it returns new tensors and writes to no argument."""
     if getattr(operator, "namespace", None) != "aten":
         return False
     schema = schema_of(operator)
@@ -83,7 +83,7 @@ def _add(key: list[Any], given: Any) -> bool:
     for each in given:
         kind = type(each)
         if kind in _PLAIN:
-            # A number in a tensor may count as a number alone when types are settled.
+            # A tensor without dims may count as a Python number in type promotion.
             if (
                 not each.is_meta
                 or not each.dim()
@@ -104,12 +104,12 @@ def _add(key: list[Any], given: Any) -> bool:
 
 
 def _outlines(returned: Any, args: tuple[Any, ...]) -> tuple[_Made, ...] | None:
-    """Of new tensors on the meta device; None if there is anything else."""
+    """Return the outlines of new tensors on the meta device; None if anything else was returned."""
     several = returned if type(returned) is tuple and len(returned) > 1 else (returned,)
     for each in several:
         if type(each) is not Tensor or not each.is_meta or each.layout is not torch.strided or each.storage_offset():
             return None
-    # Some give a view of what they are given and do not say so.
+    # Some operators return a view of an argument although their schema does not say so.
     held = {storage_id(each.untyped_storage()) for each in pytree.tree_leaves(args) if isinstance(each, Tensor)}
     if any(storage_id(each.untyped_storage()) in held for each in several):
         return None

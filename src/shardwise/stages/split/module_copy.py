@@ -1,4 +1,4 @@
-"""A copy of a module, with other tensors in the place of some."""
+"""Copy a module with some of its tensors replaced."""
 
 import copy
 import inspect
@@ -16,10 +16,10 @@ _AS_THEY_ARE = (int, float, bool, str, type(None))
 
 
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy of a module, with other tensors in the place of those in `memo`; so is what its functions refer to."""
+    """Copy a module with the tensors in `memo` replaced, also in what its functions refer to."""
     for each in module.modules():
         for held in vars(each).values():
-            # What weight_norm leaves behind is a result, and nothing that can be copied.
+            # `weight_norm` leaves a non-leaf tensor as an attribute, which `deepcopy` rejects.
             if isinstance(held, Tensor) and not held.is_leaf:
                 memo.setdefault(id(held), held.detach().to("meta"))
     _copy_plain(module, memo)
@@ -35,9 +35,9 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _copy_plain(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Copy, into `memo`, every module below this one that is copied attribute by attribute; all others are left.
+    """Copy into `memo` every submodule that can be copied attribute by attribute, and leave the others to `deepcopy`.
 
-    `deepcopy` would do the same, but half of its time goes into the dozen empty dictionaries for hooks that each has.
+    `deepcopy` would do the same, but spends half of its time on each module's dozen empty dictionaries for hooks.
     """
     shells: list[tuple[nn.Module, nn.Module]] = []
     left = [module]
@@ -49,7 +49,7 @@ def _copy_plain(module: nn.Module, memo: dict[int, Any]) -> None:
             shells.append((each, shell))
             left += each.children()
     for each, shell in shells:
-        # All modules are known to `memo` now, so that what refers to one gets its copy.
+        # All modules are in `memo` now, so references to them become references to their copies.
         state: dict[str, Any] = each.__getstate__()  # type: ignore[no-untyped-call]
         made = {key: _copy_of(key, held, each, memo) for key, held in state.items()}
         shell.__setstate__(made)  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ def _copy(held: Any, memo: dict[int, Any]) -> Any:
 
 @cache
 def _is_plain(kind: Any) -> bool:
-    """Whether a class leaves it to `deepcopy` how it is copied, and all that it has is in its dictionary."""
+    """Whether a class is copied by `deepcopy`'s default and has all of its attributes in its dictionary."""
     alike = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__new__")
     return (
         not hasattr(kind, "__deepcopy__")
@@ -88,9 +88,9 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _within(held: Any, memo: dict[int, Any]) -> Any:
-    """What refers to a module that was copied, or to its tensors, as `deepcopy` leaves it: of the copy.
+    """Redirect a reference to a copied module or tensor to its copy, where `deepcopy` does not.
 
-    So does, as a rule, a forward that a user put in the place of another, a hook, and a reference to the parent.
+    Such references are typical of a replaced forward, of a hook, and of a weak reference to the parent.
     """
     if isinstance(held, MethodType) and id(held.__self__) in memo:
         return MethodType(held.__func__, memo[id(held.__self__)])
@@ -102,14 +102,14 @@ def _within(held: Any, memo: dict[int, Any]) -> Any:
 
 
 def _with_cells(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    """The same function over what its cells have of the copy."""
+    """Return the function with its closure redirected to the copy."""
     if not function.__closure__ or id(function) in memo:
         return cast(FunctionType, memo.get(id(function), function))
-    memo[id(function)] = function  # It may hold itself.
+    memo[id(function)] = function  # Its closure may refer to the function itself.
     try:
         contents = [cell.cell_contents for cell in function.__closure__]
     except ValueError:
-        return function  # One of them is not set yet.
+        return function  # A cell is still empty.
     within = [_within(each, memo) for each in contents]
     if all(one is other for one, other in zip(contents, within, strict=True)):
         return function

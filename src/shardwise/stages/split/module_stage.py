@@ -23,7 +23,7 @@ from shardwise.stages.split.switch import Inner, Switch, Visitor
 from shardwise.stages.stage import Batch, Values
 from shardwise.torch_private import pytree
 
-#: Makes a context for the rerun of a layer in its backward; and the counter of the bytes kept from its first run.
+#: A factory of the context in which a layer is recomputed; and the counter of the bytes kept from its first run.
 Moment = tuple[Callable[[], AbstractContextManager[Any]], Kept | None]
 
 
@@ -46,11 +46,11 @@ class ModuleStage:
         self.visited_by: Callable[[Visitor], Visitor] = lambda visit: visit
         #: The context in which a microbatch is run: with context parallelism, attention sees other ranks' tokens there.
         self.running: Callable[[Batch], AbstractContextManager[Any]] = nullcontext
-        #: Which units forwards call, where a stage has all of them; and why they must be called as on the example,
-        #: if so: since another stage runs the others (no word is said of that), or for another reason.
+        #: Which units forwards call, if this stage has all of them. `in_order` is the reason why they must be called as
+        #: on the example: empty if other stages run the others, and None if any order will do.
         self.route = Route([call.unit for call in flow.calls])
         self.in_order: str | None = "" if len(part.calls) < len(flow.calls) else None
-        #: Takes down how it is now, for a layer that will be recomputed; None where none will be.
+        #: Captures the current state for a layer that will be recomputed; None if none will be.
         self.moment: Callable[[nn.Module], Moment] | None = None
         self._module, self._switch, self._signature = module, switch, Signature(module)
 
@@ -66,13 +66,13 @@ class ModuleStage:
         except _Finished:
             pass
         except Exception as error:
-            # After its last unit a stage runs glue on placeholders, up to the next unit: errors there do not count.
+            # After its last unit a stage runs glue on placeholders, up to the next unit: errors there are ignored.
             if not visit.is_done or self.part.is_last:
                 self._explain(error)
                 raise
         visit.check_complete()
         if not all(each.is_leaf for each in leaves):
-            # What this stage was given went through such a function around units of another, and became its output.
+            # A received value went through such a function around units of another stage, and became its output.
             raise ShardwiseError(
                 "units are called inside of an autograd.Function of the module's own, as older checkpoints are, and"
                 " gradients of stages before them would be lost",
@@ -81,7 +81,7 @@ class ModuleStage:
         return visit.made, output if self.part.is_last else None
 
     def _explain(self, error: Exception) -> None:
-        """Raise a sentence in the place of what torch says of gradients that a forward asks for itself."""
+        """Raise a clearer error than torch's if the forward computes gradients itself."""
         codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
         if not isinstance(error, ShardwiseError) and any("_functorch" in code.co_filename for code in codes):
             raise ShardwiseError(
@@ -99,17 +99,17 @@ class ModuleStage:
 
     @property
     def unit_names(self) -> list[str]:
-        """Its units, in the order in which they are first called."""
+        """The units of this stage, in the order of their first calls."""
         return list(dict.fromkeys(self.flow.calls[call].unit for call in self.part.calls))
 
     def unit(self, name: str) -> nn.Module:
-        """A unit of the module, of this stage or of another."""
+        """Return a unit of the module, of this stage or of another."""
         return self._module.get_submodule(name)
 
     def wrap(self, around: Callable[[str, Inner], Inner]) -> None:
-        """Put something around the calls of this stage's units: recomputation, a compiler.
+        """Wrap the calls of this stage's units, for recomputation or compilation.
 
-        `around(unit, call)` is given each unit's name and its call, once, and returns what to call instead.
+        `around(unit, call)` gets each unit's name and its call, once, and returns what to call instead.
         """
         for unit in self.unit_names:
             gate = self._switch.gates[unit]
@@ -152,7 +152,7 @@ class _Visit:
         return returned
 
     def _keep(self, index: int, call: UnitCall, returned: Any) -> None:
-        """Put aside what other stages read."""
+        """Keep the values that other stages read."""
         leaves: list[Any] | None = None
         for made, name in self._part.writes.items():
             if made.call == index:
@@ -161,11 +161,11 @@ class _Visit:
                 outline = call.outline.tensors[made.leaf]
                 if isinstance(outline, NumberOutline):
                     value = torch.tensor(value, dtype=outline.dtype, device=self._home)
-                # Glue will write into it; others read it as it is now.
+                # Cloned if glue writes to it later: other stages need the current values.
                 self.made[name] = value.clone() if made.leaf in call.overwritten else value
 
     def _check_constants(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
-        """Raise if it returns another number or word than stages behind it take it to return."""
+        """Raise if a call returns another number or string than later stages assume."""
         known = self._stage.forecast.stand_in(call, args, kwargs, self._home, self._shapes).outline
         leaves = pytree.tree_leaves(returned)
         for leaf, each in known.constants.items():
@@ -178,7 +178,7 @@ class _Visit:
                 )
 
     def _stand_in(self, index: int, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call of another stage returns here: what was received where it matters, else placeholders."""
+        """Return received values, or placeholders where they are not needed, for a call of another stage."""
         outline, reads = call.outline, self._part.reads
         tensors = {leaf: self._received(index, leaf, call) for leaf in outline.tensors if Made(index, leaf) in reads}
         if len(tensors) < len(outline.tensors):

@@ -1,7 +1,8 @@
-"""What the code names that a forward or a loss may come to: its functions, and those that they name or close over.
+"""Collect the names used in code that a forward or a loss may reach: functions, and those that they name or close over.
 
-What is named may not be called: of an object in an attribute, all methods are read that its class has. So it tells what
-may be drawn, and is asked only where nothing else tells. What draws is named here and nowhere else.
+A named function may never be called, and all methods of an object in an attribute are read. So the answer is what may
+be drawn at random, and it is used only where nothing more precise is known. This file has the only list of names that
+draw.
 """
 
 import random
@@ -17,7 +18,7 @@ from shardwise.stages.split.drawn_state import names_in
 from shardwise.stages.split.theirs import is_own
 from shardwise.torch_private import DropoutModule
 
-#: Code of these names what it draws in other ways, or nothing that a user's forward decides.
+#: Code of these packages is not read: it draws by other names, or draws nothing that a user's forward controls.
 _NOT_READ = frozenset({"torch", "shardwise", "numpy", *sys.stdlib_module_names})
 _STATE = frozenset({"seed", "getstate", "setstate", "get_state", "set_state"})
 _OF_PYTHON = frozenset(name for name in dir(random.Random) if not name.startswith("_")) - _STATE
@@ -27,14 +28,15 @@ _OF_TORCH = frozenset({
     "poisson", "binomial", "gumbel_softmax", "rrelu", "alpha_dropout", "feature_alpha_dropout", "dropout1d",
     "dropout2d", "dropout3d", "trunc_normal_", "orthogonal_", "sample", "rsample",
 })  # fmt: skip
-#: Of NumPy's, what has no name of Python's or torch's, and is not a word that anything may be called, as `beta` is.
+#: NumPy's names that neither Python nor torch has, without common words such as `beta`.
 _OF_NUMPY = frozenset({"permutation", "permuted", "standard_normal", "integers", "random_sample"})
-#: Layers of torch that draw. Not `nn.Dropout`, nor the function: they drop by places (`sharding/dropout.py`).
+#: Torch's layers that draw. `nn.Dropout` and `F.dropout` are not among them: their masks depend on the position of
+#: each element only (`sharding/dropout.py`).
 _DRAWING_LAYERS = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 def may_draw_by(*roots: Any) -> tuple[bool, bool, bool]:
-    """Whether modules and functions may draw from generators of Python, NumPy and torch, by what they name."""
+    """Whether modules and functions may draw from the generators of Python, NumPy and torch, judged by names."""
     names = names_reached(*roots)
     numpy = sys.modules.get("numpy")
     layers = [layer for each in roots if isinstance(each, nn.Module) for layer in each.modules()]
@@ -46,7 +48,7 @@ def may_draw_by(*roots: Any) -> tuple[bool, bool, bool]:
 
 
 def may_draw(function: Any) -> bool:
-    """Whether a function names anything that draws, from generators of its own too."""
+    """Whether a function names anything that draws, also from generators that it creates."""
     return not names_reached(function).isdisjoint(_OF_TORCH | _OF_PYTHON | _OF_NUMPY)
 
 
@@ -58,7 +60,7 @@ def _draws(layer: nn.Module) -> bool:
 
 
 def names_reached(*roots: Any) -> frozenset[str]:
-    """All names in functions that these modules, functions and objects may call; NumPy's by its own name."""
+    """Return all names in functions that these roots may call. Anything of NumPy's adds the name `numpy`."""
     waiting, seen, found = list(roots), set[int](), set[str]()
     while waiting:
         each = waiting.pop()
@@ -79,7 +81,7 @@ def _is_read(each: Any) -> bool:
 
 
 def _is_numpys(held: Any) -> bool:
-    """Whether it is NumPy, a part of it, or a function that draws from its generator."""
+    """Whether this is NumPy, one of its submodules, or a function that draws from its generator."""
     owner = getattr(held, "__self__", None)
     name = held.__name__ if isinstance(held, ModuleType) else type(owner).__module__
     return name.partition(".")[0] == "numpy"
@@ -112,14 +114,14 @@ def _next(each: Any) -> Iterator[Any]:
 
 
 def _is_followed(held: Any) -> bool:
-    """Whether it may be called, or be asked for something that is."""
+    """Whether this may be called, or hold something that is."""
     if isinstance(held, type):
         return False
     return isinstance(held, (FunctionType, MethodType, partial, dict)) or is_own(type(held))
 
 
 def _methods(kind: type) -> Iterator[FunctionType]:
-    """A class's forward, and the methods that it names, and so on."""
+    """Yield a class's `forward` and `__call__`, and the methods that they name, transitively."""
     bases = [each for each in kind.__mro__ if _is_read(each)]
     seen, waiting = set[str](), ["forward", "__call__"]
     while waiting:

@@ -1,7 +1,7 @@
-"""The outline of what a call returns: structure and shapes, without the numbers.
+"""The outline of what a call returns: structure and shapes, without values.
 
-A stage that does not need what another stage computes still runs the glue around it, and glue looks at shapes. So it is
-given placeholders: tensors of the right shape that take up no memory.
+A stage that does not need what another stage computes still runs the glue around it, and glue reads shapes. So it gets
+placeholders: tensors of the right shape that take up no memory.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,24 +13,24 @@ from torch import Tensor
 
 from shardwise.torch_private import pytree
 
-#: Values that a call may return beside tensors and that another stage may return in its place.
+#: Values other than tensors that a call may return, and that every stage can return without running it.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
-#: Numbers that can be sent to another stage, and as what.
+#: Python numbers that can be sent to another stage, with the dtype used.
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _CONSTANTS = (*_NUMBERS, complex, str, bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorOutline:
-    """A tensor's shape and kind."""
+    """A tensor's shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def placeholder(self, device: torch.device, *, writable: bool = False) -> Tensor:
-        """Zeros of this shape. They lie in one element's memory, unless something will be written into them."""
+        """Return zeros of this shape. They share one element's memory unless they have to be writable."""
         if writable:
             return torch.zeros(self.shape, dtype=self.dtype, device=device)
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
@@ -38,7 +38,7 @@ class TensorOutline:
 
 @dataclass(frozen=True, slots=True)
 class NumberOutline(TensorOutline):
-    """A number of Python's that a call computed from data: other stages are sent it as a tensor without dims."""
+    """A Python number that a call computed from data. It is sent to other stages as a tensor without dims."""
 
     kind: type
 
@@ -49,27 +49,27 @@ class NumberOutline(TensorOutline):
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A returned thing that is one of the arguments, untouched: its index among them."""
+    """A returned leaf that is one of the arguments, unchanged: its index among them."""
 
     argument: int
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """A returned tensor that is returned at another place too: the leaf where it comes first."""
+    """A tensor that is returned more than once: the index of its first leaf."""
 
     leaf: int
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What a call returns: its structure, and each leaf: a `TensorOutline`, `Passed`, `Again`, or the thing itself."""
+    """The structure of what a call returns, and its leaves: `TensorOutline`, `Passed`, `Again`, or the value itself."""
 
     tree: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    #: The tensors that the call makes, by leaf.
+    #: The tensors that the call creates, by leaf.
     tensors: dict[int, TensorOutline]
-    #: Numbers and words that other stages take from here: they must be the same in every run.
+    #: Numbers and strings that other stages take from here: they must be the same in every run.
     constants: dict[int, Any]
 
     @classmethod
@@ -85,12 +85,12 @@ class Outline:
 
     @property
     def strange(self) -> list[str]:
-        """Types of leaves that nothing is known about, so that what is inside them cannot be followed."""
+        """Types of unknown leaves, whose contents cannot be tracked."""
         known = (TensorOutline, Passed, Again, *_PLAIN)
         return [type(leaf).__name__ for leaf in self.leaves if not isinstance(leaf, known)]
 
     def filled(self, tensors: Mapping[int, Tensor], arguments: list[Any]) -> Any:
-        """What the call returns, given its tensors by leaf, and its arguments."""
+        """Return what the call returns, given its tensors by leaf, and its arguments."""
         leaves: list[Any] = []
         for leaf, each in enumerate(self.leaves):
             if isinstance(each, NumberOutline):
@@ -107,9 +107,9 @@ class Outline:
 def outline_of(
     returned: Any, arguments: list[Any], changed: Collection[int] = (), *, sends_numbers: bool = False
 ) -> Outline:
-    """The outline of what a call returned, given its arguments as flat leaves, and which of them it wrote into.
+    """Return the outline of what a call returned, given its flattened arguments, and which of them it wrote to.
 
-    With `sends_numbers` numbers of Python's depend on data.
+    `sends_numbers`: Python numbers depend on data.
     """
     leaves, tree = pytree.tree_flatten(returned)
     position = {
@@ -132,7 +132,7 @@ def outline_of(
 
 
 def leaves_of(given: Any) -> list[Any]:
-    """What `pytree.tree_leaves` gives. Arguments are mostly tuples and dictionaries, and for these this is faster."""
+    """Return the same as `pytree.tree_leaves`, faster for tuples, lists and dictionaries, which most arguments are."""
     found: list[Any] = []
     _gather(given, found)
     return found
@@ -155,7 +155,7 @@ def _gather(given: Any, found: list[Any]) -> None:
 
 
 def signature_of(arguments: list[Any]) -> tuple[Any, ...]:
-    """What the outline of a call depends on: shapes and kinds of tensors, plain values, and types of other things."""
+    """Return what the outline of a call depends on: shapes and dtypes of tensors, plain values, types of the rest."""
     return tuple(
         (each.shape, each.dtype) if isinstance(each, Tensor) else each if isinstance(each, _PLAIN) else type(each)
         for each in arguments
@@ -163,15 +163,15 @@ def signature_of(arguments: list[Any]) -> tuple[Any, ...]:
 
 
 def open_dataclasses(given: Any, kind: type = Tensor) -> None:
-    """Have torch look into dataclasses with tensors in them, as it looks into tuples: it knows those it was told of.
+    """Register dataclasses that hold tensors as pytree nodes, so that torch looks into them as it does into tuples.
 
-    `kind`: what stands where tensors were, if these were taken out."""
+    `kind`: the type that replaces tensors, if they were taken out."""
     for each in leaves_of(given):
         if is_dataclass(each) and any(isinstance(getattr(each, field.name), kind) for field in fields(each)):
             pytree.register_dataclass(type(each))
 
 
 def tensors_in(given: Any) -> list[Tensor]:
-    """All tensors, in order."""
+    """Return all tensors, in order."""
     open_dataclasses(given)
     return [each for each in leaves_of(given) if isinstance(each, Tensor)]

@@ -62,7 +62,7 @@ def inseparable_calls(flow: UnitFlow) -> list[tuple[int, int]]:
 
 
 def describe_pairs(flow: UnitFlow, pairs: Sequence[tuple[int, int]]) -> str:
-    """Why calls cannot be separated, by the example of the first pair."""
+    """Explain why calls cannot be separated, with the first pair as an example."""
     if not pairs:
         return ""
     maker, user = pairs[0]
@@ -71,7 +71,7 @@ def describe_pairs(flow: UnitFlow, pairs: Sequence[tuple[int, int]]) -> str:
 
 
 def received_bytes(flow: UnitFlow, first: int, end: int) -> int:
-    """The bytes that a stage of calls `first` to `end - 1` would read from others."""
+    """Return the bytes that a stage of calls `first` to `end - 1` would read from other stages."""
     needs: set[Source] = set().union(*(call.needs for call in flow.calls[first:end]))
     if end == len(flow.calls):
         needs |= flow.output_needs
@@ -95,7 +95,7 @@ def _check_hidden(flow: UnitFlow, needs: Sequence[set[Source]], stage_of: Mappin
 
 
 def describe_leak(flow: UnitFlow, call: int) -> str:
-    """How something got out of a call without being returned, and where it is used."""
+    """Describe how a value left a call without being returned, and where it is used."""
     used = flow.leaks.get(call, "what the module returns")
     return f" (a hook or an attribute carries it, or it is written in place; used by {used})"
 
@@ -115,7 +115,7 @@ def _check_drawn(needs: Sequence[set[Source]]) -> None:
 def _holdings(
     module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow, cut: Cut, needs: Sequence[set[Source]]
 ) -> list[frozenset[str]]:
-    """Which parameters and buffers each stage holds. One that no stage uses goes with the one before it."""
+    """Return the parameters and buffers of each stage. An unused one goes to the stage of the one before it."""
     first_names = {id(each): name for name, each in [*module.named_parameters(), *module.named_buffers()]}
     owned = {
         name: {first_names[id(each)] for each in [*unit.parameters(), *unit.buffers()]} for name, unit in units.items()

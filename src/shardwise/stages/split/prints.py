@@ -1,4 +1,4 @@
-"""What something returned, in a few numbers that another run can be held against: no activations are kept."""
+"""Fingerprints of what a call returned: a few numbers to compare with another run, so that no activations are kept."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from shardwise.torch_private import pytree
 
-#: So many elements of a tensor are kept.
+#: About this many elements of a tensor are kept.
 _SAMPLE = 1_024
-#: What two runs of the same computation may differ by, as a part of the largest number.
+#: The tolerance between two runs of the same computation, relative to the largest element.
 _NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}
 _NEAR_IN_HALF = 2e-2
 
@@ -22,13 +22,13 @@ class _TensorPrint(NamedTuple):
     mean: Tensor | None
 
 
-#: A `_TensorPrint` for each tensor, else the leaf, or None of what cannot be compared.
+#: A `_TensorPrint` for each tensor, other leaves themselves, or None for what cannot be compared.
 Print = Sequence[Any]
 
 
 @torch.no_grad()
 def print_of(returned: Any) -> Print:
-    """The print of what a call returned."""
+    """Return the print of what a call returned."""
     return [_leaf(each) for each in pytree.tree_leaves(returned)]
 
 
@@ -45,7 +45,7 @@ def _leaf(each: Any) -> Any:
 
 
 def far_apart(one: Print, other: Print | None) -> str | None:
-    """How far two prints are apart, in words, if they are not the same."""
+    """Describe the difference between two prints; None if they are equal up to rounding."""
     if other is None or len(one) != len(other):
         return f"{len(one)} for {0 if other is None else len(other)} values"
     for mine, theirs in zip(one, other, strict=True):
@@ -73,7 +73,7 @@ def _distance(mine: _TensorPrint, theirs: _TensorPrint) -> str | None:
     largest = theirs.sample.double().abs().nan_to_num(0.0, 0.0, 0.0).max()
     for one, other in pairs:
         distance = (one.double() - other.double()).abs()
-        # Where both are NaN, or the same infinity, there is no distance.
+        # Two NaNs, or two equal infinities, have distance 0.
         distance = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, distance).max()
         if not bool(distance <= near * largest):
             return f"{float(distance):.3g}"

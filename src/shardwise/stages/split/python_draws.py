@@ -1,7 +1,8 @@
-"""The states of Python's and NumPy's generators of random numbers: noted, compared and put back.
+"""Read, compare and restore the states of the global random generators of Python and NumPy.
 
-A run that leaves no trace asks for them twice, and a trial has dozens of runs. NumPy tells the state of its generator,
-and takes one, word by word in 60 us. Its memory is compared in less than one; so only what was drawn from is set again.
+A run without side effects reads them twice, and a trial has dozens of runs. NumPy reads and sets the state of its
+generator word by word, in 60 us. Comparing its memory takes less than 1 us, so only a generator that was drawn from is
+set again.
 """
 
 import ctypes
@@ -10,12 +11,12 @@ import random
 import sys
 from typing import Any, NamedTuple
 
-#: What NumPy's generator has in its memory: 624 words, and where among them it is.
+#: The memory of NumPy's Mersenne Twister: 624 words, and the position among them.
 _NUM_BYTES = 624 * 4 + 4
 
 
 class PythonDraws(NamedTuple):
-    """Where both generators were: of NumPy's, what tells that it was drawn from, and its whole state."""
+    """The states of both generators. `told` is NumPy's memory, which shows draws; `whole` is its full state."""
 
     own: Any
     told: bytes | None
@@ -23,12 +24,12 @@ class PythonDraws(NamedTuple):
 
     @property
     def are_here(self) -> bool:
-        """Whether they are there still."""
+        """Whether nothing was drawn since."""
         return told_of_draws() == (self.own, self.told)
 
 
 def python_draws() -> PythonDraws:
-    """Where they are now."""
+    """Return the current states."""
     numpy = sys.modules.get("numpy")
     return PythonDraws(
         random.getstate(), told_of_numpy(), None if numpy is None else numpy.random.get_state(legacy=False)
@@ -36,36 +37,36 @@ def python_draws() -> PythonDraws:
 
 
 def set_python_draws(states: PythonDraws) -> None:
-    """Have them go on from there."""
+    """Restore the states."""
     random.setstate(states.own)
-    # NumPy makes normal numbers two at a time. That the second was drawn is not seen in the generator's memory.
+    # NumPy makes normal numbers in pairs. Drawing the second of a pair does not change the generator's memory.
     if states.whole is not None and (states.whole["has_gauss"] or told_of_numpy() != states.told):
         sys.modules["numpy"].random.set_state(states.whole)
 
 
 def seed_python(number: int) -> None:
-    """Have them begin anew."""
+    """Seed both generators."""
     random.seed(number)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(number)
 
 
 def told_of_draws() -> tuple[Any, bytes | None]:
-    """The same as long as nothing is drawn from them."""
+    """Return a value that is equal as long as nothing is drawn from either."""
     return random.getstate(), told_of_numpy()
 
 
 def draws_digest() -> bytes:
-    """The same, in a few bytes."""
+    """Return a digest of `told_of_draws`."""
     return hashlib.blake2b(repr(told_of_draws()).encode(), digest_size=16).digest()
 
 
 def told_of_numpy() -> bytes | None:
-    """What NumPy's generator has in its memory."""
+    """Return the memory of NumPy's generator."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
     bits = numpy.random.get_bit_generator()
     if type(bits).__name__ == "MT19937":
         return ctypes.string_at(bits.ctypes.state_address, _NUM_BYTES)
-    return repr(numpy.random.get_state(legacy=False)).encode()  # Somebody has put another kind there.
+    return repr(numpy.random.get_state(legacy=False)).encode()  # Another bit generator was set.

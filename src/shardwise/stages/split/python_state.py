@@ -1,11 +1,11 @@
-"""What a forward may leave behind in plain Python: attributes, lists, closures, random numbers.
+"""Save and restore the Python state that a forward may change: attributes, lists, closures, random generators.
 
-A run on the example must leave no trace, and stages that are tried in one process must not see what only another would
-have. So all that can be reached from a module and from a loss is noted, and put back: attributes of modules and of the
-user's objects, lists, dictionaries and sets in them, tensors and arrays that are written in place, what functions close
-over and have for defaults and attributes, and the state of Python's and NumPy's generators; numbers of classes and of
-files, and generators of one's own (`drawn_state.py`, `python_draws.py`). What functions remember by `lru_cache` is
-found here, and kept until all trials are over (`remembered.py`).
+A run on the example must have no side effects, and stages that are tried in one process must not see each other's
+state. So everything that can be reached from a module and a loss is saved and restored: attributes of modules and of
+the user's objects; lists, dictionaries and sets in them; tensors and arrays that are written in place; closures,
+defaults and attributes of functions; the global generators of Python and NumPy; plain values of classes and files, and
+generators that the user created (`drawn_state.py`, `python_draws.py`). Functions under `lru_cache` are found here, and
+their entries are kept until all trials are over (`remembered.py`).
 """
 
 from collections import OrderedDict, deque
@@ -40,18 +40,18 @@ from shardwise.torch_private import buffer_slots, parameter_slots, submodules, v
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-#: No more is looked at than this many things: what a forward changes is not that far away.
+#: The walk ends after this many objects: what a forward changes is within reach of them.
 _MOST = 200_000
 
 _CONTAINERS = (list, dict, set, deque)
 #: The class of functions under `lru_cache` or `cache`.
 _REMEMBERING = type(lru_cache(int))
-#: Names, and what is to be looked at next.
+#: Names and objects to visit next.
 _Next = Iterable[tuple[str, Any]]
 
 
 class _Kept(NamedTuple):
-    """Something that can change, by name, and what was in it. For a tensor that is its numbers, or None of a result."""
+    """A mutable object, its name and its saved content. A tensor's content is a copy; None if it cannot be restored."""
 
     name: str
     holder: Any
@@ -59,21 +59,21 @@ class _Kept(NamedTuple):
 
 
 class PythonState:
-    """What was there when this was made; `restore` has it there again. `roots` are a module, and functions.
+    """A snapshot that `restore` puts back. `roots` are a module, and functions.
 
-    Buffers are noted with the numbers in them if `with_buffers`, parameters never.
+    The values of buffers are saved if `with_buffers`, those of parameters never.
     """
 
     def __init__(self, *roots: Any, with_buffers: bool = False) -> None:
         self._roots, self._with_buffers = roots, with_buffers
         self._kept: list[_Kept] = []
         self._empty: list[tuple[str, OrderedDict[Any, Any]]] = []
-        #: Which buffers modules had, where their numbers are not noted: a forward may register some.
+        #: The names of buffers whose values are not saved: a forward may register new ones.
         self._buffers: list[tuple[dict[str, Any], frozenset[str]]] = []
         self._versions: dict[int, int] = {}
         self._seen: set[int] = set()
         self._kinds: dict[type, _Note | None] = {}
-        #: What functions of the user's own name.
+        #: The names used in the user's functions.
         self.named: set[str] = set()
         #: Functions under `lru_cache`.
         self.remembering: list[Any] = []
@@ -125,7 +125,7 @@ class PythonState:
         self._kept.append(_Kept(name, attributes, attributes.copy()))
         for key, each in attributes.items():
             if type(each) is OrderedDict and not each:
-                # Most of a module's attributes are dictionaries of hooks, without any.
+                # Most of a module's attributes are empty dictionaries of hooks.
                 if id(each) not in self._seen:
                     self._seen.add(id(each))
                     self._empty.append((start + key, each))
@@ -141,13 +141,13 @@ class PythonState:
             yield from self._note_class(name, type(module))
 
     def _note_class(self, name: str, kind: type) -> Iterator[tuple[str, Any]]:
-        """Lists of a class are there once for all of its modules, and its forward may use those of its file."""
+        """Save a class's state, which all of its modules share. Its forward may also use state of its file."""
         for each in kind.__mro__:
             if is_theirs(each):
                 self._watch(each.__name__, values_of_class(each))
                 own = [(key, value) for key, value in vars(each).items() if _is_state(value)]
                 yield from ((f"{each.__name__}.{key}", value) for key, value in own)
-                if is_own(each):  # What its forward calls of it may use other things of its file.
+                if is_own(each):  # Methods that its forward calls may use other state of its file.
                     yield from ((name, value) for value in vars(each).values() if isinstance(value, FunctionType))
         yield name, getattr(kind, "forward", None)
 
@@ -193,7 +193,7 @@ class PythonState:
                 yield from self._note_named(_joined(place, key), file.get(key))
 
     def _note_named(self, name: str, held: Any) -> _Next:
-        """What a function reads of a file."""
+        """Return what to visit of a value that a function reads from a file."""
         if isinstance(held, type):
             if not is_own(held) or issubclass(held, nn.Module) or id(held) in self._seen:
                 return ()
@@ -215,19 +215,19 @@ class PythonState:
         return ()
 
     def _noted(self) -> Iterator[_Kept]:
-        """All that was noted, but for dictionaries that were empty and are."""
+        """Yield everything saved, except dictionaries that were empty and still are."""
         yield from self._kept
         yield from (_Kept(name, each, {}) for name, each in self._empty if each)
 
     def changed(self) -> dict[str, str]:
-        """What is no longer as it was, by name, in words."""
+        """Return a description of each change, by name."""
         found: dict[str, str] = {}
         for name, holder, content in self._noted():
             found.update(self._differences(name, holder, content))
         return found
 
     def results(self) -> list[str]:
-        """The names of what holds tensors that want a gradient, and did not."""
+        """Return the names of entries that now hold tensors that require a gradient, and did not before."""
         return [
             _joined(name, str(key))
             for name, holder, content in self._noted()
@@ -237,7 +237,7 @@ class PythonState:
         ]
 
     def assigned(self) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-        """Attributes and entries of dictionaries that are others than they were: their names, where, and which."""
+        """Yield changed attributes and entries of dictionaries: name, dictionary and key."""
         for name, holder, content in self._noted():
             if isinstance(holder, dict):
                 yield from (
@@ -247,13 +247,13 @@ class PythonState:
                 )
 
     def set_to_plain(self) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-        """The same of numbers, words and None alone, with those of files: flags that are set for a while."""
+        """Yield those now set to a plain value, and those of files and classes: flags that are set temporarily."""
         yield from (each for each in self.assigned() if type(each[1][each[2]]) in PLAIN)
         for _, holder, content in self._noted():
             yield from holder.places(content) if isinstance(holder, Watched) else ()
 
     def have_drawn(self) -> bool:
-        """Whether Python's or NumPy's generators have been drawn from."""
+        """Whether the global generator of Python or NumPy was drawn from."""
         return not self._drawn.are_here
 
     def _differences(self, name: str, holder: Any, content: Any) -> Iterator[tuple[str, str]]:
@@ -282,13 +282,13 @@ class PythonState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Have everything as it was."""
+        """Restore everything."""
         for _, holder, content in self._noted():
             if isinstance(holder, dict):  # Most are attributes of modules.
                 _put_back(holder, content)
             elif isinstance(holder, Tensor):
                 if content is not None:
-                    holder.data.copy_(content)  # Through `data`: that it was put back does not count as written.
+                    holder.data.copy_(content)  # Through `data`, which leaves the version counter unchanged.
             elif isinstance(holder, Watched):
                 holder.put_back(content)
             elif isinstance(holder, CellType):
@@ -303,13 +303,13 @@ class PythonState:
         set_python_draws(self._drawn)
 
     def again(self) -> "PythonState":
-        """The same of now."""
+        """Take a new snapshot of the same roots."""
         return PythonState(*self._roots, with_buffers=self._with_buffers)
 
 
 @contextmanager
 def left_as_it_was(*roots: Any) -> Iterator[None]:
-    """What is run within it, and is reached from these, leaves nothing behind: a loss that is tried, say."""
+    """Restore at exit all state that is reached from these roots. Used to try a loss, for example."""
     kept = PythonState(*roots)
     try:
         yield
@@ -318,8 +318,8 @@ def left_as_it_was(*roots: Any) -> Iterator[None]:
 
 
 def leaves_classes(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The same for a function that runs a copy of the module it is given: classes, what their files hold, and torch's
-    generators are those of the copy too."""
+    """Do the same for a function that runs a copy of its module: the copy shares classes, the state of their files, and
+    torch's generators with the module."""
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -330,7 +330,7 @@ def leaves_classes(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 for _, each in kept._note_class("", kind):
                     kept._walk(each)
         try:
-            # Also on the meta device: what is drawn there without a word of its device is drawn on the host.
+            # Also on the meta device: draws that name no device are made on the host.
             with torch.random.fork_rng({each.device for each in module.parameters() if each.is_cuda}):
                 return function(*args, **kwargs)
         finally:
@@ -340,7 +340,7 @@ def leaves_classes(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _holds(content: Any, key: Any, each: Any) -> bool:
-    """Whether it was there, or another that it is in the place of: what `weight_norm` makes anew in every forward."""
+    """Whether it was there, or replaces a tensor that required a gradient: `weight_norm` makes one in every forward."""
     if not isinstance(content, dict):
         return any(other is each for other in content)
     return isinstance(content.get(key), Tensor) and content[key].requires_grad
@@ -355,7 +355,7 @@ def _put_back(holder: dict[Any, Any], content: dict[Any, Any]) -> None:
 
 
 def _is_unchanged(holder: Mapping[Any, Any], content: Mapping[Any, Any]) -> bool:
-    """Whether the very same things are there, in the same order: most often they are, so this is quick."""
+    """Whether the same objects are there, in the same order. This is the usual case, so the check is cheap."""
     return (
         len(holder) == len(content)
         and all(map(is_, holder.values(), content.values()))
@@ -367,7 +367,7 @@ _Note = Callable[[PythonState, str, Any], _Next]
 
 
 def _way_to_note(kind: type) -> _Note | None:
-    """What is done with things of a class: what is in them is kept, and what they hold is looked at next."""
+    """Return the method that saves objects of a class and returns what they hold; None if there is nothing to do."""
     ways: list[tuple[Any, _Note]] = [
         (nn.Module, PythonState._note_module),
         (Tensor, PythonState._note_tensor),
@@ -393,19 +393,19 @@ def _way_to_note(kind: type) -> _Note | None:
 
 
 def _is_state(value: Any) -> bool:
-    """Whether this is something of a class, or of a file, that a forward may write into."""
+    """Whether this value of a class or a file is mutable state that a forward may write to."""
     if isinstance(value, (*_CONTAINERS, *SPACES, Tensor)) or type(value) is _REMEMBERING or is_array(type(value)):
         return True
     return not isinstance(value, (FunctionType, type, nn.Module)) and is_own(type(value))
 
 
 def remembers_draws(*roots: Any) -> bool:
-    """Whether a function under `lru_cache` draws at random: what it draws once is used from then on."""
+    """Whether a function under `lru_cache` draws at random: its first draw is then used in every call."""
     return any(may_draw(each.__wrapped__) for each in PythonState(*roots).remembering)
 
 
 class _Empty:
-    """What a cell holds that nothing was put into."""
+    """Stands for the content of an empty cell."""
 
 
 _EMPTY = _Empty()
@@ -432,7 +432,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _told(before: Any, now: Any) -> str:
-    """What has become of a thing, in a few words."""
+    """Describe a change in a few words."""
     if isinstance(now, (bool, int, float, str)):
         return f"{type(now).__name__} {now!r}"[:40] if before is None else f"{before!r}, then {now!r}"[:60]
     return f"a {type(now).__name__}"

@@ -1,8 +1,8 @@
-"""What functions remember by `lru_cache` or `cache`: masks, tables of positions, random projections.
+"""The entries of functions under `lru_cache` or `cache`: masks, position tables, random projections.
 
-Trials fill such a memory with what they have made: on three rows, in other precisions, with nothing drawn at random. So
-what they have put there is taken out when all of them are over. Until then it stays: a table that one block has made
-and others find there is none that would have to be sent between stages, as each process makes its own.
+Trials add entries that training must not use: made for three rows, in other precisions, without random draws. So they
+are removed after all trials. Until then they stay: a table that one block makes and other blocks find in the cache must
+not look like a value to send between stages, as each process makes its own.
 """
 
 import gc
@@ -14,18 +14,18 @@ from shardwise.stages.split.python_state import PythonState
 
 
 def remembering(*roots: Any) -> list[Any]:
-    """The functions with a memory that can be reached from a module, or from a loss."""
+    """Return the cached functions that can be reached from a module or a loss."""
     return PythonState(*roots).remembering
 
 
 def num_remembered(functions: Sequence[Any]) -> int:
-    """How often they had to compute something."""
+    """Return the number of cache misses."""
     return sum(each.cache_info().misses for each in functions)
 
 
 @contextmanager
 def forgotten(*roots: Any) -> Iterator[None]:
-    """What is remembered within it is forgotten at its end."""
+    """Remove at exit the entries that were added."""
     before = [(each, each.cache_info().currsize, list(_entries(each))) for each in remembering(*roots)]
     try:
         yield
@@ -39,8 +39,8 @@ def forgotten(*roots: Any) -> Iterator[None]:
 
 
 def _entries(function: Any) -> dict[Any, Any]:
-    """What a memory without bounds has. That of one with bounds is a ring, of which nothing can be taken out by itself:
-    what it had before is kept, with what trials have put there."""
+    """Return the entries of an unbounded cache. A bounded one is a linked list from which no single entry can be
+    removed: if it had entries before, those of trials stay in it too."""
     if function.cache_parameters()["maxsize"] is not None:
         return {}
     held = [each for each in gc.get_referents(function) if isinstance(each, dict) and each is not vars(function)]

@@ -1,8 +1,9 @@
-"""Which units a forward calls, where it may leave some out or call others than on the example.
+"""Track which units a forward calls, if it may skip some or call others than on the example.
 
-Layers that are dropped at random, heads that a batch or an attribute chooses: one device takes them as they come, and
-so does a rank that has all units. But parts of a batch must go one way. Where rows decide, each part would decide by
-its own, and the whole batch otherwise; so microbatches are compared here, and replicas by a few bits of their way.
+Examples are layers that are dropped at random, and heads that a batch or an attribute selects. One device runs any of
+them, and so does a rank with all units. But all parts of a batch must take the same route: if the rows decide, a part
+may decide otherwise than the whole batch. So the routes of microbatches are compared here, and those of replicas by a
+hash of a few bits.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ _BITS = 16
 
 
 def apart() -> ShardwiseError:
-    """What is said where parts of a batch have called different units."""
+    """Return the error for parts of a batch that call different units."""
     return ShardwiseError(
         "parts of one batch call different units: which units run depends on the data, or on numbers that each part"
         " draws by itself",
@@ -24,25 +25,25 @@ def apart() -> ShardwiseError:
 
 
 class Route:
-    """The units that forwards of one batch call, beside those of the example."""
+    """The units that the forwards of one batch call, compared with those of the example (`usual`)."""
 
     def __init__(self, usual: Sequence[str]) -> None:
         self._usual = list(usual)
         self._now: Sequence[str] | None = None
 
     def begin(self) -> None:
-        """A batch begins."""
+        """Start a batch."""
         self._now = None
 
     def end(self, called: Sequence[str]) -> None:
-        """A part of it was computed."""
+        """Record the units that a part of the batch has called."""
         if self._now is not None and called != self._now:
             raise apart()
         self._now = called
 
     @property
     def bits(self) -> int:
-        """A few bits of the way that was gone: none for that of the example."""
+        """A hash of the route; 0 for that of the example."""
         if self._now is None or self._now == self._usual:
             return 0
         return crc32(repr(self._now).encode()) & (1 << _BITS) - 1

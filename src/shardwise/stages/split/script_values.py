@@ -1,9 +1,8 @@
-"""Values that a script may set between steps, where a forward or a loss can read them: numbers, words, functions.
+"""Find the values that a script may set between steps and that a forward or a loss can read.
 
-Attributes of modules of the user's own and of criterions, entries of dictionaries and lists, what functions close over,
-and names of a file and of a class: `criterion.hard = True`, `weight["contrast"] = 0.5`, `MODE = "max"`,
-`block.act = nn.Softmax(-1)`, `weight.fill_(0.5)`. They are looked for once; then reading all of them is a few
-dictionaries.
+They are attributes of the user's modules and criterions, entries of dictionaries and lists, closures, and variables of
+files and classes: `criterion.hard = True`, `weight["contrast"] = 0.5`, `MODE = "max"`, `block.act = nn.Softmax(-1)`,
+`weight.fill_(0.5)`. The search runs once. After it, reading all values means reading a few dictionaries.
 """
 
 import math
@@ -23,23 +22,23 @@ from shardwise.stages.split.drawn_state import PLAIN, SlotValues, is_array, name
 from shardwise.stages.split.theirs import SPACES, files_named, is_own, is_theirs
 from shardwise.torch_private import buffer_slots, submodules, version_of
 
-#: No more things are looked at than these: a loss does not reach that far.
+#: The search ends after this many objects beyond the modules: what a loss reads is within reach of them.
 _MOST = 2_000
-#: What forwards count is tried with this.
+#: Counters of forwards are tried with this value.
 FAR = 100_000
-#: A tuple, list or array of more numbers than these is data.
+#: A tuple, list or array with more values than this counts as data.
 _MOST_INSIDE = 16
-#: Of whole numbers that a script counts up, as many values are kinds of their own; then all of one power of two are.
+#: This many integer values of one name are kinds of their own; later ones are grouped by powers of two.
 _MOST_NUMBERS = 8
-#: Attributes that every module has: torch's own, and `training`, which trials have both ways. A forward that is put in
-#: place is looked at elsewhere, and engines put some.
+#: Attributes that every module has: torch's own, and `training`, which trials set both ways. A replaced `forward` is
+#: handled elsewhere, and engines replace some themselves.
 _OF_TORCH = frozenset({*vars(nn.Module()), "forward"})
 _CALLED = (FunctionType, BuiltinFunctionType, MethodType, partial, nn.Module)
 _Next = Iterable[tuple[str, Any]]
 
 
 class Number:
-    """A tensor of one number as it was: the same as another of it if nothing was written in between."""
+    """A snapshot of a tensor with one element; its version tells whether it was written to since."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version, self.was = tensor, _version(tensor), tensor.detach().clone()
@@ -56,9 +55,9 @@ def _version(tensor: Tensor) -> int:
 
 
 class ValueKinds:
-    """By name, the kind of the first value of all that was ever set; and of those that now have another kind, which.
+    """The kind of each value that was ever set: of its first value, and of its current one if that differs.
 
-    Values of one kind are tried once: a rate falls in every step.
+    Values of one kind are tried once, as a rate may change in every step.
     """
 
     def __init__(self) -> None:
@@ -67,7 +66,7 @@ class ValueKinds:
         self._seen: dict[str, set[int]] = {}
 
     def note(self, name: str, was: Any, now: Any) -> None:
-        """A value is set."""
+        """Record that a value was set."""
         first = self._first.setdefault(name, self._kind(name, was))
         kind = self._kind(name, now)
         self._others.pop(name, None)
@@ -76,16 +75,16 @@ class ValueKinds:
 
     @property
     def now(self) -> Hashable:
-        """The same where all values are of the same kinds."""
+        """Equal if all values have the same kinds."""
         return frozenset(self._others.items())
 
     @property
     def are_others(self) -> bool:
-        """Whether any is of another kind than at first."""
+        """Whether any value has another kind than at first."""
         return bool(self._others)
 
     def _kind(self, name: str, value: Any) -> Hashable:
-        """The value itself. Of numbers that are many, how large they are."""
+        """Return the value itself, or its sign and power of two for floats and for integers with many values."""
         kind: Any = value.was.item() if isinstance(value, Number) else value
         if isinstance(kind, (tuple, list, dict)):
             return repr(kind)
@@ -103,7 +102,7 @@ class ValueKinds:
 
 
 def _is_configuration(value: Any) -> bool:
-    """Whether a few plain values that another may be put in the place of: `weights = (1.0, 0.5)`, a dictionary."""
+    """Whether this is a small collection of plain values that a script may replace: `weights = (1.0, 0.5)`."""
     if isinstance(value, dict):
         return len(value) <= _MOST_INSIDE and all(type(each) in PLAIN for each in value.values())
     is_row = isinstance(value, (tuple, list)) and len(value) <= _MOST_INSIDE
@@ -111,19 +110,19 @@ def _is_configuration(value: Any) -> bool:
 
 
 class Values:
-    """What is in one place, by name."""
+    """The values of one holder, by name."""
 
     def __init__(
         self, read: Callable[[], Mapping[str, Any]], write: Callable[[str, Any], None],
         drop: Callable[[str], Any] = lambda _: None,
     ) -> None:  # fmt: skip
-        #: Has nothing there.
+        #: Removes the value of a name.
         self.drop = drop
         self._read, self._write = read, write
         self._numbers: dict[str, Number] = {}
 
     def read(self) -> dict[str, Any]:
-        """Those that can be told apart: plain ones, functions and modules, tensors of one number."""
+        """Return the values that can be compared: plain ones, functions, modules, and tensors with one element."""
         found = {}
         for key, value in self._read().items():
             if type(value) in PLAIN or isinstance(value, _CALLED) or _is_configuration(value):
@@ -136,7 +135,7 @@ class Values:
         return found
 
     def put(self, key: str, value: Any) -> None:
-        """Have a value there. What is written into a tensor so does not count as written."""
+        """Set a value. Writing to a tensor this way leaves its version counter unchanged."""
         if isinstance(value, Number):
             value.tensor.data.copy_(value.was)
             value = value.tensor
@@ -144,7 +143,7 @@ class Values:
 
 
 class Holder(NamedTuple):
-    """Where values are, by the name of what holds them. `module` is the path of one of the root's modules, if it is."""
+    """An object that holds values, with its name. `module` is its path below the root if it is a module there."""
 
     name: str
     values: Values
@@ -152,16 +151,16 @@ class Holder(NamedTuple):
 
 
 class Counted:
-    """Whole numbers that forwards count up: each is to be tried once with a number far beyond."""
+    """Integers that forwards count up: each is tried once with a much larger number."""
 
     def __init__(self, holders: Sequence[Holder]) -> None:
         self._holders = holders
-        #: By holder and key, what was there at first.
+        #: The first value, by holder and key.
         self._first: dict[tuple[int, str], Any] = {}
         self._known: set[tuple[int, str]] = set()
 
     def note(self, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:
-        """Values of all holders before a step, and after it."""
+        """Record the values of all holders before and after a step."""
         for number, (was, values) in enumerate(zip(before, now, strict=True)):
             if values != was:
                 counted = [key for key, each in values.items() if _is_counted(was.get(key), each)]
@@ -169,18 +168,18 @@ class Counted:
 
     @property
     def is_due(self) -> bool:
-        """Whether some were not tried."""
+        """Whether a counter has not been tried yet."""
         return bool(self._first.keys() - self._known)
 
     def take(self) -> list[tuple[int, str, Any, Any]]:
-        """Those that were not tried: holder, key, what was there and what is far beyond."""
+        """Return the counters not tried yet: holder, key, first value and the value to try. Mark them as tried."""
         found = [(*each, was, _far_of(was)) for each, was in self._first.items() if each not in self._known]
         self._known |= self._first.keys()
         return found
 
     @contextmanager
     def put(self, found: Sequence[tuple[int, str, Any, Any]]) -> Iterator[None]:
-        """Within it these values are there."""
+        """Set these values within the context."""
         kept = [(self._holders[holder].values, key, self._holders[holder].values.read()) for holder, key, _, _ in found]
         for holder, key, _, far in found:
             self._holders[holder].values.put(key, far)
@@ -192,7 +191,7 @@ class Counted:
 
 
 def _is_counted(was: Any, now: Any) -> bool:
-    """Whether a whole number has become larger."""
+    """Whether this is an integer that has increased."""
     if isinstance(was, Number) and isinstance(now, Number):
         return not was.was.is_floating_point() and bool((now.was > was.was).all())
     return type(was) is int and type(now) is int and now > was
@@ -207,7 +206,7 @@ def _far_of(was: Any) -> Any:
 
 
 def find_holders(module: nn.Module, loss: Any) -> list[Holder]:
-    """All that can be set, of a module and of its loss."""
+    """Return everything that a script can set on a module and its loss."""
     found: list[Holder] = []
     seen: set[int] = set()
     waiting: deque[tuple[str, Any]] = deque()
@@ -242,7 +241,7 @@ def find_holders(module: nn.Module, loss: Any) -> list[Holder]:
 
 
 def shared_by(module: nn.Module) -> list[tuple[str, Any]]:
-    """What a module holds that has nothing but plain values in it: a configuration."""
+    """Return the objects held by a module that contain only plain values, such as a configuration."""
     found = []
     for key, held in vars(module).items():
         if key not in _OF_TORCH and type(held) not in PLAIN:
@@ -255,7 +254,7 @@ def shared_by(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _of_children(name: str, module: nn.Module) -> list[Holder]:
-    """Submodules without parameters, which a script may exchange: activations."""
+    """Return submodules without parameters, such as activations, which a script may replace."""
     held = submodules(module)
     keys = [key for key, child in held.items() if child is not None and next(child.parameters(), None) is None]
     return [Holder(name, Values(lambda: {key: held.get(key) for key in keys}, held.__setitem__), name)] if keys else []
@@ -306,7 +305,7 @@ def _of_cell(name: str, cell: CellType) -> Values:
 
 @dataclass(slots=True)
 class _File:
-    """What functions name of a file."""
+    """The variables of a file that functions name."""
 
     name: str
     values: dict[str, Any]
@@ -319,12 +318,12 @@ def _of_file(file: _File) -> Values:
 
 
 def names_in_classes(module: nn.Module, name: str) -> bool:
-    """Whether a forward of the user's own, of a module or one below it, names something; or a method that it names."""
+    """Whether a user's forward, of a module or a submodule, uses a name, directly or in a method that it names."""
     return any(name in _named_by_forward(kind) for kind in {type(each) for each in module.modules()})
 
 
 def asks_for_mode(module: nn.Module) -> bool:
-    """Whether a forward of the user's own asks how it is run: it may do something else in evaluations."""
+    """Whether a user's forward checks for training or grad mode: it may compute something else in evaluation."""
     return any(names_in_classes(module, name) for name in ("training", "is_grad_enabled", "is_inference_mode_enabled"))
 
 
@@ -370,13 +369,13 @@ def _holder_of(name: str, each: Any) -> Holder | None:
 
 
 def _is_own(each: Any) -> bool:
-    """Whether it is an object of the user's, that has attributes."""
+    """Whether this is a user's object with attributes."""
     is_own = isinstance(each, SPACES) or (is_theirs(type(each)) and not isinstance(each, type))
     return is_own and hasattr(each, "__dict__")
 
 
 def _held_by(name: str, each: Any) -> _Next:
-    """What is looked at next."""
+    """Return what to visit next."""
     if isinstance(each, CellType):
         return ((name, each.cell_contents),) if _is_full(each) else ()
     if isinstance(each, FunctionType):
@@ -394,7 +393,7 @@ def _held_by(name: str, each: Any) -> _Next:
         return [(f"{name}[{key}]", value) for key, value in enumerate(each)]
     if _is_own(each):
         own = [(f"{name}.{key}".strip("."), value) for key, value in vars(each).items()]
-        return [*own, (name, getattr(type(each), "__call__", None))]  # noqa: B004 - its function is wanted
+        return [*own, (name, getattr(type(each), "__call__", None))]  # noqa: B004 - the function is needed
     return ()
 
 

@@ -1,4 +1,4 @@
-"""Another batch like the example, with other numbers: what depends on data shows when two are compared."""
+"""A second batch like the example, with other values: comparing runs of both shows what depends on data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +12,9 @@ from shardwise.torch_private import pytree
 
 
 def second_batch(first: Batch, others: Sequence[Batch] = ()) -> Batch:
-    """One of the others if it differs, else the same rows in other numbers.
+    """Return one of the others if it differs, else the example with its values rearranged.
 
-    Numbers that are made up here are taken from the batch: an index stays an index, a label a label.
+    The new values are taken from the batch, so that an index stays a valid index, and a label a valid label.
     """
     for each in reversed(others):
         if not _are_same(first, each):
@@ -28,7 +28,7 @@ def second_batch(first: Batch, others: Sequence[Batch] = ()) -> Batch:
 
 
 def _mixed(entry: Any, length: int) -> Any:
-    """The last rows twice, those before the middle not at all; floats smaller."""
+    """Return the rows of the second half twice each, in reverse, and none of the first half; scale floats by 0.75."""
     if not _has_rows(entry, length):
         return entry
     rows = torch.tensor([length - 1 - number // 2 for number in range(length)], device=entry.device)
@@ -37,7 +37,7 @@ def _mixed(entry: Any, length: int) -> Any:
 
 
 def _turned(entry: Any, length: int) -> Any:
-    """The same for the numbers of each row, where all rows are alike."""
+    """Do the same within each row, for batches whose rows are all equal."""
     if not _has_rows(entry, length) or entry.dim() < 2 or entry.is_floating_point():
         return entry
     width = entry.shape[1]

@@ -1,4 +1,4 @@
-"""Torch's generators, seeded many times over for runs that are tried, and Python's and NumPy's beside them."""
+"""Seed the generators of torch, Python and NumPy for trial runs, which need many seeds."""
 
 import random
 from collections.abc import Iterator
@@ -12,9 +12,8 @@ from shardwise.stages.split.python_draws import python_draws, seed_python, set_p
 def seed_torch(number: int) -> None:
     """Seed torch's generators of all devices in use.
 
-    `torch.manual_seed` also leaves a call for each kind of device that is not in use, with the text of the whole stack:
-    some milliseconds each time, of which a trial needs hundreds. And a GPU that came into use later would start from a
-    number of ours.
+    `torch.manual_seed` also queues a call for each kind of device not in use, with a formatted stack trace. That takes
+    some milliseconds, and a trial needs hundreds of seeds. A GPU initialised later would start from a trial's seed.
     """
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -22,15 +21,16 @@ def seed_torch(number: int) -> None:
 
 
 class Steady:
-    """The same random numbers for a unit whoever runs it, and for what comes behind it.
+    """Give a unit, and the code after it, the same random numbers on whichever stage runs it.
 
-    Torch's are drawn anew by the number of the call. Those of Python and NumPy go on as they would in this process: a
-    unit draws its own, and if it does, what is drawn behind it is something else too.
+    Torch's generators are seeded by the index of the call. Those of Python and NumPy are seeded for the unit, and
+    continue after it as in this process. If the unit has drawn from them, the code after it draws other numbers, as it
+    would without a split.
     """
 
     @contextmanager
     def during(self, call: int) -> Iterator[None]:
-        """One call of a unit."""
+        """Seed for one call of a unit."""
         before = python_draws()
         seed_torch(2 * call + 1)
         seed_python(2 * call + 1)
@@ -47,6 +47,6 @@ class Steady:
     @staticmethod
     @contextmanager
     def start() -> Iterator[None]:
-        """A run, or a loss."""
+        """Seed for a run, or for a loss."""
         seed_torch(0)
         yield

@@ -1,4 +1,4 @@
-"""Parameters that a forward writes and the next one leaves as they are: weights that are clamped."""
+"""Find parameters that the first forward writes and later ones leave unchanged, such as clamped weights."""
 
 from collections.abc import Collection
 
@@ -11,9 +11,9 @@ from shardwise.stages.stage import Batch
 
 
 def settled(module: nn.Module, signature: Signature, example: Batch, names: Collection[str]) -> frozenset[str]:
-    """Those of these parameters that further forwards, of the example and of one of its rows, do not change.
+    """Return those of these parameters that more forwards, of the example and of one of its rows, do not change.
 
-    A forward of the example has been run. A recomputed forward writes again, and then that does not matter.
+    Assumes that a forward of the example has been run. Recomputation writes to such parameters again without effect.
     """
 
     def value_of(name: str) -> Tensor:
@@ -27,6 +27,6 @@ def settled(module: nn.Module, signature: Signature, example: Batch, names: Coll
         for rows in (example, take_rows(example, seen, 0, 1)):
             args, kwargs = signature.arguments(rows)
             module(*args, **kwargs)
-    except Exception:  # One row is too few for it.
+    except Exception:  # The module cannot run on one row.
         return frozenset()
     return frozenset(name for name, each in left.items() if torch.equal(value_of(name), each))

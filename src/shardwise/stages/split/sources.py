@@ -1,7 +1,7 @@
-"""Where the numbers in a tensor came from, followed through glue from unit to unit.
+"""Track through glue where the values of a tensor come from, from unit to unit.
 
-Every tensor that glue makes carries the sources that it was computed from. What a unit returns is a source itself: what
-it was computed from in turn is that unit's business.
+Every tensor that glue creates carries the sources that it was computed from. What a unit returns is a new source: the
+unit's own inputs are not followed through it.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.torch_private import is_wrapped, storage_id
 
-#: Of tensors that lie in no memory of their own.
+#: The storage id of tensors without a storage.
 NO_STORAGE = -1
 
 
@@ -33,13 +33,13 @@ class HeldTensor(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """Something from inside a call that got out otherwise than by being returned."""
+    """A value computed inside a call that left it other than by being returned."""
 
     call: int
 
 
 class Drawn(NamedTuple):
-    """A random number drawn in glue, by the line of source that draws it."""
+    """A random number drawn in glue, identified by the source line."""
 
     where: str
 
@@ -50,11 +50,11 @@ NOTHING: Sources = frozenset()
 
 
 class Ledger:
-    """The sources of every tensor that is alive."""
+    """The sources of every live tensor."""
 
     def __init__(self, module: nn.Module) -> None:
         self._sources = WeakTensorKeyDictionary()
-        #: The memory of what units returned. A weak reference keeps its number from being given to another.
+        #: The storages of what units returned. The weak reference keeps a storage's id from being reused.
         self._homes: dict[int, tuple[StorageWeakRef, Made]] = {}
         for name, each in chain(module.named_buffers(), module.named_parameters()):
             self._sources[each] = frozenset([HeldTensor(name)])
@@ -67,23 +67,23 @@ class Ledger:
         return NOTHING.union(*(self.of(tensor) for tensor in tensors))
 
     def made_and_alive(self) -> Sources:
-        """What units have returned that some tensor which is there was computed from."""
+        """Return the outputs of units that any live tensor was computed from."""
         return frozenset(made for each in list(self._sources) for made in self.of(each) if isinstance(made, Made))
 
     def set(self, tensor: Tensor, sources: Sources) -> None:
         self._sources[tensor] = sources
 
     def set_made(self, tensor: Tensor, made: Made) -> None:
-        """A unit returned this tensor."""
+        """Record that a unit returned this tensor."""
         self._sources[tensor] = frozenset([made])
         if storage_of(tensor) != NO_STORAGE:
             reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._homes[storage_of(tensor)] = reference, made
 
     def write(self, written: Tensor, sources: Sources) -> Made | None:
-        """Something was written into a tensor: all that share its memory have these sources too.
+        """Record a write to a tensor: all tensors that share its storage get these sources too.
 
-        Returns what a unit had returned and is now overwritten, if that is what lay there.
+        Return the output of a unit that is now overwritten, if the storage held one.
         """
         place = storage_of(written)
         sharing = [each for each in self._sources if storage_of(each) == place]
@@ -93,7 +93,7 @@ class Ledger:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What identifies the memory that a tensor lies in."""
+    """Return an id of the tensor's storage."""
     if tensor.layout is not torch.strided or is_wrapped(tensor):
         return NO_STORAGE
     return storage_id(tensor.untyped_storage())

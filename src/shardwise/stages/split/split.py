@@ -51,7 +51,7 @@ def split(
     asked = SplitOptions(num_stages=num_stages, **options)
     units, flow, where = choose(module, example, asked, probe)
     parts = make_parts(module, units, flow, where)
-    # No call is lost, and none is made twice.
+    # No call is lost or duplicated.
     placed = list(chain.from_iterable(part.calls for part in parts))
     assert placed == list(range(len(flow.calls))), f"{len(flow.calls)} units were called, {len(placed)} are in stages"
     called = {call.unit: units[call.unit] for call in flow.calls}

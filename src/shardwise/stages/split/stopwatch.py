@@ -1,7 +1,7 @@
-"""What units take on the device at hand: each is run by itself, forward and backward, and timed.
+"""Time each unit by itself on this device, forward and backward.
 
-FLOPs say little of what an operation takes on a given processor: a head that makes 8,192 numbers of 512 runs at another
-rate than the layers before it. Where it matters, stages are cut by these seconds.
+FLOPs say little about the time of an operation on a given processor: a head from 512 to 8,192 channels runs at another
+rate than the layers before it. With `measure=True` stages are cut by these times.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,12 +19,12 @@ from shardwise.stages.split.switch import Inner, undisturbed
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import pytree
 
-# The shortest counts: whatever else happens on a machine makes a run longer, never shorter.
+# The shortest of these runs counts: other load on the machine makes a run longer, never shorter.
 _RUNS = 3
 
 
 class Stopwatch:
-    """Times calls of units, each once: a unit is asked for again whenever others are opened."""
+    """Times each call of a unit once: the same calls are asked for again each time another unit is opened."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -32,7 +32,7 @@ class Stopwatch:
         self._units: dict[str, nn.Module] = {}
 
     def time(self, module: nn.Module, units: dict[str, nn.Module], example: Batch, calls: Sequence[UnitCall]) -> None:
-        """Give each call its seconds. The module and its gradients are left as they were."""
+        """Set the seconds of each call. The module and its gradients are unchanged afterwards."""
         if has_meta(module):
             raise ShardwiseError(
                 "units are to be timed, but the module is on the meta device and has no weights to run with",
@@ -47,7 +47,7 @@ class Stopwatch:
             call.seconds = self._seconds[call.name]
 
     def call(self, unit: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A unit is called in a run: time it, if that is not known yet."""
+        """Run a unit, and time it first if its time is not known yet."""
         name = next(self._names)
         if name not in self._seconds:
             weights: list[Tensor] = [each for each in self._units[unit].parameters() if each.requires_grad]
@@ -56,7 +56,7 @@ class Stopwatch:
 
 
 def _seconds_of(inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tensor]) -> float:
-    """A forward and its backward, on copies of the arguments."""
+    """Time a forward and its backward on copies of the arguments."""
     copied_args, copied_kwargs = pytree.tree_map_only(Tensor, _copy, (args, kwargs))
     inputs = [each for each in pytree.tree_leaves((copied_args, copied_kwargs)) if isinstance(each, Tensor)]
     targets = [*(each for each in inputs if each.requires_grad), *weights]

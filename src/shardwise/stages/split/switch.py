@@ -74,7 +74,7 @@ class Switch:
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         self.local = threading.local()
-        #: The state before a run that leaves no trace.
+        #: The state before a run without side effects.
         self.noted: Noted | None = None
         self.gates: dict[str, Gate] = {}
         self.before = {name: get_compiled_call(unit) for name, unit in units.items()}
@@ -121,7 +121,7 @@ class Noted:
         self.state.restore()
         self.guard.restore()
         for slots, key, each, value in self._tensors:
-            slots[key] = each  # A forward may have put another there.
+            slots[key] = each  # A forward may have replaced it.
             if value is not each:
                 each.data.copy_(value)  # Through `data`, so that the version counter does not change.
 
@@ -134,13 +134,13 @@ def undisturbed(
     tells_writes: bool = False,
     noted: Noted | None = None,
 ) -> Iterator[Switch]:
-    """Yield a switch for runs that leave no trace: gates, tensors, attributes and generators are restored afterwards.
+    """Yield a switch for runs without side effects: gates, tensors, attributes and generators are restored afterwards.
 
     With `tells_writes` its guard records which parameters were written. `noted` is the snapshot of an earlier run
     without units, of the same module and `others`.
     """
     switch = Switch(units)
-    # Taken with the gates in place, so that they do not count as a trace.
+    # Taken with the gates in place, so that they do not count as changes.
     switch.noted = noted = noted or Noted(module, *others, tells_writes=tells_writes)
     try:
         with torch.random.fork_rng(noted.devices), torch.no_grad(), uncompiled(), noted.guard.guarding():

@@ -1,4 +1,4 @@
-"""Whose code it is, and which files a function of the user's own reads."""
+"""Tell user code from that of libraries, and find the user's files that a function reads."""
 
 import sys
 import threading
@@ -10,18 +10,18 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-#: Objects of these packages are not looked into: none of them belongs to one module.
+#: Objects of these packages are not searched: their state belongs to no single module.
 _NOT_THEIRS = frozenset({"torch", "shardwise", "numpy", "transformers", "triton", *sys.stdlib_module_names})
 #: Where packages are installed.
 _INSTALLED = ("site-packages", "dist-packages")
-#: Objects of Python's own that hold what a user puts there.
+#: Classes of the standard library that hold user data.
 SPACES = (
     SimpleNamespace, Namespace, threading.local, UserDict, UserList, WeakKeyDictionary, WeakValueDictionary,
 )  # fmt: skip
 
 
 def files_named(file: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A function's file, and others of the user's own that it reads something of: `import config`, `config.scale`."""
+    """Yield a function's file, and other files of the user that it reads: `import config`, `config.scale`."""
     waiting, seen = deque([("", file)]), {id(file)}
     while waiting:
         place, each = waiting.popleft()
@@ -34,13 +34,13 @@ def files_named(file: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[st
 
 
 def is_theirs(each: Any) -> bool:
-    """Whether a class or a function is of the user's own code, or of a package that knows no more of us."""
+    """Whether a class or a function is the user's, or of a package other than the known ones."""
     return _package_of(_module_of(each)) not in _NOT_THEIRS
 
 
 def is_own(each: Any) -> bool:
-    """Whether a class or a function is of a script and its files, and of no package that was installed: these hold
-    registries of all that they have, and nobody sets what is in them between two blocks."""
+    """Whether a class or a function is of a script or its files, and not of an installed package. Such packages have
+    large registries, and scripts do not set what is in them between two blocks."""
     return _is_own(_package_of(_module_of(each)))
 
 

@@ -1,4 +1,4 @@
-"""Which pieces of a module are units: the calls between which it may be cut.
+"""Find the units of a module: the calls between which it may be cut.
 
 A unit is a called module that holds weights or state: an embedding, one block, a norm, a head. The code around units is
 glue. It holds no weights, and every stage runs it.
@@ -6,7 +6,7 @@ glue. It holds no weights, and every stage runs it.
     module
     ├── embed        unit
     ├── rotary       glue: it has no weights, and the same inputs give the same output anywhere
-    ├── dropout      unit: it must be drawn once
+    ├── dropout      unit: its mask must be drawn once
     ├── layers       opened: a list of blocks
     │   ├── 0        unit
     │   └── 1        unit

@@ -1,4 +1,4 @@
-"""Parameters that a forward writes (a teacher that follows, weights that are clamped): kept as they were in trials."""
+"""Restore the parameters that a forward writes to (an EMA teacher, clamped weights) after a trial."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -11,16 +11,17 @@ from shardwise.errors import ShardwiseError
 from shardwise.stages.split.sources import storage_of
 from shardwise.torch_private import EagerDispatchMode, parameter_slots, schema_of, version_of
 
-#: Parameters of fewer bytes than this together are copied before a run: to look at its operations takes longer.
+#: Parameters with fewer bytes than this in total are copied before a run: that is faster than watching its operations.
 _FEW_BYTES = 2**24
 _STRIDED = torch.ops.aten.as_strided.default
 _COPIED_TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
 class Rewritten(NamedTuple):
-    """A parameter that a forward wrote: given other `memory`, or `in place`, or through `data`; and what it then had.
+    """A parameter that a forward wrote to, and the sum of its new values.
 
-    `in_glue`: outside of units. `settles`: through `data`, and what the next forward writes is the same again.
+    `how` is `memory` (its storage was replaced), `in place`, or `data` (written through `.data`). `in_glue`: written
+    outside units. `settles`: written through `.data`, and later forwards write the same values again.
     """
 
     how: str
@@ -30,15 +31,15 @@ class Rewritten(NamedTuple):
 
 
 class WriteGuard(EagerDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies a parameter before it is first written to, by whatever name, and puts it back at the end.
+    """Copies a parameter before the first write to its storage, and restores it at the end.
 
-    What is written through `parameter.data` counts as no version, but its memory is the parameter's. Where nobody asks
-    which were written (`tells` is false) and all are small, they are copied at once, and operations are not looked at.
+    A write through `parameter.data` does not change the version counter, so writes are found by storage. If it does not
+    matter which were written (`tells` is false) and all are small, all are copied at once, without watching operations.
     """
 
     def __init__(self, module: nn.Module, *, tells: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        #: Every parameter, as it lies in memory now.
+        #: Every parameter, with its current data and version.
         self._homes = {name: (each, each.data, version_of(each)) for name, each in _parameters(module)}
         self._places = {name: storage_of(home) for name, (_, home, _) in self._homes.items()}
         self._names: dict[int, list[str]] = {}
@@ -52,7 +53,7 @@ class WriteGuard(EagerDispatchMode):  # type: ignore[no-untyped-call]
             self._copies = {name: home.clone() for name, (_, home, _) in self._homes.items()}
 
     def guarding(self) -> AbstractContextManager[Any]:
-        """Where the run is."""
+        """Return the context for the run."""
         return self if self._looks else nullcontext()
 
     def _are_few(self) -> bool:
@@ -79,7 +80,7 @@ class WriteGuard(EagerDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _check_offset(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a place in memory that is counted from its beginning: an engine has other parameters there."""
+        """Refuse an offset from the start of the storage: in an engine, parameters share one storage."""
         offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
         names = self._names.get(storage_of(args[0]), ())
         if offset is not None and names:
@@ -98,7 +99,7 @@ class WriteGuard(EagerDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def written(self) -> dict[str, Rewritten]:
-        """Those that were written until now."""
+        """The parameters written so far."""
         assert self._looks, "whoever asks which were written says so before the run"
         found = {}
         for name, (parameter, _, version) in self._homes.items():
@@ -110,25 +111,25 @@ class WriteGuard(EagerDispatchMode):  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back what was there."""
+        """Restore all parameters."""
         for name, (parameter, home, _) in self._homes.items():
             if not self._is_at_home(name, parameter, home):
                 parameter.data = home
         for name, value in self._copies.items():
-            # Through `data`: that it was put back does not count as written.
+            # Through `data`, so that the version counter does not change.
             home = self._homes[name][1]
             if self._looks or not torch.equal(home, value):
                 home.copy_(value)
 
     def _is_at_home(self, name: str, parameter: Tensor, home: Tensor) -> bool:
-        # Plain ones by their address, which takes a quarter as long. Nothing else is there as long as `home` lives.
+        # Comparing addresses takes a quarter of the time. `home` is alive, so no other tensor can have its address.
         if not self._looks:
             return parameter.data_ptr() == home.data_ptr()
         return storage_of(parameter) == self._places[name]
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All but those of embeddings that are shortened to a norm, of which is known that they are written."""
+    """Yield all parameters except those of modules with `max_norm`, which are known to be written to."""
     for prefix, owner in module.named_modules():
         if getattr(owner, "max_norm", None) is None:
             for key, each in parameter_slots(owner).items():

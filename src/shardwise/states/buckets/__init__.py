@@ -1,1 +1,1 @@
-"""Replicas of a pipeline: gradients summed, and weights, gradients and optimizer states shared out (ZeRO)."""
+"""Replicas of a pipeline: reduce gradients, and shard weights, gradients and optimizer state (ZeRO)."""

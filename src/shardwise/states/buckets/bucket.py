@@ -76,22 +76,22 @@ class Bucket:
         self.key, self.layout, self.weights, self.gradients = key, spec.layout, weights, gradients
         self._exchange, self._channel = spec.exchange, spec.channel + OTHER_TRANSFERS
         self.updates_whole = updates_whole
-        #: Whether who uses the weights waits for their update, and not the step.
+        #: Whether users of the weights wait for their update, rather than the end of the step.
         self.is_renewed_late = updates_late and updates_whole and not self.is_offloaded and gradients is not None
         self.sharing = Group() if updates_whole else key.replicas.shard
         self.master = self._follower.float() if master and gradients is not None else None
         self.pieces = [self._piece(span) for span in self.updated(self.sharing.rank)] if gradients is not None else []
-        #: Whether its parameters have places in it all the while: two versions of weights change theirs.
+        #: Whether its parameters always point into it: with two versions of the weights they do not.
         self._has_places = spec.parameter_of is None and not (isinstance(gradients, LocalGradients) and not master)
-        #: How often each parameter had been written to from outside, when it was last looked at.
+        #: The version counter of each parameter when it was last checked for writes from outside.
         self._versions = [version_of(each) for each in weights.parameters]
-        #: What a step's gradients are multiplied with, where that is done when they are used.
+        #: The factor on a step's gradients, if it is applied when they are used.
         self.factor = 1.0
-        #: Whether a step has a gradient for each piece, where gradients live on the host.
+        #: Whether a step has a gradient for each piece, if gradients live on the host.
         self.gives = [False] * len(self.pieces)
-        #: Whether it lives on the host, and is updated in the backward: then its gradients are on the device still.
+        #: Whether it lives on the host and is updated in the backward: then its gradients are still on the device.
         self.hands_over = False
-        #: How many of its pieces were updated in this step, where it lives on the host.
+        #: The number of its pieces updated in this step, if it lives on the host.
         self.num_updated = 0
 
     @property
@@ -101,31 +101,31 @@ class Bucket:
 
     @property
     def host_weights(self) -> OffloadedWeights:
-        """The weights, of a bucket that lives on the host."""
+        """The weights of a bucket that lives on the host."""
         assert isinstance(self.weights, OffloadedWeights), "it lives on the host"
         return self.weights
 
     @property
     def host_gradients(self) -> HostGradients:
-        """What is on the host of its gradients."""
+        """The part of its gradients on the host."""
         assert isinstance(self.gradients, OffloadedGradients), "its gradients live there too"
         return self.gradients.host
 
     def updated(self, rank: int) -> list[Span]:
-        """What a rank of those that share the updating updates."""
+        """Return the spans that a rank updates."""
         if self.updates_whole:
             return [Span(slot, 0, slot.shape.numel(), slot.start) for slot in self.layout.slots]
         return self.layout.spans(rank)
 
     @property
     def stays_for_update(self) -> bool:
-        """Whether its weights are updated where the backward has had them, before they go home."""
+        """Whether its weights are updated on the device after their backward, before they go back to the host."""
         weights, is_alone = self.weights, self.key.replicas.count == 1
         return self.hands_over and isinstance(weights, OffloadedWhole) and weights.master is None and is_alone
 
     @property
     def kept(self) -> Tensor:
-        """What this rank updates, in the optimizer's precision: the newest, where it lives."""
+        """The newest values of what this rank updates, in the optimizer's precision, where they live."""
         if isinstance(self.weights, OffloadedWeights):
             self.weights.settle()
             if self.weights.master is not None:
@@ -144,7 +144,7 @@ class Bucket:
 
     @property
     def trained(self) -> AnyGradients:
-        """The gradients, of a bucket that has some."""
+        """The gradients of a bucket that has some."""
         assert self.gradients is not None, "frozen parameters have no gradient"
         return self.gradients
 
@@ -158,7 +158,7 @@ class Bucket:
 
     @property
     def local(self) -> LocalGradients | None:
-        """The gradients, where each stays where autograd has put it."""
+        """The gradients if each stays where autograd put it; otherwise None."""
         return self.gradients if isinstance(self.gradients, LocalGradients) else None
 
     def _piece(self, span: Span) -> Piece:
@@ -180,13 +180,13 @@ class Bucket:
 
     @property
     def given(self) -> Tensor:
-        """The gradients as an optimizer was given them, on the device."""
+        """The gradients on the device, as the optimizer received them."""
         result = self.result
         return multiply(result.to(self.key.device, copy=True), self.factor) if self.is_offloaded else result
 
     @torch.no_grad()
     def give(self, used: list[bool]) -> None:
-        """Give each piece its gradient. One that no replica used gets none, as on one device."""
+        """Give each piece its gradient. A piece that no replica used gets none, as on one device."""
         if self.is_offloaded:
             self.gives, self.num_updated = [used[piece.number] for piece in self.pieces], 0
             return
@@ -202,7 +202,7 @@ class Bucket:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """The pieces have been updated: the weights follow, on this rank and, if it has a share only, on the others."""
+        """Bring updated pieces back to the weights of this rank and, if it has only a shard, of the others."""
         if isinstance(self.weights, OffloadedWeights):
             self.weights.is_renewed([])
         elif self.master is not None:
@@ -213,7 +213,7 @@ class Bucket:
             self.weights.expire()
 
     def gather(self, own: Tensor) -> Tensor:
-        """All numbers of the bucket, from those of which each replica updates some."""
+        """Return all elements of the bucket, gathered from the replicas' pieces."""
         if self.updates_whole:
             return own
         whole = own.new_empty(self.layout.length)
@@ -222,7 +222,7 @@ class Bucket:
 
     @property
     def is_touched(self) -> bool:
-        """Whether somebody has written to the module's parameters in a way that the optimizer would not see."""
+        """Whether the module's parameters were written to in a way that the optimizer would not see."""
         if self.weights.is_sharded or self.is_offloaded or not self._has_places:
             return False
         if self.master is not None and self._versions != [version_of(each) for each in self.weights.parameters]:
@@ -231,7 +231,7 @@ class Bucket:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Take over what was written to the module's parameters from outside, and have them look in here again."""
+        """Take over writes to the module's parameters from outside, and make them point into the bucket again."""
         if self.weights.is_sharded or self.is_offloaded or not self._has_places:
             return
         self.weights.show()
@@ -247,7 +247,7 @@ class Bucket:
 
     @torch.no_grad()
     def load(self, slot: Slot, whole: Tensor) -> None:
-        """Take a parameter's numbers from its whole; `take_back` brings them to the other ranks."""
+        """Load a parameter's values from the whole; `take_back` sends them to the other ranks."""
         flat = whole.detach().reshape(-1).to(self.kept.device)
         for span in self.updated(self.sharing.rank):
             if span.slot == slot:

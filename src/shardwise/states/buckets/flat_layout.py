@@ -1,11 +1,11 @@
-"""How parameters lie one after the other in a bucket, and which numbers of them each rank keeps.
+"""The layout of parameters in a bucket, one after the other, and which elements each rank keeps.
 
     bucket of 3 parameters, 4 ranks         | a a a a a | b b b | c c c c c c c · |
     what each rank keeps of it              | 0       | 1       | 2     | 3       |
 
-A bucket is one run of memory, so that one transfer moves all of it and no number is copied for that. Its pieces are cut
-without regard to parameters: every rank keeps the same number of bytes, however odd the shapes are. Padding (the dot)
-is zero for ever, and no piece has a part of it.
+A bucket is contiguous, so that one transfer moves all of it without a copy. It is cut without regard to parameters:
+every rank keeps the same number of bytes, however odd the shapes are. Padding (the dot) is always zero, and no piece
+includes it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ from shardwise.ranks.exchange import Exchange
 from shardwise.ranks.mesh import Replicas
 from shardwise.states.tiers.packing import pack
 
-# Parameters begin where the fastest matrix kernels want them to. Not further apart: padding is sent between ranks too.
+# The alignment that the fastest matrix kernels need. No larger: padding is sent between ranks too.
 _ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a parameter lies in its bucket, in numbers from the beginning."""
+    """The place of a parameter in its bucket, in elements from the start."""
 
     name: str
     shape: torch.Size
@@ -37,7 +37,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a parameter: the numbers from `start` to `stop` of it, flattened, which begin at `at` of a shard."""
+    """A part of a parameter: elements `start` to `stop`, flattened, which begin at `at` of a shard."""
 
     slot: Slot
     start: int
@@ -51,7 +51,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """The parameters of a bucket, shared out over `num_ranks`. `length` is with padding, and divides by them."""
+    """The parameters of a bucket, sharded over `num_ranks`. `length` includes padding, and divides by the ranks."""
 
     slots: tuple[Slot, ...]
     length: int
@@ -68,7 +68,7 @@ class FlatLayout:
         return self.length // self.num_ranks
 
     def spans(self, rank: int) -> list[Span]:
-        """What a rank keeps, parameter by parameter."""
+        """Return what a rank keeps, parameter by parameter."""
         first = rank * self.shard_length
         found = []
         for slot in self.slots:
@@ -80,10 +80,10 @@ class FlatLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BucketSpec:
-    """What the weights and the gradients of a bucket are both made from.
+    """The common arguments of a bucket's weights and gradients.
 
-    `channel` is the first of the bucket's channels of the exchange. `parameter_of(name, step)` is what a step's
-    gradients are added to, where weights have two versions and so two steps are under way at a time.
+    `channel` is the first of the bucket's channels of the exchange. `parameter_of(name, step)` is the parameter to
+    which a step's gradients are added, if weights have two versions, so that two steps are in progress at a time.
     """
 
     layout: FlatLayout

@@ -28,7 +28,7 @@ from shardwise.states.buckets.flat_layout import BucketSpec
 
 
 def sum_over(flat: Tensor, replicas: Replicas, exchange: Exchange, channel: int) -> list[Ticket]:
-    """Begin to make `flat` the sum over all replicas; the last ticket is that of the result."""
+    """Start to sum `flat` over all replicas; the last ticket is that of the result."""
     if replicas.copies.size == 1:
         return [exchange.sum_to_all(flat, replicas.shard, channel)]
     return [
@@ -38,9 +38,9 @@ def sum_over(flat: Tensor, replicas: Replicas, exchange: Exchange, channel: int)
 
 
 class Gradients:
-    """What all ways have alike: which parameters had a gradient in a step, and what is being summed of it.
+    """The common part of all kinds: which parameters had a gradient in a step, and which sums are in progress.
 
-    Without versions of the weights there is one step at a time, of number 0.
+    Without versions of the weights there is one step at a time, with number 0.
     """
 
     def __init__(self, spec: BucketSpec) -> None:
@@ -50,28 +50,28 @@ class Gradients:
         self._used: dict[int, list[bool]] = {}
         self._under_way: defaultdict[int, list[Ticket]] = defaultdict(list)
         self._missing: set[int] = set()
-        #: Given what this rank alone has added up of a step, or of a backward, before it is summed with others'.
+        #: Called with this rank's own gradients of a step, or of a backward, before they are summed with others'.
         self.look: Callable[[Tensor], None] | None = None
         self.expect()
 
     def begin(self) -> None:
-        """Forget the last step's."""
+        """Drop the gradients of the last step."""
         for parameter in self.parameters:
             parameter.grad = None
-        if self._parameter_of is None:  # Else another step is under way.
+        if self._parameter_of is None:  # Otherwise another step is in progress.
             self._used.clear()
             self._under_way.clear()
         self.expect()
 
     def expect(self) -> None:
-        """From now on every gradient is awaited once."""
+        """Expect every gradient once from now on."""
         self._missing = set(range(len(self.parameters)))
 
     def fetch(self) -> None:
-        """Have come what the next backward adds to: it is here."""
+        """Bring what the next backward accumulates into to the device; nothing to do here."""
 
     def arrive(self, number: int) -> bool:
-        """The gradient of a parameter has been added to. Returns whether it was the last that was awaited."""
+        """Record that a gradient was accumulated. Return whether it was the last one expected."""
         was_missing = number in self._missing
         self._missing.discard(number)
         self.used_in(0)[number] = True
@@ -82,29 +82,29 @@ class Gradients:
         return self._used.setdefault(step, [False] * len(self.parameters))
 
     def pop_used(self, step: int) -> list[bool]:
-        """The same of a step that is finished, whose number the next one may have."""
+        """Return and forget which parameters had a gradient in a finished step: the next may reuse its number."""
         return self._used.pop(step, [False] * len(self.parameters))
 
     def start(self, step: int = 0) -> None:
-        """All gradients of a step, or of a backward, have been added: begin to sum them. Local ones are not."""
+        """Start to sum the gradients of a step, or of a backward, once all are there. Local ones are not summed."""
 
     def has_passed(self) -> bool:
-        """A backward that is not the last of a step has added all its gradients; whether any have left."""
+        """Handle a backward that is not the last of a step; return whether any gradients left the device."""
         return False
 
     def hand_over(self, *, keeps: bool) -> None:  # noqa: ARG002 - they stay in any case
-        """Have the sum here, to be updated with in the backward."""
+        """Make the sum available on the device, for an update in the backward."""
         self.finish(0)
 
     def finish(self, step: int) -> None:
-        """Let the sum of a step be the result."""
+        """Make the sum of a step the result."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Have sums that were begun go where they live: they are there already."""
+        """Send sums in progress to where they live; they are there already."""
 
     def wait(self, step: int = 0) -> None:
-        """Wait until all sums of a step are there."""
+        """Wait for all sums of a step."""
         for ticket in self._under_way.pop(step, ()):
             ticket.wait()
 
@@ -114,23 +114,23 @@ class Gradients:
         raise NotImplementedError
 
     def _piece(self, flat: Tensor) -> Tensor:
-        """This rank's piece of a run of memory that replicas share."""
+        """Return this rank's piece of memory that replicas share."""
         return flat.view(self.replicas.shard.size, -1)[self.replicas.shard.rank]
 
     def _targets(self, step: int) -> list[nn.Parameter]:
-        """What the gradients of a step were added to."""
+        """Return the parameters to which the gradients of a step were added."""
         if self._parameter_of is None:
             return self.parameters
         return [self._parameter_of(slot.name, step) for slot in self.layout.slots]
 
 
 class WholeGradients(Gradients):
-    """Held whole on every rank until the step (zero 0 and 1). `to_all`: every rank has the whole sum then."""
+    """Kept whole on every rank until the step (zero 0 and 1). `to_all`: then every rank has the whole sum."""
 
     def __init__(self, spec: BucketSpec, *, to_all: bool) -> None:
         super().__init__(spec)
         self._to_all = to_all
-        # By step, of those under way. Then the one of the result, and those that nobody has.
+        # Memory by step, for steps in progress; then that of the result, and spare ones.
         self._flats: dict[int, Tensor] = {}
         self._result: list[Tensor] = []
         self._spare: list[Tensor] = []
@@ -144,7 +144,7 @@ class WholeGradients(Gradients):
             self._flats.clear()
 
     def flat(self, step: int) -> Tensor:
-        """The gradients of a step. Nothing is said of the numbers of those that have not arrived."""
+        """Return the gradients of a step. The values of gradients that have not arrived are undefined."""
         if step not in self._flats:
             self._flats[step] = self._spare.pop() if self._spare else self._make()
         return self._flats[step]
@@ -168,7 +168,7 @@ class WholeGradients(Gradients):
         parameter.grad = place
 
     def start(self, step: int = 0) -> None:
-        """All gradients of a step have been added: begin to sum them over the replicas."""
+        """Start to sum the gradients of a step over the replicas, once all are there."""
         for number, given in enumerate(self._targets(step)):
             self._take(number, given, step)
         flat, shard, copies = self.flat(step), self.replicas.shard, self.replicas.copies
@@ -183,7 +183,7 @@ class WholeGradients(Gradients):
             ]
 
     def finish(self, step: int) -> None:
-        """Let the sum of a step be the result."""
+        """Make the sum of a step the result."""
         self.wait(step)
         self._spare += self._result
         self._result = [self._flats.pop(step)]
@@ -243,7 +243,7 @@ class ScatteredGradients(Gradients):
         parameter.grad = None
 
     def start(self, step: int = 0) -> None:  # noqa: ARG002 - there is one version of the weights
-        """A backward has added all its gradients: begin to sum them, and to add this rank's piece to its shard."""
+        """Start to sum the gradients of a backward, and to add this rank's piece to its shard."""
         for number in range(len(self.parameters)):
             self._take(number)
         lent, self._lent = self._lent, None
@@ -256,7 +256,7 @@ class ScatteredGradients(Gradients):
         self._is_begun = True
 
     def _sum(self, lent: Tensor, *, is_first: bool) -> None:
-        """Begin to sum what is in memory that was lent, and to add this rank's piece to its shard."""
+        """Start to sum a borrowed buffer, and to add this rank's piece to its shard."""
 
         def add() -> None:
             own = self._piece(lent)
@@ -266,7 +266,7 @@ class ScatteredGradients(Gradients):
         self._under_way[0].append(self._exchange.sum_to_shards(lent, self.replicas.shard, self._channel, add))
 
     def _fill_gaps(self, lent: Tensor) -> None:
-        """Zeros between parameters: memory that was lent before has anything there."""
+        """Write zeros between parameters: a borrowed buffer has old values there."""
         ends = [0, *(slot.stop for slot in self.layout.slots)]
         starts = [*(slot.start for slot in self.layout.slots), self.layout.length]
         for end, start in zip(ends, starts, strict=True):
@@ -274,7 +274,7 @@ class ScatteredGradients(Gradients):
                 lent[end:start] = 0
 
     def finish(self, step: int) -> None:  # noqa: ARG002 - there is one version of the weights
-        """Let the sum of a step be the result: over the copies too, now that it is complete."""
+        """Make the sum of a step the result, summed over the copies too, now that it is complete."""
         if not self._is_begun:
             self._shard.zero_()
         copies = self.replicas.copies
@@ -291,23 +291,23 @@ class ScatteredGradients(Gradients):
 
 
 class LocalGradients(Gradients):
-    """Those of parameters that one replica alone has. Each stays where autograd has put it.
+    """The gradients of parameters that only one replica has. Each stays where autograd put it.
 
-    What tied stages on several ranks share is summed tensor by tensor, begun as soon as a rank has its part. Where
+    Gradients of tied stages on several ranks are summed tensor by tensor, starting as soon as a rank has its part. If
     weights have two versions, gradients are moved to the module's own parameters before the step is taken
-    (`execution/weight_stash.py`), and are theirs from then on.
+    (`execution/weight_stash.py`), and stay there.
     """
 
     def __init__(self, spec: BucketSpec) -> None:
         super().__init__(spec)
-        #: Of a step, on how many stages of a tie each was used.
+        #: By step, the number of stages of a tie on which each was used.
         self._flags: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def start_sum(self, group: Group, step: int) -> None:
-        """Begin to sum them over the stages of a tie. A rank that used one nowhere still takes part in its sum.
+        """Start to sum them over the stages of a tie. A rank without a gradient still takes part in the sum.
 
-        Behind them goes a flag for each: what no stage used has no gradient, as on one device.
+        A flag for each is sent after them: a parameter that no stage used has no gradient, as on one device.
         """
         if step in self._under_way:
             return
@@ -321,7 +321,7 @@ class LocalGradients(Gradients):
         self._flags[step] = flags
 
     def finish(self, step: int) -> None:
-        """All gradients of a step have been added: let them, or their sums, be the result."""
+        """Make the gradients of a step, or their sums, the result."""
         self.wait(step)
         targets, flags = self._targets(step), self._flags.pop(step, None)
         if flags is not None:
@@ -335,12 +335,12 @@ class LocalGradients(Gradients):
             self._used[step] = [each.grad is not None for each in targets]
 
     def find(self, number: int) -> Tensor | None:
-        """The gradient of a parameter, if it has one."""
+        """Return the gradient of a parameter, if it has one."""
         return self.parameters[number].grad
 
     @property
     def found(self) -> list[Tensor]:
-        """Those that are there."""
+        """Return the gradients that exist."""
         return [each.grad for each in self.parameters if each.grad is not None]
 
     @property

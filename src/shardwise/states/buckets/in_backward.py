@@ -1,24 +1,24 @@
-"""Buckets while a backward goes on: those that live on the host come and go, and those that are final are updated.
+"""Buckets during a backward: those on the host are copied in and out, and those with final gradients are updated.
 
-What gradients of a bucket on the host are added to comes ahead, and goes when it is full:
+The accumulated gradients of a bucket on the host are prefetched, and leave when the bucket is full:
 
     compute    backward of bucket 2 | of 1 | of 0
-    in         1                      0                 what the next one's gradients are added to
+    in         1                      0                 what the next one's gradients are accumulated into
     sums       2                      1      0
-    out                               2      1 ...      of a sum that is there, when the next has begun
+    out                               2      1 ...      once the sum is complete and the next has started
 
-Where the state of their optimizer is on the host, buckets are updated while the last backwards of a step go on:
+If optimizer state is on the host, buckets are updated during the last backwards of a step:
 
     backward      of 3 | of 2     | of 1     | of 0     |
     sums               | 3        | 2        | 1        | 0
     updates                       | 3        | 2        | 1 ...
 
-A bucket's gradients are final when its sum over the replicas is there, which is begun when its last backward is done.
-Nobody waits for a sum that was only just begun: a bucket is looked at when one or two after it have begun theirs, or
-at once where there are no other replicas.
+A bucket's gradients are final when its sum over the replicas is complete. The sum starts after its last backward. A sum
+that has only just started is not waited for: a bucket is checked when one or two later ones have started theirs, or at
+once if there are no other replicas.
 
-All replicas must move numbers in one order, and these updates do not happen in one order. So nothing is moved for them:
-what is not complete by itself is left to the end of the step, and so is the gathering of new weights.
+All replicas must communicate in the same order, and the order of these updates may differ. So they do not communicate:
+what is not complete locally is left to the end of the step, and so is gathering new weights.
 """
 
 import itertools
@@ -32,7 +32,7 @@ from shardwise.states.buckets.offloaded_gradients import OffloadedWholeGradients
 from shardwise.states.buckets.offloaded_weights import OffloadedWhole
 from shardwise.states.tiers.host_states import HostStates
 
-#: How many sums may be under way before the oldest goes to the host; and behind one that is waited for.
+#: How many sums may be in progress before the oldest goes to the host; and after one that is waited for.
 _SUMS_ON_THE_DEVICE, _BEHIND = 1, 1
 
 
@@ -44,20 +44,20 @@ class OffloadedBackward:
         self._first = {stage: each for each in reversed(order) for stage in each.key.stages}
         self._next = {one: after for one, after in itertools.pairwise(order) if one.key.stages == after.key.stages}
         self._summed: deque[Bucket] = deque()
-        #: Those that this backward is done with. A unit's gradients arrive in an order of their own.
+        #: Those that this backward is done with. A unit's gradients arrive in any order.
         self._over: set[Bucket] = set()
 
     def begin_step(self) -> None:
-        """Nothing is under way."""
+        """Reset at the start of a step."""
         self._summed.clear()
 
     def begin(self, stage: int) -> None:
-        """A stage's backward begins."""
+        """Start a stage's backward."""
         self._over.clear()
         self._fetch(self._first.get(stage))
 
     def started(self, bucket: Bucket) -> None:
-        """The sum of a bucket has begun: its unit's backward is done."""
+        """Handle a bucket whose sum has started, after its unit's backward."""
         if bucket.is_offloaded:
             self._is_over(bucket)
             self._summed.append(bucket)
@@ -65,19 +65,19 @@ class OffloadedBackward:
                 self._summed.popleft().trained.settle()
 
     def passed(self, bucket: Bucket) -> None:
-        """A backward has added to a bucket that is not summed yet."""
+        """Handle a bucket that a backward has added to, and that is not summed yet."""
         if bucket.trained.has_passed():
             self._is_over(bucket)
 
     def _is_over(self, bucket: Bucket) -> None:
-        """A unit's backward is done with what lives on the host, unless it is there for a whole stage."""
+        """Release the weights of a bucket after its unit's backward, unless they are here for a whole stage."""
         if isinstance(bucket.weights, OffloadedWhole):
             bucket.weights.leave()
         self._over.add(bucket)
         self._fetch(self._next.get(bucket))
 
     def _fetch(self, bucket: Bucket | None) -> None:
-        """Have come what gradients are added to, of the bucket whose turn is next."""
+        """Prefetch the accumulated gradients of the next bucket."""
         while bucket is not None and bucket in self._over:
             bucket = self._next.get(bucket)
         if bucket is not None:
@@ -87,31 +87,31 @@ class OffloadedBackward:
 class OptimizerInBackward:
     """The buckets of one rank that are updated early.
 
-    `find_scale` says what the gradients of a step are multiplied with, as soon as that is known.
+    `find_scale` returns the factor on the gradients of a step, as soon as it is known.
     """
 
     def __init__(self, states: HostStates, find_scale: Callable[[], float | None]) -> None:
         self._states, self._find_scale = states, find_scale
         self._begun: deque[Bucket] = deque()
         self._scale: float | None = None
-        #: Whether gradients that would live on the host are to be there after the step.
+        #: Whether gradients of buckets on the host are to be kept after the step.
         self.keeps_gradients = False
-        #: Those of this step whose gradients have been given to their optimizers.
+        #: The buckets whose gradients were given to their optimizers in this step.
         self.done: set[Bucket] = set()
 
     def begin_step(self) -> None:
-        """Nothing is final yet."""
+        """Reset at the start of a step."""
         self._begun.clear()
         self.done.clear()
         self._scale = None
 
     def look(self) -> None:
-        """Ask for the scale, if it is not known: ranks only know of each other's losses if all of them ask in time."""
+        """Ask for the scale if it is unknown: ranks learn each other's losses only if all of them ask in time."""
         if self._scale is None:
             self._scale = self._find_scale()
 
     def begun(self, bucket: Bucket) -> None:
-        """The last sum of a bucket in this step has begun."""
+        """Handle a bucket whose last sum of this step has started."""
         if not (_is_complete_by_itself(bucket) and all(bucket.trained.used_in(0))):
             return
         self._begun.append(bucket)
@@ -135,7 +135,7 @@ def _is_complete_by_itself(bucket: Bucket) -> bool:
     key = bucket.key
     if key.tie is not None or key.is_partial or len(key.stages) > 1:
         return False
-    # Shards that have copies are summed over them at the end.
+    # Shards with copies are summed over them at the end.
     return not (isinstance(bucket.gradients, ScatteredGradients) and key.replicas.copies.size > 1)
 
 

@@ -1,9 +1,9 @@
-"""From the stages of a rank to its buckets.
+"""Make the buckets of a rank from its stages.
 
-Only those parameters share a bucket that are alike in all that happens to it as a whole: the stages that use them, the
-ranks that hold them too, their type. They stand in it in the reverse of the order in which a module names them, which
-is about the order in which a backward is done with them; and a bucket is no larger than it must be for its transfer to
-be worth while, so that the first can be on its way while the others fill.
+Parameters share a bucket only if everything that happens to a bucket as a whole is the same for them: the stages that
+use them, the ranks that hold them, their dtype. They are in the reverse of the module's order, which is about the order
+in which a backward finishes them. A bucket is only as large as an efficient transfer needs, so that the first can be
+sent while the others fill.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,24 +26,24 @@ from shardwise.states.buckets.ties import Tie
 from shardwise.states.buckets.weights import Weights
 from shardwise.states.tiers.choose_offloaded import choose_fraction
 
-#: A byte of a sum costs more in small buckets, between CPU processes; but the last bucket of a backward has nothing
-#: left to hide behind.
+#: Between CPU processes a byte costs more in small buckets; but the sum of the last bucket of a backward cannot overlap
+#: with anything.
 BUCKET_BYTES = 16 * 2**20
 _HALVES = (torch.bfloat16, torch.float16)
 
-#: The units that use a parameter, by its id, where nothing else does.
+#: The units that use a parameter, by its id, if nothing else uses it.
 Users = Mapping[int, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroConfig:
-    """How much of the state of a model is shared out over its replicas.
+    """How much of the model state is sharded over its replicas.
 
-    `zero` is the ZeRO stage. With `masters` optimizers work on master weights in full precision of parameters that are
-    of 16 bits. `layerwise`: with zero=3, weights are gathered unit by unit and not stage by stage. `offloaded` is the
-    part of what units have that lives on the host, with its gradients. `updates_late`: optimizer state is on the host,
-    and updates of weights that every rank updates whole may run on under the next forward. `local`: there is one
-    replica, and gradients stay where autograd puts them.
+    `zero` is the ZeRO stage. With `masters` optimizers work on fp32 master weights of 16-bit parameters. `layerwise`:
+    with zero=3, weights are gathered unit by unit, not stage by stage. `offloaded` is the share of the units' weights
+    that lives on the host, with its gradients. `updates_late`: optimizer state is on the host, and updates of weights
+    that every rank updates whole may overlap with the next forward. `local`: there is one replica, and gradients stay
+    where autograd puts them.
     """
 
     zero: int = 0
@@ -64,9 +64,9 @@ class ZeroConfig:
 class HeldStages:
     """The stages of one process, by their numbers in the schedule.
 
-    `ranks` are the ranks of the pipeline that it runs: one, or all of them. `module` is needed where weights are
-    gathered unit by unit. `parameter_of(name, step)` says where a step's gradients are, where there are several
-    versions of the weights.
+    `ranks` are the ranks of the pipeline that it runs: one, or all of them. `module` is needed if weights are gathered
+    unit by unit. `parameter_of(name, step)` returns where a step's gradients are, if there are several versions of the
+    weights.
     """
 
     stages: Mapping[int, Stage]
@@ -81,18 +81,18 @@ class HeldStages:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are; without any, the process's part in sums is of no numbers."""
+        """The device of the parameters; without any, sums of this process are empty."""
         devices = (each.device for each in self.parameters.values())
         return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterOwners:
-    """What is known of parameters by their names: who else holds them, or other parts of them.
+    """Which other ranks hold each parameter, or other parts of it, by name.
 
-    `replicas_of` says which ranks hold one too, `ties` which of them stages on other ranks share, `tensor` how they lie
-    on tensor parallel ranks. `joining` makes whole parameters where ranks of tp or ep have parts, and `apart` are those
-    that ranks of ep have.
+    `replicas_of` returns the ranks that hold one too, `ties` are those shared by stages on other ranks, `tensor` is how
+    they are sharded over tensor parallel ranks. `joining` assembles whole parameters if ranks of tp or ep have parts,
+    and `apart` are the parameters of which ranks of ep have parts.
     """
 
     replicas_of: Callable[[str], Replicas]
@@ -104,18 +104,18 @@ class ParameterOwners:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Members:
-    """A bucket to be: its parameters by their original names."""
+    """A bucket to be made: its parameters by their original names."""
 
     key: BucketKey
     parameters: Mapping[str, nn.Parameter]
 
     @property
     def nbytes(self) -> int:
-        """What they take on every rank that has them whole."""
+        """The bytes on every rank that has them whole."""
         return sum(each.nbytes for each in self.parameters.values())
 
     def can_offload(self, users: Users) -> bool:
-        """Whether it can live on the host: what nobody adds gradients to later, and only units use."""
+        """Whether it can live on the host: no gradients are added to it later, and only units use it."""
         is_own = self.key.tie is None and not self.key.is_partial and len(self.key.stages) == 1
         return is_own and all(id(each) in users for each in self.parameters.values())
 
@@ -123,14 +123,14 @@ class _Members:
 def make_buckets(
     held: HeldStages, owners: ParameterOwners, sharing: ZeroConfig, users: Users, exchange: Exchange
 ) -> list[Bucket]:
-    """Move the parameters of this rank's stages into buckets. Frozen ones only where weights are not always here."""
+    """Move the parameters of this rank's stages into buckets. Frozen ones only if weights are not always here."""
     is_layered = sharing.zero == 3 and sharing.layerwise
     partial = owners.tensor.partial if owners.tensor is not None else frozenset()
 
     def key_of(name: str, parameter: nn.Parameter, stages: frozenset[int]) -> BucketKey:
         own = users.get(id(parameter), ())
         tie = next((at for at, each in enumerate(owners.ties) if each.group.size > 1 and name in each.names), None)
-        # Tied ranks have the same buckets, though their units differ.
+        # Tied ranks have the same buckets, although their units differ.
         in_units = is_layered and (tie is None or owners.ties[tie].is_copy)
         return BucketKey(
             stages=stages,
@@ -152,7 +152,7 @@ def make_buckets(
         for number, stage in held.stages.items()
     }
     pool = BufferPool()
-    # Where nothing is sent each parameter is by itself, in the memory that it has.
+    # If nothing is sent, each parameter keeps its own memory.
     most_bytes = 1 if sharing.local else sharing.bucket_bytes
     every = _share_out(wanted, key_of, None if is_layered else most_bytes)
     offloaded = _choose(every, users, sharing.offloaded) if sharing.offloaded else []
@@ -197,7 +197,7 @@ def _share_out(
 
 
 def _cut(names: Sequence[str], sizes: Sequence[int], most_bytes: int | None) -> list[list[str]]:
-    """Names in runs of about that many bytes, each of at least one."""
+    """Return runs of names of about this many bytes, each with at least one."""
     runs: list[list[str]] = [[]]
     held = 0
     for name, size in zip(names, sizes, strict=True):
@@ -210,7 +210,7 @@ def _cut(names: Sequence[str], sizes: Sequence[int], most_bytes: int | None) -> 
 
 
 def _choose(every: Sequence[_Members], users: Users, fraction: float) -> list[_Members]:
-    """The buckets that live on the host. One of several units goes with the first of them."""
+    """Return the buckets that live on the host. A bucket of several units goes with the first of them."""
     units: dict[str, list[_Members]] = {own[0]: [] for own in users.values()}
     for members in every:
         if members.can_offload(users):

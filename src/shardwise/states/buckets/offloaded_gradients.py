@@ -21,48 +21,48 @@ from shardwise.ranks.exchange import Ticket
 from shardwise.states.buckets.gradients import ScatteredGradients, WholeGradients
 from shardwise.states.tiers.copy_streams import CopyStreams
 
-#: Of this rank's piece of a sum, what a norm needs of it.
+#: Maps this rank's piece of a sum to the values that the norm needs.
 Measure = Callable[[Tensor], list[Tensor]]
 
 
 class HostGradients:
-    """What has gone to the host of the gradients of one step: `numbers` is where it is, after `sent`."""
+    """The gradients of one step that went to the host, in `numbers`; they are there after `sent`."""
 
     def __init__(self, length: int, like: Tensor, copies: CopyStreams, leaving: DeferredFree) -> None:
         self.numbers = copies.pinned((length,), like.dtype)
         self.sent: list[Event] = []
-        #: What was measured of the last that went.
+        #: The measurements of the last gradients sent.
         self.norms: list[Tensor] = []
         self.measure: Measure | None = None
         self._copies, self._leaving = copies, leaving
 
     def bring(self, into: Tensor) -> Event:
-        """Have it come."""
+        """Start to copy them to the device."""
         return self._copies.to_device(into, self.numbers, [*self.sent, *self._copies.computed()])
 
     def follow(self, event: Event) -> None:
-        """What is computed next is computed after a event."""
+        """Order later computation after an event."""
         self._copies.follow(event)
 
     def send(self, numbers: Tensor, at: slice, own: Tensor | None = None) -> None:
-        """Have numbers go home, which nobody else needs; `own` of them are this rank's piece of a sum."""
+        """Send values that are not needed here any more; `own` is this rank's piece of a sum in them."""
         if own is not None:
             self._note_norms(own)
         self._go(numbers, at, [])
 
     def add(self, more: Tensor) -> None:
-        """Have numbers added, on the device and beside the computation, to all that is there."""
+        """Add values, on the device and beside the computation, to everything that is there."""
         total = torch.empty_like(more)
         arrives = self.bring(total)
         added = self._copies.run_after(partial(self._add, total, more), [*self._copies.computed(), arrives])
         self._go(total, slice(0, len(total)), added, more)
 
     def is_read(self, events: Sequence[Event]) -> None:
-        """It was used, once these events are reached: what goes there next comes after them."""
+        """Record that they were read once these events are reached: later writes come after them."""
         self.sent = [*self.sent, *events]
 
     def wait(self) -> None:
-        """Have here what was sent."""
+        """Wait until everything sent has arrived."""
         for event in self.sent:
             event.wait()
 
@@ -84,7 +84,7 @@ class HostGradients:
 
 
 class OffloadedWholeGradients(WholeGradients):
-    """Those that are summed at the end of a step (zero 0 and 1)."""
+    """Gradients that are summed at the end of a step (zero 0 and 1)."""
 
     host: HostGradients
     here: Tensor | None = None
@@ -94,11 +94,11 @@ class OffloadedWholeGradients(WholeGradients):
 
     @property
     def home_length(self) -> int:
-        """How many numbers are on the host."""
+        """The number of elements on the host."""
         return self.layout.length
 
     def move_in(self, copies: CopyStreams, leaving: DeferredFree) -> None:
-        """Take the host's memory."""
+        """Allocate the host's memory."""
         self.host = HostGradients(self.home_length, self.parameters[0], copies, leaving)
 
     def begin(self) -> None:
@@ -111,7 +111,7 @@ class OffloadedWholeGradients(WholeGradients):
             self._arrives = self.host.bring(self._lent)
 
     def flat(self, step: int) -> Tensor:  # noqa: ARG002 - there is one version of the weights
-        """This backward's, on top of what went home before it in the step."""
+        """Return the gradients of this backward, accumulated into those that were sent earlier in the step."""
         self.fetch()
         if self._lent is None:
             self._lent = self._make()
@@ -132,7 +132,7 @@ class OffloadedWholeGradients(WholeGradients):
         parameter.grad = place
 
     def has_passed(self) -> bool:
-        """They go home, also those that nobody was told of."""
+        """Send them to the host, also those that were not announced."""
         told = [number for number, each in enumerate(self.parameters) if each.grad is not None]
         for number in told:
             self._take(number, self.parameters[number], 0)
@@ -149,7 +149,7 @@ class OffloadedWholeGradients(WholeGradients):
             parameter.grad = None
 
     def settle(self) -> None:
-        """Have the sum go home, of which zero=1 leaves a rank its piece."""
+        """Send the sum to the host; with zero=1, only this rank's piece."""
         self.wait()
         if self._lent is not None:
             lent, shard = self._let_go(), self.replicas.shard
@@ -158,7 +158,7 @@ class OffloadedWholeGradients(WholeGradients):
             self.host.send(lent[at], at, self._piece(lent))
 
     def hand_over(self, *, keeps: bool) -> None:
-        """Have the sum here, to be updated with; `keeps`: it goes home too."""
+        """Make the sum available here, for an update; `keeps`: send it to the host too."""
         self.wait()
         if keeps or self._lent is None:
             self.here = self._lent
@@ -183,7 +183,7 @@ class OffloadedWholeGradients(WholeGradients):
         return 0 if self._lent is None else self._lent.nbytes
 
     def _let_go(self) -> Tensor:
-        """Have no memory of the device any more."""
+        """Free the memory on the device."""
         lent, self._lent = self.flat(0), None
         for parameter in self.parameters:
             parameter.grad = None
@@ -191,10 +191,10 @@ class OffloadedWholeGradients(WholeGradients):
 
 
 class OffloadedScatteredGradients(ScatteredGradients):
-    """Those that are summed to shards in every backward (zero 2 and 3)."""
+    """Gradients that are summed to shards in every backward (zero 2 and 3)."""
 
     host: HostGradients
-    #: Sums that have been begun, the memory that they are in, and whether they are a step's first.
+    #: Sums in progress, their memory, and whether they are a step's first.
     _sums: tuple[tuple[Ticket, Tensor, bool], ...] = ()
 
     def _make_shard(self) -> Tensor:
@@ -202,11 +202,11 @@ class OffloadedScatteredGradients(ScatteredGradients):
 
     @property
     def home_length(self) -> int:
-        """How many numbers are on the host."""
+        """The number of elements on the host."""
         return self.layout.shard_length
 
     def move_in(self, copies: CopyStreams, leaving: DeferredFree) -> None:
-        """Take the host's memory."""
+        """Allocate the host's memory."""
         self.host = HostGradients(self.home_length, self._shard, copies, leaving)
 
     def _sum(self, lent: Tensor, *, is_first: bool) -> None:
@@ -214,7 +214,7 @@ class OffloadedScatteredGradients(ScatteredGradients):
         self._sums = (*self._sums, (ticket, lent, is_first))
 
     def settle(self) -> None:
-        """Have the sums go home that have been begun."""
+        """Send the sums in progress to the host."""
         sums, self._sums = self._sums, ()
         for ticket, lent, is_first in sums:
             ticket.wait()
@@ -223,11 +223,11 @@ class OffloadedScatteredGradients(ScatteredGradients):
             self.host.send(own, slice(0, len(own)), own) if is_first else self.host.add(own)
 
     def hand_over(self, *, keeps: bool) -> None:  # noqa: ARG002 - they are on their way home in every backward
-        """Have the sum where it lives, to be updated with."""
+        """Make the sum available where it lives, for an update."""
         self.settle()
 
     def finish(self, step: int) -> None:  # noqa: ARG002 - there is one version of the weights
-        """Let the sum of a step be the result: over the copies too, now that it is complete."""
+        """Make the sum of a step the result, summed over the copies too, now that it is complete."""
         self.settle()
         copies = self.replicas.copies
         if self._is_begun and copies.size == 1:
@@ -248,5 +248,5 @@ class OffloadedScatteredGradients(ScatteredGradients):
         return sum(lent.nbytes for _, lent, _ in self._sums)
 
 
-#: Gradients of a bucket that live on the host.
+#: Gradients of a bucket, if they live on the host.
 OffloadedGradients = OffloadedWholeGradients | OffloadedScatteredGradients

@@ -6,7 +6,7 @@
     release   the memory is given back                       the memory is given back
     step      a rank writes its piece on its host            a rank writes its shard on its host
 
-Where the newest numbers come from, of the piece that a rank updates and of the other ranks' pieces:
+Where the newest values are, of the piece that a rank updates and of the other ranks' pieces:
 
     own       others    since                                 the next `start`
     HOST      HOST      they were made, or all went home      all of it comes from the host
@@ -33,7 +33,7 @@ from shardwise.states.tiers.swapped_storage import HostStorage, Presence
 
 
 class Source(Enum):
-    """Who has the newest numbers of a piece."""
+    """The holder of the newest values of a piece."""
 
     HOST = "host"
     MASTER = "master"
@@ -44,21 +44,21 @@ class OffloadedWeights(Weights):
     """Weights that live on the host from `move_in` on."""
 
     _storage: HostStorage | None = None
-    #: Master weights of what this rank updates, if there are any.
+    #: Master weights of this rank's piece, if there are any.
     master: HostStorage | None = None
     own_source = Source.HOST
     leaves = True
-    #: Whether they are here until they are updated, however many units let go of them.
+    #: Whether they stay here until they are updated, even if all units have released them.
     is_held_for_update = False
 
     def move_in(self, copies: CopyStreams, leaving: DeferredFree, master: Tensor | None) -> None:
-        """Take the host's memory, and give back the device's; so of master weights."""
+        """Allocate the host's memory, and free the device's; also for master weights."""
         self._storage = HostStorage(self.shard if self.is_sharded else self.whole, copies, leaving)
         self.master = None if master is None else HostStorage(master, copies, leaving)
 
     @property
     def storage(self) -> HostStorage:
-        """What lives on the host."""
+        """The storage on the host."""
         assert self._storage is not None, "they have not moved in yet"
         return self._storage
 
@@ -67,32 +67,32 @@ class OffloadedWeights(Weights):
         return super().kept if self._storage is None else self._storage.host
 
     def settle(self) -> None:
-        """Have what is on the host be the newest."""
+        """Bring the newest values to the host."""
         for each in (self._storage, self.master):
             if each is not None:
                 each.wait()
 
     def is_renewed(self, events: Sequence[Event]) -> None:
-        """The numbers that this rank updates are new on the host once these events are reached."""
+        """Record that this rank's piece is new on the host once these events are reached."""
         self.is_held_for_update = False
         self.leave()
         (self.master or self.storage).is_renewed(events)
         self.own_source = Source.HOST if self.master is None else Source.MASTER
 
     def hold_for_update(self) -> bool:
-        """Have them here until all of them are updated; whether they were."""
+        """Keep them here until all of them are updated; return whether they were here."""
         was_here = self.presence is Presence.HERE
         self.wait()
         self.is_held_for_update = True
         return was_here
 
     def is_updated(self) -> None:
-        """All of them were updated here, and are on their way home."""
+        """Record that all of them were updated here, and are in transit to the host."""
         self.is_held_for_update = False
         self.leave()
 
     def _bring_own(self, part: slice) -> None:
-        """Have come what this rank updates of them."""
+        """Bring this rank's piece to the device."""
         if self.own_source is Source.HOST or self.master is None:
             self.storage.start_part(part)
             self.storage.follow()
@@ -106,17 +106,17 @@ class OffloadedWeights(Weights):
         self.own_source = Source.HOST
 
     def leave(self) -> None:
-        """Nobody needs them."""
+        """Free the memory on the device."""
         self._holders.clear()
         self.release()
 
     def stay_home(self) -> None:
-        """Have the newest numbers on the host for good, and nothing on the device: no run of an engine follows."""
+        """Bring the newest values to the host for good, and free the device: the engine is not run again."""
         self.settle()
 
 
 class OffloadedWhole(OffloadedWeights):
-    """Weights that every rank has all of (zero 0 to 2)."""
+    """Weights that every rank has whole (zero 0 to 2)."""
 
     others_source = Source.HOST
 
@@ -154,7 +154,7 @@ class OffloadedWhole(OffloadedWeights):
 
     def stay_home(self) -> None:
         if self.own_source is Source.MASTER or self.others_source is Source.PEERS:
-            self.wait()  # What is newer elsewhere comes by way of the device, and goes home.
+            self.wait()  # Newer values of other holders go through the device to the host.
         self.leave()
         super().stay_home()
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
@@ -189,7 +189,7 @@ class OffloadedShards(OffloadedWeights):
 
 
 class _Arrival:
-    """A storage that is on its way."""
+    """A storage in transit."""
 
     def __init__(self, storage: HostStorage) -> None:
         self._storage = storage

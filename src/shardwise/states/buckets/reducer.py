@@ -56,17 +56,18 @@ class Reducer:
         # A bucket that several stages use is complete with the last of them.
         done = {stage: position for position, stage in enumerate(reduces)}
         self._order = sorted(buckets, key=lambda bucket: max(done.get(stage, 0) for stage in bucket.key.stages))
-        #: By bucket and step, the stages that have not said yet that their gradients are complete.
+        #: By bucket and step, the stages whose gradients are not complete yet.
         self._left: dict[tuple[Bucket, int], set[int]] = {}
         self._listens = listens
         self._queue: deque[Bucket] = deque()
         self._ready: set[Bucket] = set()
-        #: Those whose sum has begun, in this step or, where each backward is summed, in this backward.
+        #: Buckets whose sum has started, in this step or, if each backward is summed, in this backward.
         self._started: set[Bucket] = set()
         self._closing: int | None = None
-        #: Whether a step is under way: what another module's backward leaves here between steps is forgotten.
+        #: Whether a step is in progress: gradients that another module's backward leaves here between steps are
+        #: dropped.
         self._is_open = False
-        #: Whether what is computed makes the last gradients of its stage.
+        #: Whether the current computation makes the last gradients of its stage.
         self._is_last = False
         self._handles: list[RemovableHandle] = []
         if listens:
@@ -77,8 +78,8 @@ class Reducer:
                     self._handles.append(handle)
 
     def begin_step(self) -> None:
-        """Nothing has been summed yet."""
-        if self._listens:  # Else another step may be under way.
+        """Reset at the start of a step."""
+        if self._listens:  # Otherwise another step may be in progress.
             self._left.clear()
         self._ready.clear()
         self._started.clear()
@@ -86,7 +87,7 @@ class Reducer:
         self._queue = deque() if self._scatters else deque(self._order)
 
     def begin(self, instruction: Instruction) -> None:
-        """A computation begins: if it makes gradients, these are awaited."""
+        """Start a computation: if it makes gradients, expect them."""
         if instruction.kind not in MAKES_GRADIENTS:
             return
         mine = [bucket for bucket in self._buckets if instruction.stage in bucket.key.stages]
@@ -100,7 +101,7 @@ class Reducer:
             self._started.difference_update(mine)
 
     def end(self, instruction: Instruction) -> None:
-        """A computation has ended: if its gradients are scattered, all are summed now."""
+        """End a computation: if its gradients are scattered, sum all of them now."""
         if self._scatters and instruction.kind in MAKES_GRADIENTS:
             self._ready.update(self._queue)
             self._launch()
@@ -111,7 +112,7 @@ class Reducer:
         self._closing = None
 
     def reduce(self, instruction: Instruction) -> None:
-        """A stage's gradients of a step are complete."""
+        """Handle a stage whose gradients of a step are complete."""
         if self._scatters:
             return
         stage, step = instruction.stage, instruction.microbatch
@@ -131,7 +132,7 @@ class Reducer:
             handle.remove()
 
     def end_step(self) -> None:
-        """All gradients of a step are there."""
+        """End a step: all of its gradients are there."""
         self._is_open = False
 
     def _arrived(self, bucket: Bucket, number: int, _: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The gradients of a step made complete: summed over all that add to them, measured, and multiplied."""
+"""Complete the gradients of a step: sum them over all contributors, measure and scale them."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -18,15 +18,15 @@ from shardwise.states.buckets.ties import Tie, TieSums
 from shardwise.states.scaling import multiply_all
 from shardwise.torch_private import foreach_norm
 
-# Channels of flags. Ties are numbered alike on ranks whose replicas are not.
+# Channels of flags. Ties have the same numbers on ranks with different replicas.
 _REPLICAS, _TIES = 16_384, 30_000
 
-#: From where to where in this rank's piece of a bucket, and which places there.
+#: Start and end in this rank's piece of a bucket, and the counted indices there.
 Part = tuple[int, int, Tensor | None]
 
 
 class StepGradients:
-    """Those of the buckets of a rank that are trained. `done` are buckets that were updated already in this step."""
+    """The gradients of a rank's trained buckets. `done` are buckets that were already updated in this step."""
 
     def __init__(self, buckets: Sequence[Bucket], owners: ParameterOwners, exchange: Exchange) -> None:
         self._local = [bucket.local for bucket in buckets if bucket.local is not None]
@@ -35,7 +35,7 @@ class StepGradients:
         self.ties = TieSums(owners.ties, buckets, exchange)
         self.norm = GradientNorm(buckets, self.ties.is_counted, owners.tensor)
         self._unused = UnusedParameters(buckets, owners.ties, exchange)
-        #: Which parameters of each bucket had a gradient in the last step that was finished, on any replica.
+        #: Which parameters of each bucket had a gradient on any replica in the last finished step.
         self.used: Mapping[Bucket, list[bool]] = {}
 
     @torch.no_grad()
@@ -54,21 +54,21 @@ class StepGradients:
 
     @torch.no_grad()
     def scale(self, factor: float, done: Collection[Bucket]) -> None:
-        """Multiply them."""
+        """Scale them."""
         multiply_all([each for local in self._local for each in local.found], factor)
         for bucket in self._summed:
             if bucket not in done:
                 bucket.scale(factor)
 
     def close(self) -> None:
-        """Let go of the groups."""
+        """Release the groups."""
         self._unused.close()
 
 
 class GradientNorm:
-    """The part of the gradient's norm that a rank counts: over all ranks every number of the model is counted once.
+    """A rank's part of the gradient norm: over all ranks, every element of the model is counted once.
 
-    Of each bucket that is this rank's piece of it, on one of its copies, on one of its tied ranks.
+    Each bucket is counted by piece, on one of its copies and on one of its tied ranks.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class GradientNorm:
         self._wide = torch.float64 if wide else torch.float32
 
     def measure_on_the_way(self) -> None:
-        """Have what goes to the host measured by the device before it goes."""
+        """Measure gradients on the device before they go to the host."""
         for bucket, parts in self._parts:
             if bucket.is_offloaded:
                 bucket.host_gradients.measure = partial(self._norms, parts)
 
     @torch.no_grad()
     def square(self) -> Tensor:
-        """The sum of the squares of what this rank counts, on its device."""
+        """Return the sum of squares of this rank's part, on its device."""
         local = [bucket.local for bucket, _ in self._parts if bucket.local is not None]
         norms = self._all_norms([each for one in local for each in one.found])
         for bucket, parts in self._parts:
@@ -112,27 +112,27 @@ class GradientNorm:
         return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
     def _norms(self, parts: Sequence[Part], own: Tensor) -> list[Tensor]:
-        """The norm of each part of this rank's piece of a bucket."""
+        """Return the norm of each part of this rank's piece of a bucket."""
         return self._all_norms([own[start:stop] if at is None else own[start:stop][at] for start, stop, at in parts])
 
     def _all_norms(self, chosen: list[Tensor]) -> list[Tensor]:
-        # The norm of complex numbers is that of their two parts.
+        # The norm of complex numbers is that of their real and imaginary parts.
         real = [torch.view_as_real(each) if each.is_complex() else each for each in chosen]
         return foreach_norm(real, self._wide) if real else []
 
 
 class UnusedParameters:
-    """Which parameters had a gradient in a step, on any replica.
+    """Find which parameters had a gradient in a step, on any replica.
 
-    One that had none anywhere is left alone by the optimizer, as on one device: no decay, no momentum. A replica cannot
-    know that by itself, so a flag for each parameter is summed. What is sent for that is not counted: it is no part of
-    the model.
+    The optimizer skips a parameter without a gradient on all of them, as on one device: no decay, no momentum. A
+    replica cannot know that by itself, so a flag for each parameter is summed. This traffic is not counted: it is not
+    part of the model.
     """
 
     def __init__(self, buckets: Sequence[Bucket], ties: Sequence[Tie], exchange: Exchange) -> None:
         self._exchange = exchange
         by_group: dict[Replicas, list[Bucket]] = {}
-        #: What one replica alone has: it asks nobody.
+        #: Buckets of only one replica, which needs no exchange.
         self._alone = [bucket for bucket in buckets if bucket.key.replicas.count == 1]
         for bucket in buckets:
             if bucket.key.replicas.count > 1:
@@ -153,14 +153,14 @@ class UnusedParameters:
         self._asked: list[tuple[Tensor, list[Ticket]]] = []
 
     def start(self, step: int) -> None:
-        """Ask the replicas."""
+        """Start to sum the flags over the replicas."""
         self._used, self._asked = {bucket: bucket.trained.pop_used(step) for bucket in self._alone}, []
         for number, (replicas, buckets) in enumerate(self._groups):
             flags = _flags([bucket.trained.pop_used(step) for bucket in buckets], buckets[0].key.device)
             self._asked.append((flags, sum_over(flags, replicas, self._exchange, _REPLICAS + 2 * number)))
 
     def read(self) -> Mapping[Bucket, list[bool]]:
-        """The answers, with those of tied stages."""
+        """Return the results, with those of tied stages."""
         used = self._used
         for (flags, tickets), (_, buckets) in zip(self._asked, self._groups, strict=True):
             for ticket in tickets:
@@ -174,13 +174,13 @@ class UnusedParameters:
         return used
 
     def close(self) -> None:
-        """Let go of the groups."""
+        """Release the groups."""
         self._groups.clear()
         self._ties.clear()
 
 
 def _counted_places(tensor: TensorInterface | None, slot: Slot) -> Tensor | None:
-    """The places of a parameter that this rank counts, where every number is counted once; None for all of them."""
+    """Return the indices of a parameter that this rank counts, if each is counted once; None for all of them."""
     if tensor is None:
         return None
     numbers = torch.arange(slot.shape.numel()).view(slot.shape)
@@ -189,7 +189,7 @@ def _counted_places(tensor: TensorInterface | None, slot: Slot) -> Tensor | None
 
 
 def _uncounted(group: Group) -> Group:
-    """The same ranks, with a count of their own."""
+    """Return a group of the same ranks with a separate count of traffic."""
     return Group(group.handle)
 
 

@@ -1,4 +1,4 @@
-"""What data parallelism has to know of tensor parallelism: `sharding.tensor.sharding.Sharding` is one of these."""
+"""What data parallelism needs of tensor parallelism: `sharding.tensor.sharding.Sharding` implements it."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,10 +10,10 @@ from shardwise.states.buckets.bucket import Bucket
 
 
 class Joining(Protocol):
-    """Whole parameters from the parts of ranks that are no replicas of each other, and back."""
+    """Assembles whole parameters from the parts of ranks that are not replicas of each other, and cuts them again."""
 
     def of(self, name: str) -> Any:
-        """How one lies; its `shape` is that of the whole."""
+        """Return how a parameter is sharded; its `shape` is the whole."""
         ...
 
     def gather(self, name: str, local: Tensor) -> Tensor: ...
@@ -22,11 +22,11 @@ class Joining(Protocol):
 
 
 class TensorInterface(Joining, Protocol):
-    """How parameters lie on tensor parallel ranks."""
+    """How parameters are sharded over tensor parallel ranks."""
 
     @property
     def partial(self) -> frozenset[str]:
-        """Parameters of whose gradients each rank has a part only."""
+        """Parameters of whose gradients each rank has a partial sum."""
         ...
 
     def counted(self, name: str, local: Tensor) -> Tensor: ...
@@ -36,7 +36,7 @@ class TensorInterface(Joining, Protocol):
 
 @torch.no_grad()
 def sum_partial(tensor: TensorInterface, buckets: list[Bucket]) -> None:
-    """Sum the gradients of which each tensor parallel rank has a part. They are few and small: norms, key heads."""
+    """Sum the partial gradients over tensor parallel ranks. They are few and small: norms, key heads."""
     carriers: dict[str, nn.Parameter] = {}
     wholes = [bucket.gather(bucket.result) for bucket in buckets]
     for bucket, whole in zip(buckets, wholes, strict=True):

@@ -1,8 +1,8 @@
-"""Parameters that stages on several ranks share: whose gradients are summed over those stages too.
+"""Parameters that stages on several ranks share: their gradients are summed over those stages too.
 
-They have buckets of their own, alike on all of those ranks. So the sum over replicas comes first, where it runs beside
-the computation, and what is left to be summed over stages, at the step's end, is a rank's own shard of it. What one
-replica alone has (`LocalGradients`) is summed as soon as this rank has its part: the others may come to it later.
+They have separate buckets, the same on all of those ranks. So the sum over replicas comes first, and overlaps with
+computation; at the end of the step only a rank's own shard is left to be summed over stages. Gradients that only one
+replica has (`LocalGradients`) are summed as soon as this rank has its part: the others may join later.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from shardwise.schedule.placement import Placement
 from shardwise.stages.stage import Split
 from shardwise.states.buckets.bucket import Bucket
 
-# Channels of ties: these are numbered alike on ranks whose buckets are not.
+# Channels of ties, which have the same numbers on ranks with different buckets.
 _TIES, _BUCKETS_OF_A_TIE = 20_000, 64
 
 
@@ -24,7 +24,7 @@ _TIES, _BUCKETS_OF_A_TIE = 20_000, 64
 class Tie:
     """The names of parameters, and the ranks of a pipeline that hold them.
 
-    `is_copy`: they are all that a stage has, which another rank has a copy of; else a few of each stage's.
+    `is_copy`: they are all parameters of a stage, of which another rank has a copy; otherwise a few of each stage.
     """
 
     names: tuple[str, ...]
@@ -33,10 +33,10 @@ class Tie:
 
 
 def make_ties(placement: Placement, split: Split, pipelines: Sequence[Sequence[int]], rank: int) -> list[Tie]:
-    """The ties of a placement, each with its group in this rank's pipeline. Every rank of the world calls this alike.
+    """Return the ties of a placement, each with its group in this rank's pipeline. Every rank of the world calls this.
 
-    `pipelines` are the world's ranks of every pipeline, `rank` is this one's in the world. A tie within one rank, or
-    of other ranks, is a group of one: its parameters need no sum.
+    `pipelines` are the world's ranks of every pipeline, `rank` is this one's in the world. A tie within one rank, or of
+    other ranks, is a group of one: its parameters need no sum.
     """
     found = []
     for tie, names in zip(placement.ties, names_of_ties(placement, split), strict=True):
@@ -52,10 +52,10 @@ def make_ties(placement: Placement, split: Split, pipelines: Sequence[Sequence[i
 
 
 def names_of_ties(placement: Placement, split: Split) -> list[tuple[str, ...]]:
-    """For each tie of a placement, the parameters that its stages share.
+    """Return the parameters that the stages of each tie share.
 
-    A tie that is one parameter's (a head tied to its embedding) has that parameter; a tie of whole copies of a stage
-    has all others of that stage.
+    A tie of one parameter (a head tied to its embedding) has that parameter; a tie of whole copies of a stage has all
+    others of that stage.
     """
     count, copies = split.num_stages, len(placement.pipes)
     shared: dict[tuple[int, ...], list[str]] = {}
@@ -74,7 +74,7 @@ def names_of_ties(placement: Placement, split: Split) -> list[tuple[str, ...]]:
 
 
 class TieSums:
-    """The ties of one rank, in the order that all ranks have them in."""
+    """The ties of one rank, in the order that is common to all ranks."""
 
     def __init__(self, ties: Sequence[Tie], buckets: Sequence[Bucket], exchange: Exchange) -> None:
         self._ties, self._buckets, self._exchange = ties, buckets, exchange
@@ -84,14 +84,14 @@ class TieSums:
         return bucket.key.tie is None or self._ties[bucket.key.tie].group.rank == 0
 
     def start(self, number: int, step: int) -> None:
-        """Begin to sum what one replica alone has of a tie. A tie that is not of this rank's has nothing here."""
+        """Start to sum the local gradients of a tie. A tie of other ranks has nothing here."""
         tie = self._ties[number] if number < len(self._ties) else None
         for bucket in self._buckets if tie is not None and tie.group.size > 1 else ():
             if tie is not None and bucket.key.tie == number and bucket.local is not None:
                 bucket.local.start_sum(tie.group, step)
 
     def finish_local(self, step: int) -> None:
-        """Let gradients that stay where they are be those of a step."""
+        """Make local gradients those of a step."""
         for number in range(len(self._ties)):
             self.start(number, step)
         for bucket in self._buckets:
@@ -99,7 +99,7 @@ class TieSums:
                 bucket.local.finish(step)
 
     def sum_shards(self) -> None:
-        """Sum what replicas share out."""
+        """Sum the shards of gradients that replicas share."""
         under_way: list[Ticket] = []
         for number, tie in enumerate(self._ties):
             mine = [bucket for bucket in self._buckets if bucket.key.tie == number and bucket.local is None]

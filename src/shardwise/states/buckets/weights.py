@@ -26,32 +26,32 @@ from shardwise.states.tiers.swapped_storage import Presence
 class Weights:
     """The parameters of one bucket, which are made to look into its memory."""
 
-    #: Whether its memory is given back between steps, though every rank has all of it.
+    #: Whether its memory is freed between steps, although every rank has all of it.
     leaves = False
 
     def __init__(self, spec: BucketSpec, *, is_sharded: bool) -> None:
         self.layout, self.parameters, self.is_sharded = spec.layout, spec.parameters, is_sharded
         self._group, self._exchange, self._channel = spec.replicas.shard, spec.exchange, spec.channel
         layout, group, only = spec.layout, self._group, spec.parameters[0].data
-        # One alone is a run of memory already, if it has all of its own. Not if that is given back between steps:
-        # somebody may have another tensor that looks into it.
+        # A single parameter is contiguous already, if it has its whole storage. Not if that is freed between steps:
+        # another tensor may be a view of it.
         stays = not is_sharded and not self.leaves
         is_own = (
             stays and only.is_contiguous() and only.untyped_storage().nbytes() == layout.length * only.element_size()
         )
         if len(self.parameters) == 1 and is_own:
-            #: All of them, where they are here.
+            #: All of them, while they are here.
             self.whole = only.view(-1)
         else:
             self.whole = only.new_zeros(layout.length)
             for slot, parameter in zip(layout.slots, self.parameters, strict=True):
                 place = self.whole[slot.start : slot.stop].view(slot.shape)
                 place.copy_(parameter.data)
-                # Through `data`: what is written to the bucket must not count as written to the parameter, of which
-                # autograd may have saved the old numbers, to find the same ones there later.
+                # Through `data`: writes to the bucket must not count as writes to the parameter. Autograd may have
+                # saved it, and finds the same values there later.
                 parameter.data = place
         own = self.whole.view(group.size, -1)[group.rank]
-        #: What this rank keeps, and its optimizer writes.
+        #: What this rank keeps, and its optimizer writes to.
         self.shard: Tensor = own.clone() if is_sharded else own
         self.presence = Presence.HERE
         self._ticket: Ticket | None = None
@@ -60,7 +60,7 @@ class Weights:
 
     @property
     def num_bytes(self) -> int:
-        """What they take now."""
+        """The bytes that they take now."""
         whole = self.whole.untyped_storage().nbytes()
         return whole + self.shard.untyped_storage().nbytes() if self.is_sharded else whole
 
@@ -74,7 +74,7 @@ class Weights:
         return self.layout.length * self.whole.element_size()
 
     def expire(self) -> None:
-        """The shards have been written: what was gathered is no longer true."""
+        """Mark gathered weights as outdated: the shards were updated."""
         self._holders.clear()
         self.arrive()
         self.presence = Presence.AWAY
@@ -83,37 +83,37 @@ class Weights:
             self.start()
 
     def renew(self, update: Ticket) -> None:
-        """An update that writes all of them is under way, beside what is computed: whoever needs them waits for it."""
+        """Record an update in progress that writes all of them: users wait for it."""
         self.wait()
         self._ticket, self.presence = update, Presence.COMING
 
     def fetch(self) -> None:
-        """The shard is here."""
+        """Bring the shard to the device; it is here."""
 
     def start(self) -> None:
-        """Have them come, if they are not here or on their way."""
+        """Start to gather them, if they are not here or in transit."""
         if self.presence is Presence.AWAY:
             self._ticket = self._bring()
             self.presence = Presence.COMING
 
     def _bring(self) -> Ticket:
-        """Begin to gather."""
+        """Start to gather."""
         if self.is_sharded:
             self.whole.untyped_storage().resize_(self.whole_bytes)
         return self._exchange.gather(self.whole, self.shard, self._group, self._channel)
 
     def claim(self, holder: object) -> None:
-        """Begin to gather, for `holder` and until it lets go."""
+        """Start to gather, for `holder`, until it releases them."""
         self._holders.add(holder)
         self.start()
 
     def hold(self, holder: object) -> None:
-        """Have the whole here until `holder` lets go."""
+        """Gather the whole, until `holder` releases it."""
         self._holders.add(holder)
         self.wait()
 
     def wait(self) -> None:
-        """Have the whole here."""
+        """Gather the whole, and wait for it."""
         self.start()
         if self._ticket is not None:
             ticket, self._ticket = self._ticket, None
@@ -122,12 +122,12 @@ class Weights:
             self._has_come()
 
     def arrive(self) -> None:
-        """Have here what is on its way."""
+        """Wait for what is in transit."""
         if self.presence is Presence.COMING:
             self.wait()
 
     def show(self) -> None:
-        """Have the whole here, for others than the engine: nothing of it is on its way to other ranks either."""
+        """Gather the whole for code outside the engine: nothing is in transit to other ranks either."""
         self.wait()
         self._exchange.settle()
 
@@ -138,10 +138,10 @@ class Weights:
         return parameter.data_ptr() != place and parameter.numel() > 0
 
     def bring_back(self) -> list[bool]:
-        """Have parameters that were given memory of another's look in here again, with their numbers; which they were.
+        """Make parameters with other memory point into the bucket again, with their values; return which they were.
 
-        All of them look into new memory then: whoever has taken the old one (`backup = p.data; p.data = average`) finds
-        there what was in it.
+        All of them get new memory then: a script that kept the old one (`backup = p.data; p.data = average`) finds its
+        old values there.
         """
         moved = [self.is_moved(number) for number in range(len(self.parameters))]
         if not any(moved):
@@ -167,16 +167,16 @@ class Weights:
             )
 
     def _has_come(self) -> None:
-        """They are here now."""
+        """Mark them as here."""
 
     def let_go(self, holder: object) -> None:
-        """This holder needs it no longer."""
+        """Release them for this holder."""
         self._holders.discard(holder)
         if not self._holders:
             self.release()
 
     def release(self) -> None:
-        """Give back the memory of what other ranks keep."""
+        """Free the memory of other ranks' shards."""
         if not self.is_sharded:
             return
         self.arrive()

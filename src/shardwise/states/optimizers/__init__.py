@@ -1,1 +1,1 @@
-"""Optimizers on parameters that are shared out: which can work on pieces, and whole matrices for those that cannot."""
+"""Optimizers on sharded parameters: on pieces if they can work on them, otherwise on whole matrices."""

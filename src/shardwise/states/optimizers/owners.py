@@ -1,17 +1,16 @@
-"""Whole parameters for optimizers that must see them so, where ranks hold pieces.
+"""Assemble whole parameters for optimizers that need them, if ranks hold pieces.
 
-Each parameter has an owner among the ranks that share it. The pieces of its gradient go to the owner, which has the
-whole weight and the optimizer's state for it, and pieces of the new weight come back. Every rank owns about as much.
+Each parameter has an owner among the ranks that share it. The owner gets the pieces of its gradient, has the whole
+weight and its optimizer state, and sends pieces of the new weight back. Every rank owns about as much.
 
     rank 0   a1 b1 ─┬─> a1 a2 = a     step     a ─┬─> a1 b1
     rank 1   a2 b2 ─┴─> b1 b2 = b     step     b ─┴─> a2 b2
 
-Under tensor parallelism a rank's whole is itself a piece, and of experts it has some; those are joined before the step,
-on every such rank alike.
+Under tensor parallelism a rank's whole is itself a part, and a rank has some of the experts; those are joined before
+the step, on all such ranks alike.
 
-Where the ranks' pieces live on the host, the wholes live there too, each with its gradient on its owner's host. Pieces
-go to the owners and come back by way of the device, a few parameters at a time, so that it never holds more of them
-than that.
+If the ranks' pieces live on the host, the whole parameters do too, each with its gradient on its owner's host. Pieces
+go to the owners and back through the device, a few parameters at a time, so that it never holds more than those.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,15 +29,15 @@ from shardwise.states.scaling import multiply
 from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.swapped_storage import HostStorage
 
-#: About so many bytes are exchanged at a time where pieces live on the host, and at least one parameter.
+#: About this many bytes are exchanged at a time if pieces live on the host, and at least one parameter.
 EXCHANGED_BYTES = 256 * 2**20
 
-#: Gives some numbers of a bucket that this rank has, on the device.
+#: Returns some elements of a bucket of this rank, on the device.
 Read = Callable[[Bucket, Span], Tensor]
 
 
 class Owned(NamedTuple):
-    """A parameter that has an owner."""
+    """A parameter with an owner."""
 
     bucket: Bucket
     slot: Slot
@@ -46,7 +45,7 @@ class Owned(NamedTuple):
 
 
 class Owners:
-    """The parameters of some buckets that are shared out over one group."""
+    """The parameters of some buckets that are sharded over one group."""
 
     def __init__(self, entries: Sequence[Owned], group: Group, costs: Sequence[int], joining: Joining | None) -> None:
         self._entries, self._group, self._costs, self._joining = entries, group, costs, joining
@@ -57,51 +56,51 @@ class Owners:
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        """The wholes that this rank owns."""
+        """The whole parameters that this rank owns."""
         return list(self._weight_of.values())
 
     @property
     def named(self) -> list[tuple[nn.Parameter, str, int]]:
-        """The weights, what they are called, and where they begin: all at their first number."""
+        """The weights, their names, and where they start: all at their first element."""
         return [(weight, entry.slot.name, 0) for entry, weight in self._weight_of.items()]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """The ranks' pieces were changed from outside: take them over."""
+        """Take over changes of the ranks' pieces from outside."""
         for entry, whole in self._wholes(_weight):
             self._weight_of[entry].copy_(whole)
 
     @torch.no_grad()
     def give(self, used: Callable[[Bucket], Sequence[bool]]) -> None:
-        """Bring the gradients to the owners."""
+        """Send the gradients to the owners."""
         for entry, whole in self._wholes(_gradient):
             weight = self._weight_of[entry]
             weight.grad = whole.to(weight.dtype) if used(entry.bucket)[entry.number] else None
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Bring the new weights to the ranks' pieces."""
+        """Send the new weights to the ranks' pieces."""
         for some in self._turns():
             self._send_back(some, self._flattened(some[self._group.rank]))
 
     def _turns(self) -> Iterator[list[list[Owned]]]:
-        """The parameters that are exchanged at a time, each by owner: all of them."""
+        """Yield the parameters to exchange at a time, by owner: all of them."""
         yield self._of
 
     def _wholes(self, read: Read) -> Iterator[tuple[Owned, Tensor]]:
-        """This rank's parameters, whole, on the device."""
+        """Yield this rank's whole parameters, on the device."""
         for some in self._turns():
             for entry, part in self._to_owners(read, some):
                 yield entry, self._joined(entry, part)
 
     def _flattened(self, entries: Sequence[Owned]) -> list[Tensor]:
-        """This rank's part of new weights that it owns."""
+        """Return this rank's part of the new weights that it owns."""
         for entry in entries:
             self._weight_of[entry].grad = None
         return [self._cut(entry, self._weight_of[entry]) for entry in entries]
 
     def _send_back(self, of: Sequence[Sequence[Owned]], wholes: Sequence[Tensor]) -> None:
-        """Bring the parameters of some owners, of which this rank's are `wholes`, to the ranks' pieces."""
+        """Send the parameters of some owners, of which this rank's are `wholes`, to the ranks' pieces."""
         size, rank = self._group.size, self._group.rank
         bucket = next(entry for entries in of for entry in entries).bucket
         like = torch.empty(0, dtype=bucket.kept.dtype, device=bucket.key.device)
@@ -117,11 +116,12 @@ class Owners:
                     at += span.length
 
     def _to_owners(self, read: Read, of: Sequence[Sequence[Owned]]) -> list[tuple[Owned, Tensor]]:
-        """Each parameter of this rank's, of some, flattened, from the pieces that `read` gives on every rank."""
+        """Return this rank's parameters of some, whole and flattened, from the pieces that `read` returns on every
+        rank."""
         size, rank = self._group.size, self._group.rank
         sent = [[read(e.bucket, s) for e in of[other] for s in self._part(e, rank)] for other in range(size)]
         lengths = [sum(s.length for e in of[rank] for s in self._part(e, other)) for other in range(size)]
-        # A rank that has no piece sends nothing, of the others' type.
+        # A rank without a piece sends an empty tensor of the others' dtype.
         first = next(entry for entries in of for entry in entries)
         arrived = self._exchange(sent, lengths, read(first.bucket, Span(first.slot, 0, 0, 0)))
         places, found = [0] * size, []
@@ -155,9 +155,9 @@ class Owners:
 class OwnedWeight:
     """A whole weight that lives on its owner's host. It is an `OffloadedWeight`."""
 
-    #: Gradients are multiplied before they go to owners.
+    #: Gradients are scaled before they are sent to owners.
     scale = 1.0
-    #: Wholes are made for updates alone: no backward has them.
+    #: Whole parameters are made for updates only: no backward uses them.
     hands_over_weight = hands_over_gradient = False
     gradient_here = None
     gradient: Tensor
@@ -169,7 +169,7 @@ class OwnedWeight:
         self.sent: list[Event] = []
 
     def move_in(self, copies: CopyStreams, leaving: DeferredFree) -> None:
-        """Take the host's memory, and give back the device's."""
+        """Allocate the host's memory, and free the device's."""
         self.storage = HostStorage(self.weight.detach(), copies, leaving)
         self.gradient = copies.pinned(self.weight.shape, self.weight.dtype)
 
@@ -185,16 +185,16 @@ class OwnedWeight:
         raise NotImplementedError("nothing is handed over")
 
     def is_updated(self) -> None:
-        """Nothing waits for that."""
+        """Do nothing: nothing waits for the update."""
 
     def is_renewed(self, events: Sequence[Event]) -> None:
         self.storage.is_renewed(events)
-        # What goes there next comes after it was read.
+        # Later writes to it come after this read.
         self.sent = [*self.sent, *events]
 
 
 class OffloadedOwners(Owners):
-    """The parameters of some buckets that live on the host, and are shared out over one group."""
+    """The parameters of some buckets that live on the host and are sharded over one group."""
 
     _copies: CopyStreams
     _leaving: DeferredFree
@@ -205,11 +205,11 @@ class OffloadedOwners(Owners):
 
     @property
     def num_bytes(self) -> int:
-        """What is on the host of the wholes, once they have moved in."""
+        """The bytes of the whole parameters on the host, once they have moved there."""
         return sum(2 * each.nbytes for each in self.weights)
 
     def move_in(self, copies: CopyStreams, leaving: DeferredFree) -> None:
-        """Take the host's memory."""
+        """Allocate the host's memory."""
         self._copies, self._leaving = copies, leaving
         for each in self.offloaded.values():
             each.move_in(copies, leaving)
@@ -233,7 +233,7 @@ class OffloadedOwners(Owners):
                 self._leaving.sweep()
 
     def close(self) -> None:
-        """Leave the wholes on the host for good."""
+        """Leave the whole parameters on the host for good."""
         for each in self.offloaded.values():
             each.storage.wait()
             each.weight.data = each.host
@@ -251,7 +251,7 @@ class OffloadedOwners(Owners):
         return wholes
 
     def _turns(self) -> Iterator[list[list[Owned]]]:
-        """The parameters in turns of about so many bytes, each by owner."""
+        """Yield the parameters in groups of about this many bytes, by owner."""
         turn: list[Owned] = []
         num_bytes = 0
         for entry, cost in zip(self._entries, self._costs, strict=True):
@@ -269,7 +269,7 @@ class OffloadedOwners(Owners):
 
 
 def _share_out(entries: Sequence[Owned], costs: Sequence[int], num_ranks: int) -> list[list[Owned]]:
-    """Give the next largest to whom has least so far; each rank's stay in their order."""
+    """Give the next largest to the rank with the least so far; each rank's stay in order."""
     owners: dict[int, int] = {}
     load = [0] * num_ranks
     for index in sorted(range(len(entries)), key=lambda index: -costs[index]):
@@ -292,6 +292,6 @@ def _weight(bucket: Bucket, span: Span) -> Tensor:
 
 
 def _gradient(bucket: Bucket, span: Span) -> Tensor:
-    """Multiplied, where it was not because it lives on the host."""
+    """Return the gradient of a span, scaled here if it lives on the host."""
     numbers = bucket.result[span.at : span.at + span.length]
     return multiply(numbers.to(bucket.key.device, copy=True), bucket.factor) if bucket.is_offloaded else numbers

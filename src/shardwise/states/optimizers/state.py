@@ -1,10 +1,10 @@
-"""The state of optimizers by the names of parameters, in a form that no plan shows in.
+"""The state of optimizers by parameter names, in a form that does not depend on the plan.
 
     {"state": {"layers.0.up.weight": {"step": ..., "exp_avg": ..., "exp_avg_sq": ...}, ...},
      "param_groups": [{"params": ["layers.0.up.weight", ...], "lr": 3e-4, "betas": (0.9, 0.95), ...}, ...]}
 
-It is the form of `torch.distributed.checkpoint.state_dict`. Groups with the same settings are one here: settings are
-found again by the name of a parameter, not by the place of its group.
+It is the form of `torch.distributed.checkpoint.state_dict`. Groups with equal settings are merged: settings are looked
+up by the name of a parameter, not by the index of its group.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError, unknown
 
-#: By parameter and then by what an optimizer calls it.
+#: By parameter, then by the optimizer's own key.
 States = Mapping[str, Mapping[str, Any]]
-#: Of each weight that an optimizer has: the parameter that it is, or is a piece of.
+#: The name of the parameter that each weight of an optimizer is, or is a piece of.
 Names = Mapping[Tensor, str]
 
 
 def groups_of(optimizers: Iterable[Optimizer], names: Names) -> list[dict[str, Any]]:
-    """The settings, and the parameters that have them."""
+    """Return the settings, each with the parameters that have them."""
     return [
         {"params": list(dict.fromkeys(named)), **_settings(group)}
         for _, group, named in _named_groups(optimizers, names)
@@ -31,7 +31,7 @@ def groups_of(optimizers: Iterable[Optimizer], names: Names) -> list[dict[str, A
 
 
 def joined_states(parts: Iterable[Mapping[str, Any]], order: Iterable[str]) -> dict[str, Any]:
-    """One state from the parts of several processes, in the order of the module's parameters."""
+    """Join the states of several processes, in the order of the module's parameters."""
     found: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for part in parts:
@@ -65,7 +65,7 @@ def check_states(state: Mapping[str, Any], known: Iterable[str]) -> None:
 
 
 def load_settings(optimizers: Iterable[Optimizer], names: Names, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Give each group the settings that its parameters had. Nothing is changed if one of them had none."""
+    """Give each group the settings of its parameters. Nothing is changed if one of them has none."""
     saved = {name: group for group in groups for name in group["params"]}
     changes = []
     for optimizer, group, named in _named_groups(optimizers, names):
@@ -75,7 +75,7 @@ def load_settings(optimizers: Iterable[Optimizer], names: Names, groups: Sequenc
                     f"no group of the optimizers' state has {name}", remedy="a state of the same trained parameters"
                 )
         settings = _settings(saved[named[0]])
-        # What somebody has added since, a scheduler its first rate, is no setting of the optimizer's own.
+        # Keys added later, such as a scheduler's initial rate, are not settings of the optimizer itself.
         if optimizer.defaults.keys() - settings.keys():
             own = sorted(optimizer.defaults.keys() - settings.keys())
             theirs = sorted(settings.keys() - optimizer.defaults.keys())
@@ -90,7 +90,7 @@ def load_settings(optimizers: Iterable[Optimizer], names: Names, groups: Sequenc
 
 
 def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group that are no tensors."""
+    """Return the settings of a group that are not tensors."""
     return {key: each for key, each in _settings(group).items() if not isinstance(each, Tensor)}
 
 
@@ -107,7 +107,7 @@ def check_shapes(states: States, shapes: Mapping[str, torch.Size]) -> None:
 
 
 def taken(state: Mapping[str, Any], weight: Tensor, optimizer: Optimizer, home: torch.device) -> dict[str, Any]:
-    """A copy for an optimizer of its own: where the state lives, and a count of steps where the optimizer keeps it."""
+    """Copy a state for an optimizer, to where it lives; a count of steps to where the optimizer keeps it."""
     counts_there = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
     def copied(value: Any) -> Any:
@@ -121,7 +121,7 @@ def taken(state: Mapping[str, Any], weight: Tensor, optimizer: Optimizer, home: 
 
 
 def on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same on the CPU, to be sent to other processes."""
+    """Copy a state to the CPU, to be sent to other processes."""
     return {key: each.detach().cpu() if isinstance(each, Tensor) else each for key, each in state.items()}
 
 
@@ -133,7 +133,7 @@ def is_of_each_number(value: Any, weight: Tensor) -> bool:
 def _named_groups(
     optimizers: Iterable[Optimizer], names: Names
 ) -> Iterator[tuple[Optimizer, dict[str, Any], list[str]]]:
-    """Every group that has a parameter with a name."""
+    """Yield every group that has a named parameter."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             named = [names[weight] for weight in group["params"] if weight in names]

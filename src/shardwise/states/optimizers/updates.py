@@ -1,4 +1,4 @@
-"""The step: every piece of a parameter is updated by the optimizer that was made on the whole one."""
+"""The optimizer step: every piece of a parameter is updated by the optimizer that was made for the whole."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ from shardwise.torch_private import step_divided
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Updated:
-    """A weight that an optimizer of this rank has: the numbers of a parameter from `start` on, flattened.
+    """A weight of an optimizer of this rank: the elements of a parameter from `start` on, flattened.
 
-    `is_joined`: it is whole over tensor parallel ranks too, where these hold pieces of the parameter.
+    `is_joined`: it is whole although tensor parallel ranks hold pieces of the parameter.
     """
 
     name: str
@@ -36,11 +36,11 @@ class Updated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Bytes on this rank. `optimizer` has its states, and the weights in full precision that it works on.
+    """Bytes on this rank. `optimizer` includes its state, and the full-precision weights that it works on.
 
-    Of parameters that are trained, at 2 bytes each with Adam, that is 16 a parameter in all under zero=0 (2 + 2 + 12),
-    4 + 12/N under 1, 2 + 14/N under 2 and 16/N under 3 on N ranks. In full precision only it is 4 + 4 + 8: 16, then
-    8 + 8/N, 4 + 12/N and 16/N.
+    For trained 16-bit parameters with Adam, the total is 16 bytes per parameter under zero=0 (2 + 2 + 12), 4 + 12/N
+    under 1, 2 + 14/N under 2 and 16/N under 3, on N ranks. In full precision only it is 4 + 4 + 8: 16, then 8 + 8/N,
+    4 + 12/N and 16/N.
     """
 
     parameters: int
@@ -49,7 +49,7 @@ class Held:
 
 
 class _Update:
-    """The update of a bucket, beside what is computed. It is a `Ticket`: whoever waits computes after it."""
+    """The update of a bucket, beside the computation. It is a `Ticket`: its users compute after it."""
 
     def __init__(self, states: HostStates, bucket: Bucket) -> None:
         self._states, self._bucket = states, bucket
@@ -60,10 +60,10 @@ class _Update:
 
 
 class Updates:
-    """The optimizers of this rank: on every rank the same, with what the rank has of their parameters.
+    """The optimizers of this rank: the same on every rank, with the rank's parts of their parameters.
 
-    `are_cut`: whether replicas hold pieces of parameters; tensor parallel ranks do in any case. With `sort` weights
-    stand in the order of the buckets, which is about that in which a backward is done with them.
+    `are_cut`: replicas hold pieces of parameters; tensor parallel ranks do in any case. With `sort` weights are in the
+    order of the buckets, which is about the order in which a backward finishes them.
     """
 
     def __init__(
@@ -79,21 +79,21 @@ class Updates:
         self.optimizers: list[Optimizer] = []
         self._owners: list[Owners] = []
         self._joining, self._apart = owners.joining or owners.tensor, frozenset(owners.apart)
-        #: What the optimizers have, and for each what tells the bytes that it keeps for a number.
+        #: The weights of optimizers, and for each optimizer a function that returns its bytes per element.
         self.updated: list[Updated] = []
         self.number_bytes: dict[Optimizer, Callable[[], float]] = {}
-        #: The names of the parameters that each was made with, wherever these are.
+        #: The names of the parameters that each was made with, on any rank.
         self.names: dict[Optimizer, Collection[str]] = {}
-        #: State that is on the host, if some is.
+        #: Optimizer state on the host, if there is any.
         self.states: HostStates | None = None
-        #: What hooks of steps would see, where that is not every parameter, whole.
+        #: What step hooks would see, if it is not every parameter, whole.
         self.pieces: str | None = None
         for each in made:
             self._add(each, are_cut=are_cut or owners.tensor is not None, sort=sort)
 
     def _add(self, made: MadeOptimizer, *, are_cut: bool, sort: bool) -> None:
         names = made.names
-        # Experts are cut too where ranks of ep have some each.
+        # Experts are cut too if ranks of ep have some each.
         cut = names if are_cut else names & self._apart
         whole = cut if cut and made.sees_whole() else set()
         weights = [
@@ -115,7 +115,7 @@ class Updates:
         ]
 
     def _owned(self, names: Collection[str]) -> list[Weight]:
-        """Those of some parameters that this rank updates whole, each having one owner."""
+        """Return the weights among some parameters that this rank updates whole, as their owner."""
         by_group: dict[tuple[Group, bool], list[Owned]] = {}
         for bucket in self._buckets:
             for number, slot in enumerate(bucket.layout.slots):
@@ -131,7 +131,7 @@ class Updates:
         return found
 
     def _cost_of(self, slot: Slot) -> int:
-        """How much work a whole parameter is: the same on all ranks that have a piece of it."""
+        """Return the work of a whole parameter: the same on all ranks that have a piece of it."""
         shape = slot.shape if self._joining is None else self._joining.of(slot.name).shape
         return int(torch.Size(shape).numel())
 
@@ -141,9 +141,9 @@ class Updates:
         done: Collection[Bucket] = (),
         divided: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Update all weights of this rank from its gradients. Optimizers have been given those of `done` already.
+        """Update all weights of this rank from its gradients. Optimizers already have those of `done`.
 
-        `divided`: by what fused optimizers are to divide gradients, and whether they are to leave the step out.
+        `divided`: the divisor of gradients for fused optimizers, and whether to skip the step.
         """
         for bucket in self._buckets:
             if bucket not in done:
@@ -180,13 +180,13 @@ class Updates:
             check_coupled(self.optimizers, self.pieces)
 
     def _follow(self, states: HostStates) -> None:
-        """Updates of what other ranks need, or wait for, have to be over before it goes to them."""
+        """Wait for updates of weights that other ranks need, or wait for, before these are sent."""
         states.follow(weight for owners in self._owners for weight in owners.weights)
         now = [bucket for bucket in self._buckets if not bucket.is_renewed_late]
         states.follow(piece.weight for bucket in now for piece in bucket.pieces)
 
     def refresh(self) -> None:
-        """Weights were changed from outside: take them over."""
+        """Take over changes of weights from outside."""
         for owners in self._owners:
             owners.refresh()
         for bucket in self._buckets:
@@ -194,22 +194,22 @@ class Updates:
 
     @property
     def offloaded(self) -> list[OffloadedOwners]:
-        """What makes parameters whole of pieces that live on the host."""
+        """Return what assembles whole parameters from pieces on the host."""
         return [each for each in self._owners if isinstance(each, OffloadedOwners)]
 
     def held(self, buckets: Sequence[Bucket]) -> Held:
-        """What this rank holds now, with all of its buckets."""
+        """Return the bytes that this rank holds now, with all of its buckets."""
         states = [
             each for optimizer in self.optimizers for state in optimizer.state.values() for each in state.values()
         ]
         masters = [bucket.master for bucket in buckets if bucket.master is not None]
-        # Beside its pieces: of those that live on the host the wholes do too.
+        # In addition to pieces; whole parameters of pieces on the host are on the host too.
         owned = [each for one in self._owners if not isinstance(one, OffloadedOwners) for each in one.weights]
         return Held(
             parameters=sum(bucket.weights.num_bytes for bucket in buckets),
             gradients=sum(bucket.gradients.num_bytes for bucket in buckets if bucket.gradients is not None),
-            # A count of steps is one number and no state to speak of, but it is there.
+            # A count of steps is a single number, but it is counted too.
             optimizer=sum(each.nbytes for each in [*states, *owned] if isinstance(each, Tensor))
-            # They may live on the host.
+            # Master weights may live on the host.
             + sum(each.untyped_storage().nbytes() for each in masters),
         )

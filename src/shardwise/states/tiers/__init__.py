@@ -1,4 +1,4 @@
-"""Memory beneath the device: weights, gradients, activations and optimizer state on the host or on disk."""
+"""Memory below the device: weights, gradients, activations and optimizer state on the host or on disk."""
 
 from shardwise.states.tiers.host_updates import HostUpdates
 from shardwise.states.tiers.streamed_weights import StreamedWeights

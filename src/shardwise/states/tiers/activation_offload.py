@@ -34,7 +34,7 @@ from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.packing import storage_of
 from shardwise.torch_private import is_view, version_of
 
-#: Less than this is not worth a copy of its own.
+#: Tensors smaller than this are not worth a copy.
 LEAST_BYTES = 1024
 
 #: Memory, by what tells its storage from others also where it comes and goes (ZeRO 3), and how often it was written to
@@ -57,7 +57,7 @@ class _Offloaded:
         self.number = len(frame.saved)
         self.here: Tensor | None = None
         self.arrives: Event | None = None
-        #: Whether what is computed comes after its arrival.
+        #: Whether computation is ordered after its arrival.
         self.is_followed = False
         self._owner = owner
 
@@ -66,7 +66,7 @@ class _Offloaded:
 
 
 class _View(NamedTuple):
-    """A tensor that was saved: which memory it is a view of, and how it looks at it."""
+    """A saved tensor: the memory that it is a view of, and the view's geometry."""
 
     away: _Offloaded
     dtype: torch.dtype
@@ -76,13 +76,13 @@ class _View(NamedTuple):
 
 
 class _Frame:
-    """One forward. Half on the host is every other byte, not the first half: so copies are spread over the forward."""
+    """One forward. A half on the host is every other byte, not the first half: copies are spread over the forward."""
 
     def __init__(self, stays: Iterable[Tensor], kept: Kept | None) -> None:
         self.stays = {storage_of(each) for each in stays}
         self.kept = kept
         self.saved: list[weakref.ref[_Offloaded]] = []
-        #: What was seen. While it is referred to, weakly, no other memory can have its address.
+        #: Storages seen. While there is a weak reference to one, no other storage can have its address.
         self.known: dict[_Key, tuple[StorageWeakRef, weakref.ref[_Offloaded] | None]] = {}
         self.seen_bytes = self.offloaded_bytes = 0
 
@@ -106,44 +106,44 @@ class ActivationOffload:
         self._window_bytes = DEFERRED_FREE_BYTES if window_bytes is None else window_bytes
         self._leaving = DeferredFree(self._window_bytes)
         self._check = check or self._check_host
-        #: Memory of the host that nobody has, by size, and when the last one to have it is gone.
+        #: Unused host memory, by size, with the events after which it is free.
         self._spare: dict[int, list[tuple[Tensor, list[Event]]]] = {}
-        #: Forwards that have a name, as long as something that they saved is needed.
+        #: Named forwards, as long as a tensor saved by them is needed.
         self._frames: weakref.WeakValueDictionary[Hashable, _Frame] = weakref.WeakValueDictionary()
-        #: What has come back and may be asked for again.
+        #: Memory that was copied back and may be used again.
         self._brought: weakref.WeakSet[_Offloaded] = weakref.WeakSet()
-        #: What was taken of the host's memory; what went there, and came back, since the beginning.
+        #: The bytes allocated on the host; and the bytes sent there, and copied back, since the start.
         self.num_bytes = self.sent_bytes = self.returned_bytes = 0
 
     @property
     def held_bytes(self) -> int:
-        """What has come back to the device, or is on its way there, and was not put away."""
+        """The bytes that were copied back, or are in transit, and were not put away."""
         return sum(each.here.numel() for each in self._brought if each.here is not None)
 
     def saving(
         self, stays: Iterable[Tensor], kept: Kept | None, name: Hashable | None = None
     ) -> AbstractContextManager[Any]:
-        """Around a forward. `stays` is there anyway; what is kept on the device is told to `kept`."""
+        """Wrap a forward. `stays` is on the device anyway; what is kept on the device is counted by `kept`."""
         frame = _Frame(stays, kept)
         if name is not None:
             self._frames[name] = frame
         return torch.autograd.graph.saved_tensors_hooks(lambda each: self._pack(frame, each), self._unpack)
 
     def offload(self, name: Hashable) -> None:  # noqa: ARG002 - what was saved is on its way since it was
-        """OFFLOAD: give up the memory of what has left."""
+        """OFFLOAD: free the memory of what has left."""
         self._leaving.sweep()
 
     def reload(self, name: Hashable) -> None:
-        """RELOAD: what the backward of a forward asks for first begins to come back."""
+        """RELOAD: start to copy back what the backward of a forward needs first."""
         frame = self._frames.get(name)
         if frame is not None:
             self._leaving.sweep()
             self._bring_before(frame, len(frame.saved))
 
     def put_away(self, name: Hashable | None = None) -> None:
-        """A half of a backward is over: what it has brought back goes again, until the other half asks for it.
+        """Free what one half of a backward has copied back, until the other half needs it.
 
-        With a name, that of one forward; what has come for another's backward stays.
+        With a name, only that of one forward; memory copied back for another's backward stays.
         """
         frame = None if name is None else self._frames.get(name)
         for away in [each for each in self._brought if name is None or each.frame is frame]:
@@ -152,13 +152,13 @@ class ActivationOffload:
         self._leaving.sweep()
 
     def forget(self, away: _Offloaded) -> None:
-        """Nobody can ask for this any more: its memory on the host may be used again."""
+        """Make host memory reusable: nothing can access this any more."""
         events = [away.gone] if away.arrives is None else [away.gone, away.arrives]
         self._drop(away)
         self._spare.setdefault(away.pinned.numel(), []).append((away.pinned, events))
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of it."""
+        """Wait for copies in progress, and release everything."""
         self._leaving.wait()
         self._spare.clear()
 
@@ -169,12 +169,12 @@ class ActivationOffload:
         if away is None:
             if frame.kept is not None:
                 frame.kept.count(tensor)
-            # Not the tensor itself: it may know the node that saves it, and neither would ever go.
+            # Detached: the tensor may refer to the node that saves it, and neither would ever be freed.
             return tensor.detach()
         return _View(away, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _find_away(self, frame: _Frame, tensor: Tensor) -> _Offloaded | None:
-        """The memory of a tensor on the host, to which it may go just now; None if it stays."""
+        """Return the memory of a tensor on the host, which may be sent only now; None if it stays."""
         key = (storage_of(tensor), version_of(tensor), _part_of(tensor))
         if key[0] in frame.stays or not self._may_go(tensor):
             return None
@@ -211,17 +211,17 @@ class ActivationOffload:
         return away
 
     def _drop(self, away: _Offloaded) -> None:
-        """Give back the memory on the device, when the copy into it is over.
+        """Free the memory on the device, after the copy into it.
 
-        If it was asked for, what is computed comes after the copy, and memory is used again in that order.
+        If it was used, computation is ordered after the copy, and memory is reused in that order.
         """
         if away.here is not None and away.arrives is not None and not away.is_followed:
             self._leaving.hold(away.arrives, away.here)
         away.here, away.is_followed = None, False
 
     def _take_pinned(self, num_bytes: int) -> tuple[Tensor, list[Event]]:
-        """Memory of the host: what is spare, up to twice as large, for lengths may change with every step."""
-        # A list of them first: some may be given back at any moment.
+        """Return host memory: spare memory of up to twice the size, as lengths may change in every step."""
+        # A list, because other threads may return memory at any moment.
         fitting = [size for size in list(self._spare) if num_bytes <= size <= 2 * num_bytes and self._spare[size]]
         if fitting:
             return self._spare[min(fitting)].pop()
@@ -248,10 +248,10 @@ class ActivationOffload:
         return typed.as_strided(saved.size, saved.stride, saved.offset)
 
     def _bring_before(self, frame: _Frame, number: int) -> None:
-        """Have come what a forward saved before the memory of this number, as far as the window goes.
+        """Prefetch what a forward saved before the memory of this number, as far as the window allows.
 
-        What was saved before it is needed after it. Where copies to the host are late, at the end of a forward, what
-        has not left has its part of the window. One comes ahead even then, or each would be waited for.
+        The backward needs it afterwards. If copies to the host are late at the end of a forward, memory that has not
+        left yet counts as part of the window. Even then one is prefetched; otherwise each would be waited for.
         """
         ahead_bytes, num_ahead = self._leaving.num_bytes, 0
         for each in reversed(frame.saved[:number]):
@@ -263,17 +263,17 @@ class ActivationOffload:
                 self._bring(other)
 
     def _bring(self, away: _Offloaded) -> None:
-        """Have it come back, if it is not here or on its way."""
+        """Copy it back, if it is not here or in transit."""
         if away.here is None:
             away.here = torch.empty_like(away.host, device=self._copies.device)
-            # The memory was somebody else's until all that is computed by now is.
+            # Newly allocated memory may be in use until all computation launched so far is done.
             away.arrives = self._copies.to_device(away.here, away.host, [away.gone, *self._copies.computed()])
             self._brought.add(away)
             self.returned_bytes += away.host.numel()
 
 
 def _part_of(tensor: Tensor) -> Hashable:
-    """Where a tensor lies in its memory, if it is a part that may be written without a trace in other parts."""
+    """Return the offset of a tensor in its memory, if writes to it do not show in other parts."""
     if is_view(tensor) or tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
         return None
     return tensor.storage_offset(), tensor.size(), tensor.stride()

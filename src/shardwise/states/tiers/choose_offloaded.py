@@ -1,9 +1,9 @@
-"""Which blocks live on the host: the fewest that are enough, spread evenly among the others.
+"""Choose the blocks that live on the host: the fewest that are enough, spread evenly among the others.
 
     8 blocks, 3 on the host        . . h . . h . h
 
-Evenly, because the link then works while the blocks between are computed: two that follow each other would have to
-come in under one of them.
+Evenly, because the link is then busy while the blocks between are computed. Two adjacent blocks would have to be copied
+during the computation of one.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,13 +11,14 @@ from typing import Protocol, TypeVar
 
 
 def spread(num_blocks: int, num_chosen: int) -> list[int]:
-    """Choose so many of the blocks, as evenly as they go."""
+    """Choose this many of the blocks, as evenly as possible."""
     so_far = [number * num_chosen // num_blocks for number in range(num_blocks + 1)]
     return [number for number in range(num_blocks) if so_far[number + 1] > so_far[number]]
 
 
 def choose_offloaded(num_blocks: int, are_enough: Callable[[list[int]], bool]) -> list[int] | None:
-    """The fewest blocks, spread evenly, of which `are_enough` says so; None if not even all of them are."""
+    """Return the fewest blocks, evenly spread, for which `are_enough` holds; None if even all of them are not
+    enough."""
     for count in range(num_blocks + 1):
         chosen = spread(num_blocks, count) if count else []
         if are_enough(chosen):
@@ -26,7 +27,7 @@ def choose_offloaded(num_blocks: int, are_enough: Callable[[list[int]], bool]) -
 
 
 def choose_for_room(sizes: Sequence[int], left: Sequence[int], room_bytes: int) -> list[int] | None:
-    """The fewest that have to go so that the others fit; of one that goes something may be left."""
+    """Return the fewest that have to leave so that the others fit; `left` is what remains of one that leaves."""
 
     def fits(chosen: list[int]) -> bool:
         gone = set(chosen)
@@ -36,7 +37,7 @@ def choose_for_room(sizes: Sequence[int], left: Sequence[int], room_bytes: int) 
 
 
 class _Sized(Protocol):
-    """A weight, or several that go together."""
+    """A weight, or several that move together."""
 
     @property
     def nbytes(self) -> int: ...
@@ -47,7 +48,7 @@ Key = TypeVar("Key")
 
 
 def choose_fraction(units: Mapping[str, Sequence[Weight]], fraction: float) -> list[Weight]:
-    """The weights of so many units as have at least this part of all bytes. What several units have counts once."""
+    """Return the weights of as many units as have at least this share of all bytes. Shared weights count once."""
     every = list(units.values())
     least = fraction * sum(each.nbytes for each in {each for own in every for each in own})
 
@@ -59,9 +60,9 @@ def choose_fraction(units: Mapping[str, Sequence[Weight]], fraction: float) -> l
 
 
 def choose_last(sizes: Mapping[Key, float], fraction: float, always: Iterable[Key] = ()) -> set[Key]:
-    """At least this part of all bytes, and some always: what stays is of the first, as far as it fits.
+    """Return keys with at least this share of all bytes, including `always`: the first ones stay, as far as they fit.
 
-    For state that comes once a step, after a backward: that of the first weights is needed last and used first.
+    For state that is used once per step, after a backward: that of the first weights is needed last and used first.
     """
     left = (1 - fraction) * sum(sizes.values())
     found = {each for each in always if each in sizes}

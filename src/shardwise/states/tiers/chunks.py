@@ -15,39 +15,39 @@ from shardwise.states.parameter_group import ELEMENTWISE
 from shardwise.states.tiers.packing import ALIGNMENT
 from shardwise.states.tiers.residency import WeightSlice
 
-#: A weight is not cut for the sake of less than this part of a chunk.
+#: A weight is not cut for less than this share of a chunk.
 _LEAST_PART = 1 / 8
 
 
 @dataclass(eq=False)
 class Chunk:
-    """What is updated together."""
+    """Weights that are updated together."""
 
     optimizer: Optimizer
     parts: list[WeightSlice] = field(default_factory=list)
-    #: Weights of which nobody has said yet that their gradients are final.
+    #: Weights whose gradients are not known to be final yet.
     missing: set[nn.Parameter] = field(default_factory=set)
-    #: What lies in its staging buffer, in that order: of which part, and its name.
+    #: The content of its staging buffer, in order: the index of a part, and the name of the entry.
     staged: list[tuple[int, str]] = field(default_factory=list)
     #: The learning rate of this step; the optimizer's own if it is None.
     rate: float | None = None
 
     @property
     def weights(self) -> set[nn.Parameter]:
-        """The weights that it is about, of some of them perhaps some rows."""
+        """The weights that it contains, perhaps some rows of them."""
         return {each.weight for each in self.parts}
 
     def num_bytes(self, number_bytes: float) -> int:
-        """What it takes in a staging buffer, with so many bytes for each number."""
+        """Return the bytes in a staging buffer, given the bytes per element."""
         sizes = [each.of(each.weight).numel() * number_bytes for each in self.parts]
         # Each tensor begins at an address that is a multiple of the alignment.
         return sum(int(size) for size in sizes) + ALIGNMENT * len(sizes) * max(int(number_bytes), 1)
 
 
 def plan_chunks(optimizer: Optimizer, chosen: Collection[nn.Parameter], most: int) -> Iterator[Chunk]:
-    """Chunks of at most so many numbers, of those of an optimizer's weights that were chosen, in its order.
+    """Yield chunks of at most `most` elements, of an optimizer's chosen weights, in its order.
 
-    They are full, so that there are few: a weight that does not fit goes on in the next chunk, if it can be cut.
+    They are full, so that there are few: a weight that does not fit continues in the next chunk, if it can be cut.
     """
     found, left = Chunk(optimizer), most
     can_cut = type(optimizer) in ELEMENTWISE
@@ -69,9 +69,9 @@ def plan_chunks(optimizer: Optimizer, chosen: Collection[nn.Parameter], most: in
 
 
 def _part_of(weight: nn.Parameter, start: int, left: int, most: int, *, can_cut: bool) -> WeightSlice | None:
-    """What comes next of a weight, from a row on: all of it, or as many rows as there is room for; None at its end.
+    """Return the next part of a weight, from a row on: all of it, or as many rows as fit; None at its end.
 
-    Where there is little room, as much as an empty chunk has.
+    If little room is left, as much as fits into an empty chunk.
     """
     if start == 0 and (not can_cut or not weight.dim() or weight.numel() <= left):
         return WeightSlice(weight, None)
@@ -84,7 +84,7 @@ def _part_of(weight: nn.Parameter, start: int, left: int, most: int, *, can_cut:
 
 
 class Substitute(NamedTuple):
-    """What an optimizer steps on in place of a weight, or of some rows of it; and its state, if it has one yet."""
+    """What an optimizer steps on instead of a weight, or some rows of it; and its state, if it has one yet."""
 
     weight: nn.Parameter
     stand_in: nn.Parameter
@@ -92,7 +92,7 @@ class Substitute(NamedTuple):
 
 
 def step_on(optimizer: Optimizer, rate: float | None, substitutes: Sequence[Substitute]) -> list[dict[str, Any]]:
-    """Step on substitutes, each as its weight would be, with a learning rate if one is given; return their states."""
+    """Step on substitutes as on their weights, with a learning rate if one is given; return their states."""
     set_rate(optimizer, rate)
     stand_ins: dict[nn.Parameter, list[nn.Parameter]] = {}
     for weight, stand_in, state in substitutes:
@@ -107,7 +107,7 @@ def step_on(optimizer: Optimizer, rate: float | None, substitutes: Sequence[Subs
 
 @contextmanager
 def only(optimizer: Optimizer, params: Sequence[list[nn.Parameter]]) -> Iterator[None]:
-    """An optimizer that has these alone, by group."""
+    """Let an optimizer have only these parameters, by group."""
     before = [group["params"] for group in optimizer.param_groups]
     try:
         for group, mine in zip(optimizer.param_groups, params, strict=True):
@@ -119,13 +119,13 @@ def only(optimizer: Optimizer, params: Sequence[list[nn.Parameter]]) -> Iterator
 
 
 def weights_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    """What an optimizer has, in order."""
+    """Yield the weights of an optimizer, in order."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def set_rate(optimizer: Optimizer, rate: float | None) -> None:
-    """Have an optimizer use a learning rate, if one is given."""
+    """Set an optimizer's learning rate, if one is given."""
     if rate is not None:
         for group in optimizer.param_groups:
             group["lr"] = rate

@@ -27,20 +27,20 @@ from shardwise.dataflow.streams import Event
 
 
 def device_of(place: str) -> torch.device:
-    """The device of a place of a machine: those of the CPU are all one."""
+    """Return the device of a machine's place: all places on the CPU are one device."""
     return torch.device("cpu" if place.startswith("cpu") else place)
 
 
 class CopyStreams:
-    """The copies of one device, on a machine of its own unless one is given, with the name of the device there."""
+    """The copies of one device, on its own machine unless one is given, with the name of the device there."""
 
     def __init__(self, device: torch.device, machine: Machine | None = None, place: str | None = None) -> None:
         self.device = device
-        # The device of a tensor that is there has its number, but for the CPU.
+        # The device of an existing tensor has an index, except for the CPU.
         self._place = place or ("cpu:0" if device.type == "cpu" else str(device))
         self._is_own = machine is None
         self._machine = machine or Machine([self._place])
-        self._lock = threading.Lock()  # A machine is one thread's at a time.
+        self._lock = threading.Lock()  # A machine must be used by one thread at a time.
         self._side: CudaStream | None = None
 
     @property
@@ -48,12 +48,12 @@ class CopyStreams:
         return self.device.type == "cpu"
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the host, pinned where there is a GPU."""
+        """Return host memory, pinned if there is a GPU."""
         return self._machine.pinned(shape, dtype)
 
     def to_device(self, device: Tensor, host: Tensor, after: Sequence[Event] = ()) -> Event:
         """Copy from the host, after some events."""
-        # A CPU has no device of its own to be known by: its places are said by name.
+        # Places on the CPU are not told apart by a tensor's device, so they are named.
         places = {"to": self._place, "of": "host"} if self._on_cpu else {}
         with self._lock:
             return self._machine.copy(device.view(-1), host.view(-1), after=after, **places)
@@ -63,22 +63,22 @@ class CopyStreams:
         return self.to_host_after(host, device, [*self.computed(), *after])
 
     def to_host_after(self, host: Tensor, device: Tensor, after: Sequence[Event] = ()) -> Event:
-        """Copy to the host, after some events and nothing else. The CPU has computed what it was told to."""
+        """Copy to the host, after these events only. On the CPU, all earlier computation is already done."""
         places = {"to": "host", "of": self._place} if self._on_cpu else {}
         with self._lock:
             return self._machine.copy(host.view(-1), device.view(-1), after=after, **places)
 
     def computed(self) -> list[Event]:
-        """Marks behind all that is computed by now; the CPU has computed what it was told to."""
+        """Return events after all computation launched so far; on the CPU it is already done."""
         if self._on_cpu:
             return []
         with self._lock:
             return [self._machine.mark(self._place)]
 
     def run_after(self, run: Callable[[], object], after: Sequence[Event]) -> list[Event]:
-        """Compute after some events and nothing else that is put to compute; events behind it.
+        """Run a computation after these events only, independently of other computation; return events after it.
 
-        Whatever it reads has to stay until then. The CPU computes at once.
+        Everything that it reads has to stay alive until then. The CPU computes at once.
         """
         if self._on_cpu:
             for event in after:
@@ -91,7 +91,7 @@ class CopyStreams:
         return [self._side.put(run, after, lambda error: error)]
 
     def follow(self, event: Event) -> None:
-        """What is computed from now on comes after a event. On the CPU that is the caller, who waits."""
+        """Order later computation after an event. On the CPU the caller waits."""
         if self._on_cpu:
             event.wait()
             return
@@ -99,7 +99,7 @@ class CopyStreams:
             self._machine.follow(self._place, event)
 
     def close(self) -> None:
-        """Wait for what is under way, and end its threads."""
+        """Wait for copies in progress, and end the threads."""
         if self._side is not None:
             self._side.close()
         if self._is_own:

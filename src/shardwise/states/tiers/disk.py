@@ -1,18 +1,18 @@
-"""Blocks whose weights stay in files: safetensors, read into pinned memory ahead of their use; and gradients written.
+"""Blocks whose weights stay in files: safetensors, read into pinned memory ahead of use; and gradients written to disk.
 
     disk      [ 3 | 7 | 11 | ... ]        files of a checkpoint, or written here
     pinned    [ 3 ] [ 7 ] [ 11 ]          as many buffers as blocks are on their way
     device    [ 3 ] [ 7 ] [ 11 ]
 
-Blocks are read one after the other, each by several threads at once, straight into its buffer; a buffer is written
-again when its copy to the device is done.
+Blocks are read one after the other, each by several threads at once, directly into its buffer. A buffer is reused when
+its copy to the device is done.
 
     device    [ g ]
     pinned        [ 0 ] [ 1 ] [ 2 ] [ 3 ]     in turn
     mapped              [ gradients of the block ]
 
-Gradients go the other way. A GPU copies straight into mapped memory only while the host waits for it. So it copies into
-a buffer, which is written to again when a thread has emptied it.
+Gradients go the other way. A GPU copies directly into mapped memory only while the host waits for it. So it copies into
+a buffer, which is reused when a thread has emptied it.
 """
 
 import json
@@ -36,14 +36,14 @@ from shardwise.errors import ShardwiseError
 from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.streamed_block import StreamedBlock
 
-#: One thread asks a disk for so much at once, and so many threads ask.
+#: The bytes that one thread reads at a time, and the number of threads.
 _PART_BYTES = 8 * 2**20
 _NUM_READERS = 8
 _NUM_WRITE_BUFFERS = 4
 
 
 class Record(NamedTuple):
-    """Where the weights of a parameter are written: a tensor of a file, and its bytes there."""
+    """The place of a parameter's weights on disk: a tensor of a file, and its bytes there."""
 
     path: Path
     name: str
@@ -52,7 +52,7 @@ class Record(NamedTuple):
     shape: torch.Size
 
 
-#: For each parameter of a block that is on disk.
+#: For each parameter of a block on disk.
 Records = Mapping[nn.Parameter, Record]
 
 
@@ -65,7 +65,7 @@ class PinnedBuffer:
 
 
 def _pinned_ring(machine: Machine, count: int, num_bytes: int) -> Iterator[PinnedBuffer]:
-    """So many buffers, in turn. Whoever takes one says with `free` when it may be written again."""
+    """Yield buffers in turn. The user of a buffer sets with `free` when it may be written again."""
     return cycle([PinnedBuffer(machine.pinned((num_bytes,), torch.uint8)) for _ in range(count)])
 
 
@@ -76,13 +76,13 @@ class DiskReader:
         self._records = {parameter: record for each in records for parameter, record in each.items()}
         self._maps: dict[Path, Any] = {}
         self._files: dict[Path, int] = {}
-        # An error in it is the machine's: what is computed after it would be rubbish.
+        # An error here fails the whole machine: later computation would use wrong values.
         self._stream = ThreadStream("weights from disk", machine.failures)
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="shardwise disk")
         self._buffers = _pinned_ring(machine, num_buffers, num_bytes)
 
     def fetch(self, block: StreamedBlock, copies: CopyStreams, after: Sequence[Event]) -> Event:
-        """Have a block read, and copied to the device after some events."""
+        """Read a block, and copy it to the device after some events."""
         buffer = next(self._buffers)
         memory = buffer.memory[: block.num_bytes]
         read = self._stream.put(partial(self._read, block, memory), buffer.free, _blame_reading)
@@ -91,7 +91,7 @@ class DiskReader:
         return arrives
 
     def weights(self, parameter: nn.Parameter) -> Tensor:
-        """The weights of a parameter, mapped into memory as they lie in their file: read when they are used."""
+        """Return the weights of a parameter as a mapping of their file, which is read on use."""
         record = self._records[parameter]
         if record.path not in self._maps:
             self._maps[record.path] = safe_open(record.path, "pt")
@@ -99,7 +99,7 @@ class DiskReader:
         return found
 
     def close(self) -> None:
-        """End the threads. Files stay mapped as long as somebody uses weights in them."""
+        """End the threads. Files stay mapped as long as their weights are in use."""
         self._stream.close()
         self._readers.shutdown()
         self._maps.clear()
@@ -117,7 +117,7 @@ class DiskReader:
             done.result()
 
     def _parts(self, parameter: nn.Parameter, view: Tensor) -> Iterator[Callable[[], object]]:
-        """What has to be done to read a parameter's weights, in parts that may be done at once."""
+        """Yield functions that read a parameter's weights, in parts that can run concurrently."""
         record = self._records[parameter]
         if record.dtype != view.dtype:
             yield lambda: view.copy_(self.weights(parameter))
@@ -134,12 +134,12 @@ class DiskWriter:
     """Copies gradients into memory of files. None is larger than `most_bytes`."""
 
     def __init__(self, machine: Machine, most_bytes: int) -> None:
-        # An error in it is the machine's, as one in reading is.
+        # An error here fails the whole machine, as one in reading does.
         self._stream = ThreadStream("gradients to disk", machine.failures)
         self._buffers = _pinned_ring(machine, _NUM_WRITE_BUFFERS, most_bytes)
 
     def write(self, target: Tensor, gradient: Tensor, copies: CopyStreams) -> tuple[Event, Event]:
-        """Have what is computed by now written; return when it has left the device, and when it has arrived."""
+        """Write what is computed by now; return events for when it has left the device, and when it has arrived."""
         buffer = next(self._buffers)
         staged = buffer.memory[: gradient.nbytes].view(gradient.dtype)
         left = copies.to_host(staged, gradient, buffer.free)
@@ -153,14 +153,14 @@ class DiskWriter:
 
 
 def _parts_of(file: int, first: int, memory: Tensor) -> Iterator[Callable[[], object]]:
-    """What has to be done to read so many bytes of a file."""
+    """Yield functions that read a range of a file, in parts."""
     there = memory.numpy().data
     for start in range(0, len(there), _PART_BYTES):
         yield partial(_fill, file, first + start, there[start : start + _PART_BYTES])
 
 
 def _fill(file: int, start: int, memory: memoryview) -> None:
-    """Read bytes of a file into memory. Python's lock is not held meanwhile."""
+    """Read bytes of a file into memory, without holding Python's GIL."""
     done = 0
     while done < len(memory):
         count = _read_at(file, start + done, memory[done:])
@@ -170,10 +170,10 @@ def _fill(file: int, start: int, memory: memoryview) -> None:
 
 
 def _read_at(file: int, start: int, memory: memoryview) -> int:
-    """Read from a place in a file into memory, and say how much: less than asked for, if the system likes it so."""
+    """Read from an offset of a file into memory; return the number of bytes, which may be less than requested."""
     if hasattr(os, "preadv"):
         return os.preadv(file, [memory], start)
-    found = os.pread(file, len(memory), start)  # Where there is no reading into memory that is there: one copy more.
+    found = os.pread(file, len(memory), start)  # For systems that cannot read into existing memory: one more copy.
     memory[: len(found)] = found
     return len(found)
 
@@ -181,7 +181,8 @@ def _read_at(file: int, start: int, memory: memoryview) -> int:
 def find_records(
     folder: Path, blocks: Sequence[Sequence[nn.Parameter]], names: Mapping[nn.Parameter, Sequence[str]]
 ) -> list[Records]:
-    """Where each parameter of these blocks is on disk: in the safetensors of a folder, or in files that are written."""
+    """Return where each parameter of these blocks is on disk: in a folder's safetensors, or in files that are
+    written."""
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not files:
         return _write(folder, blocks, names)
@@ -205,9 +206,9 @@ def find_records(
 
 
 def _records_in(path: Path) -> dict[str, Record]:
-    """Where each tensor of a file is: after 8 bytes with the length of a header, and the header."""
+    """Return the place of each tensor in a file: after 8 bytes with the header's length, and the header."""
     try:
-        with safe_open(path, "pt") as mapped:  # Is it whole? A tensor is a map of the file: nothing is read.
+        with safe_open(path, "pt") as mapped:  # Checks that the file is whole. Tensors are mapped, so nothing is read.
             tensors = {name: mapped.get_tensor(name) for name in mapped.keys()}  # noqa: SIM118 - it is no dict
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -32,28 +32,28 @@ from shardwise.states.tiers.staging import StagingBuffers, spare_bytes
 from shardwise.states.tiers.state_prefetch import Incoming, StatePrefetch, Written
 from shardwise.states.tiers.weight_state import WeightState, allocate, take_to_host
 
-#: One chunk on its way in, one updated, one on its way out.
+#: One chunk in transit to the device, one being updated, one in transit back.
 _LEAST_BUFFERS = 3
 
-#: Staging buffers are larger by this where threads tell of copies: between two the link waits for them, however long
-#: these are (Llama-3B on an H200: 17,100 tokens/s, and 16,300 with chunks half as large).
+#: The factor on the size of staging buffers if threads launch copies: the link idles between two copies, whatever their
+#: size (Llama-3B on an H200: 17,100 tokens/s, and 16,300 with chunks half as large).
 _LARGER_IF_PACED = 2
 
 
-#: Where weights come over the same link, states that come ahead keep the first units waiting (Llama-3B on an H200, the
-#: batch at once: 14,700 tokens/s, and 13,900 with as many buffers as there was memory for).
+#: The limit if weights use the same link: prefetched state delays the first units (Llama-3B on an H200, the batch at
+#: once: 14,700 tokens/s, and 13,900 with as many buffers as there was memory for).
 _MOST_BESIDE_WEIGHTS = 8
 
 
 class HostStates:
     """The state of a part of the weights of some optimizers, on the host.
 
-    `optimizers` are given with the bytes that each keeps for a number. `fraction` is the least part of all of these
-    that is on the host; what stays is of the first weights in order, as far as they fit. The state of weights that
-    live there themselves, `offloaded`, is there in any case. `residencies` say otherwise of some weights how they come.
+    `optimizers` are given with their bytes of state per element. `fraction` is the least share of all state on the
+    host; the state that stays is that of the first weights in order, as far as it fits. The state of weights that live
+    on the host themselves, `offloaded`, is there in any case. `residencies` override how some weights are copied.
 
-    `staging_bytes` of the device are for what comes. By default that is what plans count, and from the second step on
-    part of what nobody has needed. `paced`: optimizers may be stepped by other threads than the caller's.
+    `staging_bytes` of the device are for staging. By default that is what plans count, and from the second step on also
+    part of the memory that was never used. `paced`: optimizers may be stepped by other threads than the caller's.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class HostStates:
     ) -> None:
         self._optimizers, self._copies = list(optimizers), copies
         sizes = {weight: weight.numel() * each for one, each in optimizers.items() for weight in weights_of(one)}
-        #: Those whose state is on the host.
+        #: The weights whose state is on the host.
         self.weights = choose_last(sizes, fraction, offloaded or ())
-        #: What will be there once all of them have been updated.
+        #: The bytes there once all of them have been updated.
         self.planned_bytes = round(sum(sizes[each] for each in self.weights))
         known: dict[nn.Parameter, Residency] = {
             weight: HostResidency(weight, each, copies) for weight, each in (offloaded or {}).items()
@@ -91,25 +91,25 @@ class HostStates:
             count = max(_LEAST_BUFFERS, staging_bytes // size)
             self._buffers = StagingBuffers(min(count, len(self._chunks)), copies)
             self._buffers.fill(size)
-        #: Who follows updates, each of its own weights, and does more then: whoever waits for all waits for these.
+        #: Tickets that follow updates of some weights with more work: waiting for all updates includes these.
         self.followers: Sequence[Ticket] = ()
-        #: The learning rate of what is updated from now on; the optimizers' own if it is None.
+        #: The learning rate of later updates; the optimizers' own if it is None.
         self.rate: float | None = None
         kind = PacedStatePrefetch if paced else StatePrefetch
         self._prefetch: StatePrefetch[Chunk] = kind(self, self._chunks, self._buffers, copies)
 
     @property
     def num_bytes(self) -> int:
-        """What is on the host now."""
+        """The bytes on the host now."""
         return sum(each.nbytes for state in self._states.values() for each in state.host.values())
 
     @property
     def error(self) -> Exception | None:
-        """What went wrong beside the caller, if anything did."""
+        """The error of a background thread, if there was one."""
         return self._prefetch.error
 
     def begin(self) -> None:
-        """A step begins: the first states come, under its forwards and backwards."""
+        """Begin a step: start to prefetch the first states, during its forwards and backwards."""
         with self._prefetch.lock:
             if any(state.has_foreign for state in self._states.values()):
                 self.take_home()
@@ -121,7 +121,7 @@ class HostStates:
 
     @torch.no_grad()
     def ready(self, weights: Iterable[nn.Parameter]) -> None:
-        """The gradients of these weights are final: update them as soon as their state is here."""
+        """Update these weights as soon as their state is here: their gradients are final."""
         found: dict[Chunk, None] = {}
         for weight in weights:
             for each in self._states[weight].chunks if weight in self._states else ():
@@ -132,7 +132,7 @@ class HostStates:
 
     @torch.no_grad()
     def step(self) -> None:
-        """End a step: all weights are updated that have a gradient, or will be beside what is computed next."""
+        """End a step: all weights with a gradient are updated, or will be beside later computation."""
         self.begin()
         for optimizer in self._optimizers:
             stay = [[each for each in group["params"] if each not in self.weights] for group in optimizer.param_groups]
@@ -147,13 +147,13 @@ class HostStates:
         self._prefetch.end()
 
     def settle(self, weights: Iterable[nn.Parameter]) -> None:
-        """Have all updates put of some weights that were asked for."""
+        """Launch all requested updates of some weights."""
         self._prefetch.settle(
             [each for weight in weights if weight in self._states for each in self._states[weight].chunks]
         )
 
     def follow(self, weights: Iterable[nn.Parameter] | None = None) -> None:
-        """What is computed from now on comes after the updates of some weights, or of all."""
+        """Order later computation after the updates of some weights, or of all."""
         found = list(self._states) if weights is None else [each for each in weights if each in self._states]
         self.settle(found)
         for state in [self._states[weight] for weight in found]:
@@ -162,31 +162,32 @@ class HostStates:
                 self._copies.follow(event)
 
     def wait(self) -> None:
-        """Wait until all state is on the host, and what is computed from now on uses the new weights."""
+        """Wait until all state is on the host. Later computation uses the new weights."""
         self.follow()
         for each in self.followers:
             each.wait()
         self._prefetch.wait()
 
     def take_home(self) -> None:
-        """State was perhaps put into the optimizers from outside: it goes to the host, and what is coming is old."""
+        """Send state to the host that may have been loaded into the optimizers from outside; drop prefetched state."""
         self.wait()
         self._prefetch.forget()
         taken: set[nn.Parameter] = set()
-        for each in self._chunks:  # By chunk: what comes together is packed together.
+        for each in self._chunks:  # By chunk: what is copied together is packed together.
             own = [part.weight for part in each.parts if part.weight not in taken]
             taken.update(own)
             take_to_host([self._states[weight] for weight in own], self._copies)
 
     def close(self) -> None:
-        """Let go of the staging buffers. The state stays where it is."""
+        """Release the staging buffers. The state stays where it is."""
         self.follow()
         self._prefetch.close()
 
-    # What the prefetch asks.
+    # Called by the prefetch.
 
     def incoming(self, one: Chunk) -> Incoming:
-        """What comes to a chunk: weights that live on the host, then states, then room for what comes later."""
+        """Return what is copied for a chunk: weights that live on the host, then states, then space for later
+        values."""
         coming: dict[tuple[int, str], Tensor] = {}
         reserved: dict[tuple[int, str], Tensor] = {}
         states = [self._states[part.weight] for part in one.parts]
@@ -199,7 +200,7 @@ class HostStates:
         return Incoming(list(coming.values()), list(reserved.values()))
 
     def update(self, one: Chunk, here: list[Tensor], after: list[Event]) -> Written:
-        """Have a chunk's weights stepped on, as far as they have gradients."""
+        """Step on a chunk's weights that have gradients."""
         places: list[dict[str, Tensor]] = [{} for _ in one.parts]
         for (number, key), place in zip(one.staged, here, strict=True):
             places[number][key] = place
@@ -218,7 +219,7 @@ class HostStates:
         return Written(events, [*weights, *outgoing], [here for _, here in weights])
 
     def is_sent(self, one: Chunk, events: list[Event]) -> None:
-        """Tell those that live on the host."""
+        """Notify the weights that live on the host."""
         for weight in one.weights:
             if self._has_gradient(weight):
                 self._states[weight].residency.is_sent(events)
@@ -247,7 +248,7 @@ class HostStates:
         self._prefetch.ask(found)
 
     def _grow(self) -> None:
-        """Have more staging buffers, when it is known what a step needs of the device beside them."""
+        """Add staging buffers, once the memory that a step needs on the device is known."""
         if self._may_grow and any(state.host for state in self._states.values()):
             self._may_grow = False
             every = [self.incoming(each) for each in self._chunks]
@@ -264,7 +265,7 @@ class HostStates:
         weights: list[tuple[Tensor, Tensor]],
         outgoing: list[tuple[Tensor, Tensor]],
     ) -> None:
-        """Step on what is here, and say what goes home of weights and of states."""
+        """Step on what is here, and return what is copied back, of weights and of states."""
         states = [self._states[part.weight] for part, _ in staged]
         substitutes = [
             Substitute(part.weight, state.residency.stand_in(part, places), state.given(places))

@@ -43,7 +43,7 @@ class UpdateBucket:
         self._arrived: set[nn.Parameter] = set()
 
     def arrive(self, parameter: nn.Parameter) -> bool:
-        """A gradient is there; return whether it was the last."""
+        """Record that a gradient has arrived; return whether it was the last."""
         self._arrived.add(parameter)
         return len(self._arrived) == len(self.parameters)
 
@@ -53,7 +53,7 @@ class UpdateBucket:
         return bool(self._arrived)
 
     def take(self) -> list[Tensor | None]:
-        """The gradients of the parameters, which are theirs no more."""
+        """Return the gradients of the parameters, and remove them there."""
         self._arrived.clear()
         found = [each.grad for each in self.parameters]
         for each in self.parameters:
@@ -62,7 +62,7 @@ class UpdateBucket:
 
 
 class DeviceState:
-    """Master weights and optimizer state of a bucket where its parameters are."""
+    """Master weights and optimizer state of a bucket, on the device of its parameters."""
 
     def __init__(self, bucket: UpdateBucket, make_optimizer: MakeOptimizer) -> None:
         self._bucket = bucket
@@ -72,7 +72,7 @@ class DeviceState:
         self._optimizer = make_optimizer(self._masters)
 
     def update(self, scale: float | None, rate: float | None) -> None:
-        """Update from the parameters' gradients, which are used up."""
+        """Update from the parameters' gradients, which are consumed."""
         set_rate(self._optimizer, rate)
         pairs = list(zip(self._bucket.parameters, self._masters, strict=True))
         for (_, master), gradient in zip(pairs, self._bucket.take(), strict=True):
@@ -86,9 +86,9 @@ class DeviceState:
 
 
 def residencies_of(bucket: UpdateBucket, copies: CopyStreams) -> list[HandedGradient]:
-    """How the parameters of a bucket come to be updated: those of less than full precision have master weights.
+    """Return how the parameters of a bucket are updated: those of less than full precision have master weights.
 
-    For Adam that is 8 or 12 bytes a number each way.
+    For Adam, 8 or 12 bytes per element are copied each way.
     """
     low = [each for each in bucket.parameters if each.element_size() < torch.float32.itemsize]
     packing = Packing.of(torch.empty(each.shape, dtype=torch.float32, device="meta") for each in low)
@@ -103,10 +103,10 @@ def residencies_of(bucket: UpdateBucket, copies: CopyStreams) -> list[HandedGrad
 
 
 def make_update_buckets(module: nn.Module, blocks: Collection[nn.Module]) -> dict[nn.Module, UpdateBucket]:
-    """A bucket for each block, and for each module outside of them that has parameters of its own, in order of use.
+    """Return a bucket for each block, and for each other module with parameters of its own, in order of use.
 
-    That is taken to be the order in which they are registered: if it is not, some wait longer than they must. A
-    parameter that several have belongs to the first.
+    That is assumed to be the order of registration; otherwise some wait longer than necessary. A parameter of several
+    belongs to the first.
     """
     found: dict[nn.Module, UpdateBucket] = {}
     seen: set[nn.Parameter] = set()
@@ -126,13 +126,13 @@ def make_update_buckets(module: nn.Module, blocks: Collection[nn.Module]) -> dic
 
 
 class HostUpdates:
-    """An optimizer for a module on a device, with its state, or the larger part of it, on the host.
+    """An optimizer for a module on a device, with its state, or most of it, on the host.
 
-    It takes the place of the optimizer in a loop: `loss.backward()`, then `step()`. `blocks` are the modules whose
-    parameters are updated together. `on_host` is the least fraction of numbers whose state is on the host; the rest is
-    where the parameters are, of those first that a forward uses first, for their gradients come last and are needed
-    first. With `clip` no update begins before the norm of all gradients is known. `staging_bytes` of the device's
-    memory are for state on its way: the more, the less of it has to come in under a backward.
+    It replaces the optimizer in a loop: `loss.backward()`, then `step()`. `blocks` are the modules whose parameters are
+    updated together. `on_host` is the least share of elements whose state is on the host. The rest is on the device:
+    that of the parameters that a forward uses first, as their gradients come last and are needed first. With `clip` no
+    update starts before the norm of all gradients is known. `staging_bytes` of the device's memory are for state in
+    transit: with more of it, less has to be copied during a backward.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class HostUpdates:
             staging = _staging_bytes(self._copies.device) if staging_bytes is None else staging_bytes
             every = [each for mine in self._residencies.values() for each in mine]
             self._states = _make_states(every, make_optimizer, self._copies, staging)
-        #: The learning rate of what is updated from now on; the optimizers' own if it is None.
+        #: The learning rate of later updates; the optimizers' own if it is None.
         self.rate: float | None = None
         self._is_last = True
         self._scale: float | None = None
@@ -171,26 +171,26 @@ class HostUpdates:
 
     @property
     def host_fraction(self) -> float:
-        """The part of all numbers whose state is on the host."""
+        """The share of elements whose state is on the host."""
         total = sum(each.size for each in self._buckets)
         return 1 - sum(each.size for each in self._on_device) / total if total else 0.0
 
     def accumulate(self, *, is_last: bool) -> None:
-        """Say before a backward whether it is the step's last: until then gradients only add up."""
+        """Set before a backward whether it is the step's last: before that, gradients only accumulate."""
         self._is_last = is_last
 
     def step(self) -> None:
-        """End a step. Updates run on beside what follows; a forward waits for the weights that it is about to use."""
+        """End a step. Updates continue in the background; a forward waits for the weights that it is about to use."""
         self._scale = None if self._clip is None else self._clipping(self._clip)
         for bucket in self._buckets:
-            if bucket.has_gradients:  # All of them where gradients are clipped, else those that were not all used.
+            if bucket.has_gradients:  # All buckets if gradients are clipped; otherwise those with unused parameters.
                 self._update(bucket)
         if self._states is not None:
             self._states.step()
             self._states.begin()
 
     def wait(self) -> None:
-        """Wait until every weight on the device is new, and all state is at home."""
+        """Wait until every weight on the device is new, and all state is on the host."""
         if self._states is not None:
             self._states.wait()
         self._raise()
@@ -198,7 +198,7 @@ class HostUpdates:
             torch.cuda.synchronize(self._copies.device)
 
     def close(self) -> None:
-        """Finish, and leave the module alone from now on."""
+        """Finish, and detach from the module."""
         try:
             self.wait()
         finally:
@@ -234,7 +234,7 @@ class HostUpdates:
         self._raise()
 
     def _update(self, bucket: UpdateBucket) -> None:
-        """A bucket has its gradients: update it, or have it updated. They are its parameters' no more."""
+        """Update a bucket that has its gradients, or request it. They are removed from its parameters."""
         on_device = self._on_device.get(bucket)
         if on_device is not None:
             on_device.update(self._scale, self.rate)
@@ -250,9 +250,9 @@ class HostUpdates:
         self._states.ready(weights)
 
     def _clipping(self, limit: float) -> float:
-        """What gradients are multiplied with, so that the norm of all of them is at most the limit."""
+        """Return the factor on gradients that limits their global norm."""
         norm = torch.nn.utils.get_total_norm([each.grad for each in self._parameters if each.grad is not None])
-        return float(torch.clamp(limit / (norm + 1e-6), max=1.0))  # As `clip_grad_norm_` does it, to the last bit.
+        return float(torch.clamp(limit / (norm + 1e-6), max=1.0))  # Bitwise as in `clip_grad_norm_`.
 
     def _raise(self) -> None:
         error = None if self._states is None else self._states.error
@@ -265,7 +265,7 @@ class HostUpdates:
 def _make_states(
     residencies: Sequence[HandedGradient], make_optimizer: MakeOptimizer, copies: CopyStreams, staging_bytes: int
 ) -> HostStates:
-    """The state of an optimizer that nobody else has, so threads may step it."""
+    """Return the state of an optimizer that is used here only, so that threads may step it."""
     master_bytes = max(each.weight.element_size() if isinstance(each, MasterWeight) else 0 for each in residencies)
     number_bytes = number_bytes_of(make_optimizer, [each.parameter for each in residencies]) + master_bytes
     states = HostStates(
@@ -281,7 +281,7 @@ def _make_states(
 
 
 def _staging_bytes(device: torch.device) -> int:
-    """The device's memory for state on its way, unless somebody says otherwise."""
+    """Return the default of the device's memory for state in transit."""
     if device.type != "cuda":
         return 16 * SLOT_BYTES
     return int(torch.cuda.get_device_properties(device).total_memory * PART_OF_ALL)

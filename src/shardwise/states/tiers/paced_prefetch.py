@@ -23,16 +23,16 @@ from shardwise.states.tiers.packing import coalesce
 from shardwise.states.tiers.staging import StagingBuffers
 from shardwise.states.tiers.state_prefetch import Item, Owner, R, State, StatePrefetch, Written
 
-#: How often a thread looks whether a copy is done. A chunk takes some 10 ms.
+#: How often a thread polls whether a copy is done. A chunk takes some 10 ms.
 _LOOK_SECONDS = 1e-4
 
 
 class PacedStatePrefetch(StatePrefetch[R]):
-    """A prefetch whose copies are told by threads of their own. What goes wrong there is `error`."""
+    """A prefetch whose copies are launched by separate threads. Their error is in `error`."""
 
     def __init__(self, owner: Owner[R], chunks: Iterable[R], buffers: StagingBuffers, copies: CopyStreams) -> None:
         super().__init__(owner, chunks, buffers, copies)
-        #: Those that are LEAVING and not told to yet.
+        #: Chunks that are LEAVING and whose copy is not launched yet.
         self._leaving: deque[tuple[Item[R], Written]] = deque()
         self._is_closed = False
         self._threads = [
@@ -69,13 +69,13 @@ class PacedStatePrefetch(StatePrefetch[R]):
             self.lock.wait_for(lambda item=item: self._is_over() or item not in self._asked)  # type: ignore[misc]
 
     def _choose(self, wanted: Sequence[Item[R]]) -> Item[R]:
-        # What was asked for first is computed first: to ask of each whether it is would take the link's time.
+        # Requests are computed in order, so only the first ones are checked: checking all would delay the link.
         ready = list(takewhile(_is_computed, wanted))
         return min(ready, key=lambda item: item.index) if ready else wanted[0]
 
     def _send(self, item: Item[R], written: Written) -> None:
         if self._own_memory_of(item, written):
-            super()._send(item, written)  # Else all of a first step's could wait beside the buffers.
+            super()._send(item, written)  # Otherwise all chunks of a first step could wait outside the buffers.
             return
         self._leaving.append((item, written))
         self.lock.notify_all()
@@ -84,7 +84,7 @@ class PacedStatePrefetch(StatePrefetch[R]):
         return self._is_closed or self.error is not None
 
     def _update_guarded(self, item: Item[R]) -> None:
-        """Put an update, whose error is told by whoever asks for it."""
+        """Launch an update; its error is raised where it is waited for."""
         try:
             self._update(item)
         except Exception as error:
@@ -117,7 +117,7 @@ class PacedStatePrefetch(StatePrefetch[R]):
                 if item.gradients is not None:
                     self._update_guarded(item)
             self._reach(arrives)
-            del item  # While there is nothing to do, no name may keep memory of the device.
+            del item  # While idle, no local variable may keep device memory alive.
 
     def _go(self) -> None:
         while True:
@@ -139,7 +139,7 @@ class PacedStatePrefetch(StatePrefetch[R]):
             self.lock.notify_all()
 
     def _reach(self, events: Iterable[Event]) -> None:
-        """Wait for events, but not for one that an error keeps from being reached."""
+        """Wait for events, except one that an error keeps from being reached."""
         while not all(event.is_done() for event in events) and self.error is None:
             time.sleep(_LOOK_SECONDS)
 

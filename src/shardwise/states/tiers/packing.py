@@ -1,9 +1,9 @@
-"""Tensors packed one behind the other in a run of bytes, so that one copy moves all of them.
+"""Tensors packed one after the other in a buffer, so that one copy moves all of them.
 
     run     | q_proj      | k_proj  ··| v_proj  ··| norm ·|        dots are padding up to the next alignment
     start   0             a           b           c
 
-Both ends of a copy are packed alike. Then whatever lies side by side at both ends is one copy: `coalesce`.
+Both ends of a copy are packed alike. Then whatever is adjacent at both ends is one copy: `coalesce`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from shardwise.torch_private import storage_id
 
-#: Bytes. Memory that CUDA allocates begins at a multiple of this too, so a packed tensor is aligned as any other.
+#: In bytes. CUDA allocations are aligned to it too, so a packed tensor is aligned like any other.
 ALIGNMENT = 256
 
 
 def pack(sizes: Iterable[int], alignment: int) -> tuple[list[int], int]:
-    """Where runs of these sizes begin, each at a multiple of `alignment`, and where the last one ends."""
+    """Return the offsets of blocks of these sizes, each a multiple of `alignment`, and the end of the last one."""
     starts: list[int] = []
     end = 0
     for size in sizes:
@@ -30,7 +30,7 @@ def pack(sizes: Iterable[int], alignment: int) -> tuple[list[int], int]:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Where one tensor lies in a run of bytes."""
+    """The place of one tensor in a buffer."""
 
     start: int
     num_bytes: int
@@ -38,13 +38,13 @@ class Packed:
     shape: torch.Size
 
     def of(self, memory: Tensor) -> Tensor:
-        """The tensor in a run of bytes."""
+        """Return the tensor in a buffer."""
         return memory[self.start : self.start + self.num_bytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How some tensors lie in a run of `num_bytes`."""
+    """The layout of some tensors in a buffer of `num_bytes`."""
 
     tensors: tuple[Packed, ...]
     num_bytes: int
@@ -58,12 +58,12 @@ class Packing:
         return Packing(tuple(packed), end)
 
     def views(self, memory: Tensor) -> list[Tensor]:
-        """The tensors in a run of bytes, which may be longer."""
+        """Return the tensors in a buffer, which may be longer."""
         return [each.of(memory) for each in self.tensors]
 
 
 def coalesce(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Copies that do what these would do, and are fewer: of what is packed alike at both ends one is made."""
+    """Yield fewer copies with the same effect: tensors that are packed alike at both ends become one."""
     run: list[tuple[Tensor, Tensor]] = []
     for pair in pairs:
         if run and not _are_adjacent(run[-1], pair):
@@ -75,7 +75,7 @@ def coalesce(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, T
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tells the storage of a tensor from others. It stays the same where its memory comes and goes."""
+    """Return an id of a tensor's storage, which stays the same while its memory is freed and allocated."""
     return storage_id(tensor.untyped_storage())
 
 
@@ -99,7 +99,7 @@ def _as_one(run: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _bytes_between(first: Tensor, last: Tensor) -> Tensor:
-    """The memory from the beginning of one tensor to the end of another."""
+    """Return the memory from the start of one tensor to the end of another."""
     start, end = _start(first), _start(last) + last.nbytes
     return torch.empty(0, dtype=torch.uint8, device=first.device).set_(
         first.untyped_storage(), start, (end - start,), (1,)

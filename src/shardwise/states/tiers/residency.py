@@ -22,10 +22,10 @@ from shardwise.dataflow.streams import Event
 from shardwise.states.scaling import multiply
 from shardwise.states.tiers.copy_streams import CopyStreams
 
-#: What comes beside an optimizer's own entries. No optimizer calls an entry so.
+#: Keys besides an optimizer's own entries, which never have such names.
 WEIGHT, GRADIENT = "(weight)", "(gradient)"
 
-#: What is in a staging buffer of one weight, under the optimizer's names and these.
+#: The staging buffer's tensors of one weight, under the optimizer's keys and these.
 Places = Mapping[str, Tensor]
 
 
@@ -37,24 +37,24 @@ class WeightSlice(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The row that it begins with."""
+        """The first row."""
         return 0 if self.rows is None else int(self.rows.start)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """What belongs to it of the weight, or of something that has a number for each of the weight's."""
+        """Return its part of the weight, or of a tensor with an element for each of the weight's."""
         return tensor if self.rows is None else tensor[self.rows]
 
 
 class OffloadedWeight(Protocol):
     """A weight that lives on the host."""
 
-    #: Its numbers, and those of its gradient, in the weight's shape.
+    #: Its values, and those of its gradient, in the weight's shape.
     @property
     def host(self) -> Tensor: ...
     @property
     def gradient(self) -> Tensor: ...
 
-    #: Whether this step has a gradient, events after which it is there, and what it is multiplied with.
+    #: Whether this step has a gradient, events after which it is there, and the factor on it.
     @property
     def has_gradient(self) -> bool: ...
     @property
@@ -75,24 +75,24 @@ class OffloadedWeight(Protocol):
     def gradient_here(self) -> Tensor | None: ...
 
     def hold(self) -> bool:
-        """Have the weight on the device until it is updated; whether it was there."""
+        """Keep the weight on the device until it is updated; return whether it was there."""
         ...
 
     def is_updated(self) -> None:
-        """All of it was updated in this step."""
+        """Record that all of it was updated in this step."""
         ...
 
     def is_renewed(self, events: Sequence[Event]) -> None:
-        """The numbers on the host are new once these events are reached."""
+        """Record that the values on the host are new once these events are reached."""
         ...
 
 
 class Residency:
-    """A weight on the device. What others do, it does not need."""
+    """A weight on the device. It needs none of what the others do."""
 
-    #: Whether an update writes what is computed with.
+    #: Whether an update writes the weight that is used in computation.
     is_on_device = True
-    #: What the gradient is multiplied with, if it is not done yet.
+    #: The factor on the gradient, if it is not applied yet.
     _scale: float | None = None
 
     def __init__(self, weight: nn.Parameter) -> None:
@@ -100,7 +100,7 @@ class Residency:
 
     @property
     def gradient(self) -> Tensor | None:
-        """What it is updated with, if this step has any."""
+        """Return the gradient to update with, if this step has one."""
         return self.weight.grad
 
     @property
@@ -109,19 +109,19 @@ class Residency:
         return self.gradient is not None
 
     def incoming(self, part: WeightSlice) -> dict[str, Tensor]:  # noqa: ARG002 - it is here
-        """What comes with the state, from where it lives."""
+        """Return what is copied with the state, from where it lives."""
         return {}
 
     def reserved(self, part: WeightSlice) -> dict[str, Tensor]:  # noqa: ARG002 - it is here
-        """What comes later."""
+        """Return what is copied later, and needs space."""
         return {}
 
     def bring(self, part: WeightSlice, places: Places) -> list[Event]:  # noqa: ARG002 - it is here
-        """Have come what was not there before; events after which it is here."""
+        """Copy what was not there before; return events after which it is here."""
         return []
 
     def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:
-        """What the optimizer sees of it, with its gradient. This runs where updates do."""
+        """Return the optimizer's substitute for it, with its gradient. Runs in the stream of updates."""
         gradient = self.gradient
         assert gradient is not None, "without a gradient nothing is updated"
         found = nn.Parameter(self._numbers(part, places))
@@ -134,17 +134,17 @@ class Residency:
         return part.of(self.weight.detach())
 
     def finish(self, part: WeightSlice, places: Places) -> None:
-        """This part was updated, and this runs where that was."""
+        """Finish the update of this part. Runs in the stream of updates."""
 
     def end(self) -> None:
-        """All of it was updated in this step, or will be by what was put."""
+        """Finish the update of the whole weight in this step, which is done or launched."""
 
     def outgoing(self, part: WeightSlice, places: Places) -> list[tuple[Tensor, Tensor]]:  # noqa: ARG002 - it stays
-        """What goes home beside the state: where it lives, and where it is."""
+        """Return what is copied back with the state: target and source."""
         return []
 
     def is_sent(self, events: Sequence[Event]) -> None:
-        """What goes home is there once these events are reached."""
+        """Record that what is copied back has arrived once these events are reached."""
 
 
 class HostResidency(Residency):
@@ -153,7 +153,7 @@ class HostResidency(Residency):
     def __init__(self, weight: nn.Parameter, offloaded: OffloadedWeight, copies: CopyStreams) -> None:
         super().__init__(weight)
         self._offloaded, self._copies = offloaded, copies
-        #: Gradients that were not on the device when they were expected to be, by where they begin in the weight.
+        #: Gradients that were not on the device when expected, by their start in the weight.
         self._brought: dict[int, Tensor] = {}
         self._has_ended = False
 
@@ -217,7 +217,7 @@ class HostResidency(Residency):
 
 
 class HandedGradient(Residency):
-    """A weight on the device whose gradient is handed over, to be multiplied with something."""
+    """A weight on the device whose gradient is passed in, with a factor."""
 
     def __init__(self, weight: nn.Parameter, parameter: nn.Parameter) -> None:
         super().__init__(weight)
@@ -225,7 +225,7 @@ class HandedGradient(Residency):
         self._gradient: Tensor | None = None
 
     def take(self, gradient: Tensor | None, scale: float | None) -> None:
-        """Have the gradient of a step, if there is one, until it was used."""
+        """Take the gradient of a step, if there is one, until it is used."""
         self._gradient, self._scale = gradient, scale
 
     @property
@@ -233,7 +233,7 @@ class HandedGradient(Residency):
         return self._gradient
 
     def _numbers(self, part: WeightSlice, places: Places) -> Tensor:
-        # As `data`: backwards of others go on beside the update, and autograd need not know of it.
+        # Through `data`: other backwards run at the same time, and the version counter must not change.
         return places.get(WEIGHT, part.of(self.weight.data))
 
     def end(self) -> None:
@@ -241,13 +241,13 @@ class HandedGradient(Residency):
 
 
 class MasterWeight(HandedGradient):
-    """A weight of full precision on the host, of a parameter on the device."""
+    """A full-precision weight on the host, of a parameter on the device."""
 
     def incoming(self, part: WeightSlice) -> dict[str, Tensor]:
         return {WEIGHT: part.of(self.weight.data)}
 
     def finish(self, part: WeightSlice, places: Places) -> None:
-        # What autograd has saved of the parameter has been used: it need not know of this.
+        # Autograd has already used what it saved of the parameter, so the version counter need not change.
         part.of(self.parameter.data).copy_(places[WEIGHT])
 
     def outgoing(self, part: WeightSlice, places: Places) -> list[tuple[Tensor, Tensor]]:
@@ -255,6 +255,6 @@ class MasterWeight(HandedGradient):
 
 
 def _use_here(gradient: Tensor) -> None:
-    """Its memory is the backward's, which does not know of the stream that updates."""
+    """Keep the gradient's memory until the updating stream has read it: it was allocated by the backward."""
     if gradient.is_cuda:
         gradient.record_stream(torch.cuda.current_stream(gradient.device))

@@ -1,4 +1,4 @@
-"""Staging buffers: memory of the device for what comes from the host to be updated, one chunk after the other.
+"""Staging buffers: device memory for state from the host that is updated there, chunk by chunk.
 
     empty  --take-->  taken  --give_back(events)-->  free once the events are reached  --take--> ...
 
@@ -16,18 +16,18 @@ from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.packing import Packing, storage_of
 
-#: The part of a GPU's memory that staging buffers may have, and of what was never needed of it. State that is there
-#: when a backward begins need not come in under it; the rest is for larger batches than those so far.
+#: The share of a GPU's memory for staging buffers, and the share of the memory that was never used. State that is
+#: there when a backward begins need not be copied during it; the rest is for larger batches than those so far.
 PART_OF_ALL, _PART_OF_SPARE = 1 / 12, 1 / 2
 
 
 class StagingBuffers:
-    """So many buffers, each as large as the largest chunk that it has had."""
+    """A number of buffers, each as large as its largest chunk so far."""
 
     def __init__(self, count: int, copies: CopyStreams) -> None:
         self._copies = copies
         self._memory: list[Tensor | None] = []
-        #: Those that nobody has, and when the last one to have it is gone.
+        #: Free buffers, with events after which they may be used.
         self._free: deque[tuple[int, list[Event]]] = deque()
         self.grow(count)
 
@@ -37,19 +37,19 @@ class StagingBuffers:
         return bool(self._free)
 
     def grow(self, count: int) -> None:
-        """Have at least so many buffers. Memory is taken when the first chunk comes to them."""
+        """Provide at least this many buffers. Memory is allocated with the first chunk."""
         for _ in range(count - len(self._memory)):
             self._free.append((len(self._memory), []))
             self._memory.append(None)
 
     def fill(self, size: int) -> None:
-        """Take memory of so many bytes for each now. The caller's stream is the one that others compute in."""
+        """Allocate this many bytes for each now, in the caller's stream, which is that of the computation."""
         self._memory = [torch.empty(size, dtype=torch.uint8, device=self._copies.device) for _ in self._memory]
         computed = self._copies.computed()
         self._free = deque((buffer, [*gone, *computed]) for buffer, gone in self._free)
 
     def take(self, likes: Sequence[Tensor]) -> tuple[int, list[Tensor], list[Event]]:
-        """A buffer with places for tensors like these, and events after which they may be written."""
+        """Return a buffer with space for tensors like these, and events after which it may be written."""
         buffer, gone = self._free.popleft()
         packing, memory = Packing.of(likes), self._memory[buffer]
         if memory is None or memory.numel() < packing.num_bytes:
@@ -57,7 +57,7 @@ class StagingBuffers:
                 event.wait()
             memory = torch.empty(packing.num_bytes, dtype=torch.uint8, device=self._copies.device)
             self._memory[buffer] = memory
-            gone = self._copies.computed()  # Memory that was just taken has been somebody else's until now.
+            gone = self._copies.computed()  # Newly allocated memory may still be in use by earlier computation.
         return buffer, packing.views(memory), gone
 
     def has(self, buffer: int, tensor: Tensor) -> bool:
@@ -66,16 +66,16 @@ class StagingBuffers:
         return memory is not None and storage_of(memory) == storage_of(tensor)
 
     def give_back(self, buffer: int, gone: Sequence[Event]) -> None:
-        """Nobody has a buffer any more once some events are reached."""
+        """Return a buffer, which is free once these events are reached."""
         self._free.append((buffer, list(gone)))
 
     def clear(self) -> None:
-        """Give the memory back. Nobody may use it."""
+        """Free the memory, which must not be in use."""
         self._memory = [None] * len(self._memory)
 
 
 def spare_bytes(device: torch.device) -> int:
-    """What staging may have of a GPU's memory beside the buffers that plans count: part of what nobody has needed."""
+    """Return the memory that staging may use in addition to what plans count: a share of what was never used."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

@@ -1,9 +1,9 @@
-"""The weights of one block: the user's parameters on the host, and device parameters that stand for them.
+"""The weights of one block: the user's parameters on the host, and device parameters that replace them.
 
-A parameter stays what it was, on the host, for its optimizer and for everybody who looks at it. While its block runs,
-the block's modules have another parameter in its place, on the device. Those of a block are views of one storage that
-it keeps for as long as it lives. When the weights leave, the memory goes and the storage stays, empty; when they come
-back it has memory again. So what autograd has kept of one in the forward is the weight again in the backward.
+A parameter stays the same object, on the host, for its optimizer and for all other code. While its block runs, the
+block's modules have another parameter in its place, on the device. Those of a block are views of one storage, which
+exists as long as the block. When the weights leave, its memory is freed and the storage stays, empty; when they come
+back it gets memory again. So what autograd saved of a weight in the forward is valid again in the backward.
 
     host      [ q_proj | k_proj | v_proj | ... ]      pinned, always there; or in files, if they stay on disk
     device    [ q_proj | k_proj | v_proj | ... ]      or nothing
@@ -13,15 +13,15 @@ back it has memory again. So what autograd has kept of one in the forward is the
     scratch file     views of the mapped file    a buffer that the file is read into
     checkpoint       views of the mapped file    a buffer that the file is read into, in the module's own precision
 
-A scratch file has weights on disk that can be trained. It is reserved whole before it is used, and without a name:
+A scratch file holds weights on disk that can be trained. It is allocated whole before it is used, and has no name, so
 nothing is left of it.
 
     file      [ weights | gradients ]
-    mapped      parameters  their grad         pages come and go as the kernel likes; what is written is written back
+    mapped      parameters  their grad         paged by the kernel; what is written is written back
     pinned    [ 3 ] [ 7 ] [ 11 ]              read ahead of their use, as blocks of a checkpoint are (`disk.py`)
 
-The parameters are the mapped memory, so that an optimizer updates them where they are, in the order of its own. What is
-read from the file is what was written to the mapping: they are the same pages.
+The parameters are the mapped memory, so that an optimizer updates them in place, in its own order. Reads of the file
+see what was written to the mapping: they are the same pages.
 """
 
 import os
@@ -55,7 +55,7 @@ class ScratchFile:
         self._gradients: Tensor | None = memory[pages : pages + num_bytes]
 
     def take_memory(self) -> Tensor:
-        """Memory for the gradients of the block. Those that are added to others take a file of their own."""
+        """Return memory for the gradients of the block. Gradients to be added to others get a separate file."""
         found, self._gradients = self._gradients, None
         if found is not None:
             return found
@@ -65,7 +65,7 @@ class ScratchFile:
 
 
 class BlockParameter(NamedTuple):
-    """A parameter, what stands for it on the device, and where both lie in their runs of bytes."""
+    """A parameter, its replacement on the device, and the places of both in their buffers."""
 
     parameter: nn.Parameter
     on_device: nn.Parameter
@@ -73,7 +73,7 @@ class BlockParameter(NamedTuple):
 
 
 class _Attribute(NamedTuple):
-    """Where a module looks for a parameter."""
+    """An attribute of a module that holds a parameter."""
 
     module: nn.Module
     name: str
@@ -81,8 +81,8 @@ class _Attribute(NamedTuple):
 
 
 class StreamedBlock:
-    """Weights that come and go together. Their source is of `num_bytes_of(parameters)` bytes: pinned memory, or a file
-    that is ours; None if they are read from a file that is not."""
+    """Weights that move together. Their source has `num_bytes_of(parameters)` bytes: pinned memory, or a file of ours;
+    None if they are read from another file."""
 
     def __init__(
         self,
@@ -110,12 +110,12 @@ class StreamedBlock:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes on the device, and on its source."""
+        """The bytes on the device, and at its source."""
         return self.packing.num_bytes
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Whose weights they are."""
+        """The parameters."""
         return [member.parameter for member in self.members]
 
     @property
@@ -125,19 +125,19 @@ class StreamedBlock:
 
     @property
     def version(self) -> int:
-        """Grows whenever a parameter is written to."""
+        """A number that grows with every write to a parameter."""
         return sum(version_of(member.parameter) for member in self.members)
 
     @property
     def is_gathered(self) -> bool:
-        """Whether its parameters lie where they were put: nobody has given one of them other memory."""
+        """Whether its parameters still have the memory that they were given."""
         if self.host is None:
             return True
         base = self.host.data_ptr()
         return all(each.parameter.data_ptr() == base + each.packed.start for each in self.members)
 
     def gather(self) -> None:
-        """Have every parameter lie in the host's run of bytes: one that was given other memory is copied there."""
+        """Make every parameter point into the host's buffer: one with other memory is copied there."""
         if self.host is None:
             return
         for parameter, _, packed in self.members:
@@ -154,30 +154,30 @@ class StreamedBlock:
             parameter.data = host
 
     def bind_device(self) -> None:
-        """Let the block's modules compute with what is on the device."""
+        """Let the block's modules use the parameters on the device."""
         for module, name, (parameter, on_device, _) in self._attributes:
             if on_device.requires_grad != parameter.requires_grad:
                 on_device.requires_grad_(parameter.requires_grad)
             _put(module, name, on_device)
 
     def bind_host(self) -> None:
-        """Let the block's modules have their parameters again."""
+        """Give the block's modules their own parameters back."""
         for module, name, member in self._attributes:
             _put(module, name, member.parameter)
 
     def views(self, memory: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Each parameter's part of a run of bytes that is packed as the block is."""
+        """Return each parameter's part of a buffer that is packed like the block."""
         return dict(zip(self.parameters, self.packing.views(memory), strict=True))
 
 
 def num_bytes_of(parameters: Sequence[nn.Parameter]) -> int:
-    """The bytes of a block of these parameters."""
+    """Return the bytes of a block of these parameters."""
     return Packing.of(parameters).num_bytes
 
 
 def _on_device(parameter: nn.Parameter, memory: Tensor) -> nn.Parameter:
     found = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=memory.device), parameter.requires_grad)
-    # As `data`: to autograd what is copied into the memory is no change of the parameter.
+    # Through `data`: for autograd, copies into the memory are not changes of the parameter.
     found.data = memory
     return found
 
@@ -186,11 +186,12 @@ def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     if type(module).__setattr__ is nn.Module.__setattr__:
         parameter_slots(module)[name] = parameter
     else:
-        setattr(module, name, parameter)  # It keeps lists of its weights, as recurrent layers do.
+        setattr(module, name, parameter)  # Recurrent layers keep lists of their weights, too.
 
 
 def _make_file(folder: Path, num_bytes: int) -> tuple[Tensor, int]:
-    """A file of so many bytes as memory, and open. The mapping keeps it alive, its name is gone."""
+    """Return a new file of this many bytes as mapped memory, and its descriptor. It has no name; the mapping keeps
+    it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file, name = tempfile.mkstemp(prefix="shardwise-", suffix=".scratch", dir=folder)

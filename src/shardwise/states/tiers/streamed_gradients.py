@@ -36,7 +36,7 @@ class _HostRun:
         return self._block.scratch is not None
 
     def host(self, parameter: nn.Parameter) -> Tensor:
-        """Where a gradient may be written: not where the parameter has one."""
+        """Return where a gradient may be written: not where the parameter's current one is."""
         taken = None if parameter.grad is None else parameter.grad.data_ptr()
         for views in self._turns:
             if views[parameter].data_ptr() != taken:
@@ -50,18 +50,18 @@ class _HostRun:
 
 
 class StreamedGradients:
-    """The gradients of some blocks on their way to the host. At most `most_bytes` of them wait on the device."""
+    """The gradients of some blocks in transit to the host. At most `most_bytes` of them wait on the device."""
 
     def __init__(self, machine: Machine, most_bytes: int, one_at_a_time: AbstractContextManager[Any]) -> None:
         self._machine, self._one_at_a_time = machine, one_at_a_time
         self._arriving: dict[nn.Parameter, tuple[Tensor, Event]] = {}
         self._leaving = DeferredFree(most_bytes)
-        #: For gradients of blocks on disk: it is made when the first is there, for the largest that may come.
+        #: Writes gradients of blocks on disk. It is made with the first one, for the largest possible.
         self._writer: DiskWriter | None = None
         self._largest_bytes = 0
 
     def watch(self, block: StreamedBlock, copies: CopyStreams) -> None:
-        """Take the gradients of a block's parameters on the device from now on."""
+        """Take over the gradients of a block's parameters on the device from now on."""
         run = _HostRun(block, self._machine)
         if block.scratch is not None:
             self._largest_bytes = max(self._largest_bytes, *(each.packed.num_bytes for each in block.members), 0)
@@ -69,25 +69,25 @@ class StreamedGradients:
             if not member.packed.dtype.is_floating_point and not member.packed.dtype.is_complex:
                 continue
             take = partial(self._take, member, run, copies)
-            member.on_device.requires_grad_()  # What is frozen now may be trained later.
+            member.on_device.requires_grad_()  # A frozen parameter may be trained later.
             member.on_device.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
             member.on_device.requires_grad_(member.parameter.requires_grad)
 
     def settle(self) -> None:
-        """Wait for what is under way, and give each parameter its gradient."""
+        """Wait for copies in progress, and give each parameter its gradient."""
         with self._one_at_a_time, torch.no_grad():
             self._leaving.wait()
             for parameter in list(self._arriving):
                 self._settle(parameter)
 
     def drop(self) -> None:
-        """Forget what has come of a backward that was broken off."""
+        """Drop the gradients of an interrupted backward."""
         with self._one_at_a_time:
             self._leaving.wait()
             self._arriving.clear()
 
     def close(self) -> None:
-        """Give out what has come, and end the thread that writes to disk."""
+        """Give out the gradients that have arrived, and end the thread that writes to disk."""
         self.settle()
         if self._writer is not None:
             self._writer.close()
@@ -97,7 +97,7 @@ class StreamedGradients:
         assert on_device.grad is not None, "autograd calls when it has made one"
         gradient, on_device.grad = on_device.grad.detach().contiguous(), None
         with self._one_at_a_time, torch.no_grad():
-            if member.parameter in self._arriving:  # Of a backward inside of this one: parts that are recomputed.
+            if member.parameter in self._arriving:  # From a backward inside this one: recomputed parts.
                 self._settle(member.parameter)
             host = run.host(member.parameter)
             if run.is_on_disk:

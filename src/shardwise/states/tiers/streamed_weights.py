@@ -1,15 +1,14 @@
-"""A module whose blocks do not all fit on its device: some live on the host and come in ahead of their use.
+"""A module whose blocks do not all fit on its device: some live on the host and are copied ahead of use.
 
-Blocks on the host are used in a known order, up in a forward and down in a backward. Before one is computed, it and the
-next few are asked for, the prefetch window; behind it, what is not in the window leaves. The copies stand in one
-stream, back to back: each waits for memory, which is there as soon as a block before it has been computed, and for
-nothing else.
+Blocks on the host are used in a known order: up in a forward and down in a backward. Before a block is computed, it and
+the next few are requested: the prefetch window. After it, blocks outside the window leave. The copies are in one
+stream, back to back: each waits only for memory, which is free as soon as an earlier block has been computed.
 
     link       | 2 | 4 | 6 | 8 |
     compute    | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |       with every other block on the host
 
-So a pass takes as long as its computation or as its bytes on the link, whichever is longer. What the host has no room
-for stays on disk, and is read in the same order (`disk.py`).
+So a pass takes as long as its computation or its bytes on the link, whichever is longer. What does not fit on the host
+stays on disk, and is read in the same order (`disk.py`).
 """
 
 import threading
@@ -32,17 +31,17 @@ from shardwise.states.tiers.streamed_gradients import StreamedGradients
 from shardwise.states.tiers.swapped_storage import Presence, SourcedStorage
 from shardwise.torch_private import backward_id, before_gradient, call_after_backward, without_torch_function
 
-#: Blocks on the device at once: one is computed, the others are on their way. More take room and bring nothing.
+#: Blocks on the device at once: one is computed, the others are in transit. More take memory without a gain.
 NUM_AHEAD = 3
 
 
 class StreamedWeights:
     """The blocks of a module that live on the host, in the order in which a forward calls them.
 
-    `place` is where they are computed: one for all, or one for each. `stays` are parameters that are used outside of
-    these blocks too, and so must be there all the time. `records` says of the blocks that stay on disk, by number,
-    where, `scratches` has files of our own for those of them that can be trained. `wraps` has the first blocks brought
-    at the end of a pass without gradients, for the next one.
+    `place` is where they are computed: one for all, or one for each. `stays` are parameters that are also used outside
+    these blocks, and so must stay on the device. `records` gives the place of blocks on disk, by number, and
+    `scratches` our files for those of them that can be trained. `wraps`: prefetch the first blocks at the end of a pass
+    without gradients, for the next one.
     """
 
     def __init__(
@@ -84,18 +83,18 @@ class StreamedWeights:
             largest = max((block.num_bytes for block in self._blocks if block.is_on_disk), default=0)
             self._reader = DiskReader(list(on_disk.values()), largest, self._num_ahead, machine)
             for parameter in [each for number in on_disk for each in self._blocks[number].parameters]:
-                # It looks into its file, in the file's own precision, and takes no memory.
+                # The parameter maps its file, in the file's own precision, and takes no memory.
                 parameter.data = self._reader.weights(parameter)
         self._versions_on_disk = {number: self._blocks[number].version for number in on_disk}
-        #: What the weights were when they last came, and when autograd last saw them in a forward.
+        #: The versions of the weights when they were last copied, and when autograd last saw them in a forward.
         self._versions_here: dict[int, int] = {}
         self._versions: dict[int, int] = {}
-        # In a backward every GPU has a thread of its own, and a machine is one thread's at a time.
+        # In a backward every GPU has its own thread, and a machine must be used by one thread at a time.
         self._one_at_a_time = threading.RLock()
         self._gradients = StreamedGradients(machine, self.device_bytes, self._one_at_a_time)
         for block, copies in zip(self._blocks, self._copies, strict=True):
             self._gradients.watch(block, copies)
-        self._backwards: set[int] = set()  # Passes of autograd that are under way: one may run inside of another.
+        self._backwards: set[int] = set()  # Backward passes in progress: one may run inside another.
         self._hooks: list[Any] = []
         for number, module in enumerate(blocks):
             self._hooks += [
@@ -105,37 +104,37 @@ class StreamedWeights:
 
     @property
     def host_bytes(self) -> int:
-        """What is kept on the host, and crosses the link in every pass."""
+        """The bytes kept on the host, which cross the link in every pass."""
         return sum(block.num_bytes for block in self._blocks if not block.is_on_disk)
 
     @property
     def disk_bytes(self) -> int:
-        """What stays on disk, and is read in every pass."""
+        """The bytes that stay on disk, and are read in every pass."""
         return sum(block.num_bytes for block in self._blocks if block.is_on_disk)
 
     @property
     def device_bytes(self) -> int:
-        """The most weights that are on devices at once. In a backward there may be as many gradients."""
+        """The most bytes of weights on devices at once. In a backward there may be as many of gradients."""
         sizes = [block.num_bytes for block in self._blocks]
         return max((sum((sizes + sizes)[at : at + self._num_ahead]) for at in range(len(sizes))), default=0)
 
     @property
     def swapped(self) -> list[Tensor]:
-        """Memory on the devices that blocks come to, or that is empty for now."""
+        """The memory on devices for blocks, which may be empty at the moment."""
         return [block.device for block in self._blocks]
 
     def weights(self) -> dict[nn.Parameter, Tensor]:
-        """The weights on the host: they are the parameters' own memory. Those on disk are not among them."""
+        """Return the weights on the host, which are the parameters' own memory. Those on disk are not included."""
         kept = [block for block in self._blocks if not block.is_on_disk]
         return {parameter: parameter.data for block in kept for parameter in block.parameters}
 
     def refresh(self) -> None:
-        """The weights on the host have changed in a way that torch does not see (`parameter.data`): bring them anew."""
+        """Copy the weights again: they have changed on the host in a way that torch does not see (`parameter.data`)."""
         for storage in self._storages:
             storage.leave()
 
     def close(self) -> None:
-        """Leave the module as it was, on the CPU. Weights on disk are those of the mapped files, read when used."""
+        """Restore the module on the CPU. Weights on disk stay mapped files, read on use."""
         self.refresh()
         self._gradients.close()
         for hook in self._hooks:
@@ -146,13 +145,13 @@ class StreamedWeights:
             self._reader.close()
 
     def _before_forward(self, number: int, *_: object) -> None:
-        # Not as torch functions: where a placed module's tensors meet, a copy between devices would be one on a device.
+        # Not as torch functions: in a placed module, a copy between devices would be intercepted and run on one device.
         with without_torch_function():
-            if backward_id() != -1:  # In a backward of this thread: it is computed once more, for what it has not kept.
+            if backward_id() != -1:  # In a backward of this thread: recomputation.
                 self._note_backward()
                 self._want(number, self._downward(number))
             else:
-                if self._backwards:  # One was broken off by an error.
+                if self._backwards:  # One was interrupted by an error.
                     self._backwards.clear()
                     self._gradients.drop()
                 self._want(number, self._upward(number))
@@ -176,14 +175,14 @@ class StreamedWeights:
         self._want(number, self._downward(number))
 
     def _note_backward(self) -> None:
-        """Have autograd say when the pass is over that it is at."""
+        """Ask autograd for a callback at the end of the current pass."""
         here = backward_id()
         if here not in self._backwards:
             self._backwards.add(here)
             call_after_backward(partial(self._after_backward, here))
 
     def _after_backward(self, here: int) -> None:
-        """Gradients are given out; and weights that are about to be updated need not be here."""
+        """Give out gradients; drop weights that are about to be updated."""
         self._backwards.discard(here)
         if not self._backwards:
             self._gradients.settle()
@@ -191,7 +190,8 @@ class StreamedWeights:
                 self.refresh()
 
     def _upward(self, number: int) -> list[int]:
-        """A block and those after it. After the last come the first of the next pass, or a backward, from the last."""
+        """Return a block and those after it. After the last come the first of the next pass, or the last of a
+        backward."""
         count = len(self._blocks)
         if self._wraps and not torch.is_grad_enabled():
             return [each % count for each in range(number, number + self._num_ahead)]
@@ -201,7 +201,7 @@ class StreamedWeights:
         return list(range(number, max(-1, number - self._num_ahead), -1))
 
     def _want(self, number: int, window: Iterable[int]) -> None:
-        """Have a block on the device before what is computed next, and the window from it on its way."""
+        """Make a block available to later computation, and prefetch the window from it on."""
         keep = list(window)
         with self._one_at_a_time:
             for other, storage in enumerate(self._storages):
@@ -219,7 +219,7 @@ class StreamedWeights:
         return self._versions_here[number] != block.version or not block.is_gathered
 
     def _fetch(self, number: int, after: Sequence[Event]) -> Event:
-        """Have a block copied to the device: from pinned memory, or from its file."""
+        """Copy a block to the device: from pinned memory, or from its file."""
         block, copies = self._blocks[number], self._copies[number]
         with torch.inference_mode(False):
             block.gather()
@@ -236,14 +236,14 @@ class StreamedWeights:
 
 
 def own_parameters(blocks: Sequence[nn.Module], stays: Collection[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters of each block, but for those that stay."""
+    """Return the parameters of each block, except those that stay."""
     kept = set(stays)
     return [[parameter for parameter in block.parameters() if parameter not in kept] for block in blocks]
 
 
 def shared_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Parameter]:
-    """Parameters of blocks that somebody else has too, another block or what is in none: an embedding that a block
-    is tied to, say."""
+    """Return parameters of blocks that are also used elsewhere, in another block or outside blocks: an embedding that a
+    block is tied to, for example."""
     inside = {each for block in blocks for each in block.modules()}
     mine = Counter(parameter for block in blocks for parameter in block.parameters())
     others = {one for each in module.modules() if each not in inside for one in each.parameters(recurse=False)}

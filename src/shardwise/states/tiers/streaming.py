@@ -1,4 +1,4 @@
-"""Which blocks of a module are streamed, from the host or from disk, and the module on its device with the others."""
+"""Choose the blocks of a module to stream, from the host or from disk, and put the others on its device."""
 
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -60,7 +60,7 @@ def stream(
 
 @torch.no_grad()
 def _put_on(module: nn.Module, device: torch.device, held: Collection[nn.Parameter]) -> None:
-    """Move what is not streamed."""
+    """Move everything that is not streamed."""
     for parameter in module.parameters():
         if parameter not in held:
             parameter.data = parameter.data.to(device)
@@ -72,7 +72,7 @@ def _put_on(module: nn.Module, device: torch.device, held: Collection[nn.Paramet
 def find_on_disk(
     module: nn.Module, blocks: Sequence[list[nn.Parameter]], host_bytes: int | None, folder: Path | str | None
 ) -> dict[int, Records]:
-    """Which of the streamed blocks stay on disk, by number, and where. They are spread evenly too."""
+    """Return which of the streamed blocks stay on disk, by number, and where. They are spread evenly too."""
     sizes = [num_bytes_of(own) for own in blocks]
     if host_bytes is None or sum(sizes) <= host_bytes:
         return {}
@@ -91,12 +91,12 @@ def find_on_disk(
 
 
 def make_scratches(chosen: Iterable[int], sizes: Sequence[int], folder: Path | str) -> dict[int, ScratchFile]:
-    """Files for blocks that are trained on disk: all of them before anything moves, so that a full disk says so."""
+    """Return files for blocks that are trained on disk. All are made before anything moves, to detect a full disk."""
     return {number: ScratchFile(Path(folder), sizes[number]) for number in chosen}
 
 
 def _choose(rest: int, sizes: Sequence[int], room_bytes: int, place: str) -> list[int]:
-    """The fewest blocks on the host that leave room for the others, the rest of the module, and those that come."""
+    """Return the fewest blocks on the host that leave room for the others, the rest of the module, and the window."""
     ahead = sum(sorted(sizes)[-NUM_AHEAD:])
 
     def fits(chosen: Collection[int]) -> bool:

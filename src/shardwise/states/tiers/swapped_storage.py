@@ -1,18 +1,18 @@
-"""A run of bytes on the device that comes from a source, and whose storage is empty while it is away.
+"""A buffer on the device that is copied from a source, and whose storage is empty while it is away.
 
-Whatever looks into that storage, such as a parameter, or what autograd has saved of one in a forward, has its numbers
-again when they have come again for the backward.
+Every view of that storage, such as a parameter, or what autograd saved of one in a forward, has its values again when
+they have been copied again for the backward.
 
-    state      the storage     the numbers                        left by
+    state      the storage     the values                         left by
     AWAY       is empty        at their source                    start: COMING;  reserve: HERE
-    COMING     has memory      on their way                       follow: HERE;   leave: AWAY
-    HERE       has memory      there for what is computed next    leave: AWAY, or LEAVING if some are on their way home
-    LEAVING    has memory      here, and on their way home        they are there: AWAY;  start: HERE
+    COMING     has memory      in transit                         follow: HERE;   leave: AWAY
+    HERE       has memory      there for later computation        leave: AWAY, or LEAVING if some are in transit back
+    LEAVING    has memory      here, and in transit back          they have arrived: AWAY;  start: HERE
 
-A `HostStorage` has pinned memory of its own; a `SourcedStorage` is copied from wherever it lives: pinned memory that is
-somebody else's, or a file by way of a pinned buffer. `reserve` is for numbers that come from elsewhere, a peer or a
-master weight: the caller writes them. What is written on the device goes home by `write_back`, and the host is behind
-until that copy is over. Nothing that is computed waits for it: the memory is let go when somebody looks afterwards.
+A `HostStorage` has its own pinned memory; a `SourcedStorage` is copied from elsewhere: pinned memory of another owner,
+or a file through a pinned buffer. `reserve` is for values of other origin, such as a peer or a master weight: the
+caller writes them. Values written on the device are copied back by `write_back`, and the host is outdated until that
+copy is over. Computation does not wait for it: the memory is freed at the next call after the copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +25,12 @@ from shardwise.dataflow.deferred_free import DeferredFree
 from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import CopyStreams
 
-#: Has the numbers copied to the device, after some events; reached when they are there.
+#: Copies the values to the device, after some events; the result is reached when they are there.
 Fetch = Callable[[Sequence[Event]], Event]
 
 
 class Presence(Enum):
-    """Where numbers are: the table above. Of the weights of a bucket, which never leave by themselves, that of
+    """Where the values are: see the table above. For a bucket's weights, which never leave by themselves, see
     `buckets/weights.py`."""
 
     AWAY = "away"
@@ -40,7 +40,7 @@ class Presence(Enum):
 
 
 class SwappedStorage:
-    """A tensor of the device, its storage being its own, that comes when it is told to."""
+    """A device tensor with its own storage, which is copied on request."""
 
     def __init__(self, device: Tensor, copies: CopyStreams) -> None:
         self.device, self._copies = device, copies
@@ -50,7 +50,7 @@ class SwappedStorage:
         self._give_memory()
 
     def reserve(self) -> None:
-        """Have memory on the device, for numbers that come from elsewhere."""
+        """Allocate memory on the device, for values of other origin."""
         if self.state is Presence.AWAY:
             self._take_memory()
             self.state = Presence.HERE
@@ -58,11 +58,11 @@ class SwappedStorage:
             self._take_back()
 
     def start(self) -> None:
-        """Have it come, if it is not here or on its way."""
+        """Start to copy it, if it is not here or in transit."""
         self._start(self._fetch)
 
     def _fetch(self, after: Sequence[Event]) -> Event:
-        """Have it copied from its source, after some events."""
+        """Copy it from its source, after some events."""
         raise NotImplementedError
 
     def _start(self, fetch: Fetch) -> None:
@@ -70,7 +70,7 @@ class SwappedStorage:
             self._take_back()
         elif self.state is Presence.AWAY:
             self._take_memory()
-            # The memory was somebody else's until all that is computed by now is.
+            # Newly allocated memory may be in use until all computation launched so far is done.
             self._arrives = fetch(self._copies.computed())
             self.state = Presence.COMING
 
@@ -85,24 +85,24 @@ class SwappedStorage:
         self.device.untyped_storage().resize_(0)
 
     def follow(self) -> None:
-        """Have it here, for what is computed next."""
+        """Make it available to later computation."""
         self.start()
         if self._arrives is not None:
             self._copies.follow(self._arrives)
         self._arrives, self.state = None, Presence.HERE
 
     def leave(self) -> None:
-        """Nobody needs it."""
+        """Free its memory."""
         if self.state in (Presence.AWAY, Presence.LEAVING):
             return
-        # Memory is used again in the order of what is computed: that has to come after the copy into it.
+        # Memory is reused in the order of computation, which has to be after the copy into it.
         self.follow()
         self._give_memory()
         self.state = Presence.AWAY
 
 
 class SourcedStorage(SwappedStorage):
-    """A tensor of the device whose numbers somebody else has copied."""
+    """A device tensor whose values are copied from another owner's memory."""
 
     def __init__(self, device: Tensor, copies: CopyStreams, source: Fetch) -> None:
         super().__init__(device, copies)
@@ -113,30 +113,30 @@ class SourcedStorage(SwappedStorage):
 
 
 class HostStorage(SwappedStorage):
-    """A tensor of the device that moves to pinned memory of the host, and lives there."""
+    """A device tensor that moves to pinned memory of the host, and lives there."""
 
     def __init__(self, device: Tensor, copies: CopyStreams, leaving: DeferredFree) -> None:
-        #: How often it has left while it was on its way home, and when what went with the last is there.
+        #: How often it has left while in transit back, and the events of the last time.
         self._leaving, self._num_left = leaving, 0
         self._going: list[Event] = []
         self.host = copies.pinned(device.shape, device.dtype)
         self.host.copy_(device)
-        #: When the host has the newest numbers; and when it will have those that were written on the device.
+        #: Events after which the host has the newest values; and those of values written on the device.
         self._renewed: list[Event] = []
         self._written: list[Event] = []
         super().__init__(device, copies)
 
     def start_part(self, part: slice) -> None:
-        """Have memory for all of it, and a part of it come."""
+        """Allocate memory for all of it, and copy a part."""
         self._start(lambda after: self._copy(self.device[part], self.host[part], after))
 
     def write_back(self, parts: Sequence[slice]) -> None:
-        """What was computed here of some parts is what they are from now on."""
+        """Copy some parts that were computed here back: they are the values from now on."""
         some = [part for part in parts if part.start < part.stop]
         self.is_written([self._copies.to_host(self.host[part], self.device[part], self._renewed) for part in some])
 
     def is_written(self, events: Sequence[Event]) -> None:
-        """What was computed here is on its way home, and there once these events are reached."""
+        """Record that what was computed here is in transit back, and arrives with these events."""
         self._written += events
 
     def leave(self) -> None:
@@ -154,23 +154,24 @@ class HostStorage(SwappedStorage):
         self._leaving.sweep()
 
     def _take_back(self) -> None:
-        # What is still read on its way home must not be given back by the next leaving either.
+        # Memory that is still read by a copy must not be freed by the next leave either.
         self._written += self._going
         super()._take_back()
 
     def _has_left(self, number: int) -> None:
-        """All that was written is at home, of the leaving of this number: it may have been taken back since."""
+        """Handle the arrival of everything written before the leave of this number; it may have been taken back
+        since."""
         if self.state is Presence.LEAVING and number == self._num_left:
             self._give_memory()
             self.state = Presence.AWAY
 
     def is_renewed(self, events: Sequence[Event]) -> None:
-        """The numbers on the host are new once these events are reached; what is here is old."""
+        """Record that the values on the host are new once these events are reached; those here are outdated."""
         self.leave()
         self._renewed += events
 
     def wait(self) -> None:
-        """Have what is on the host be the newest."""
+        """Wait until the host has the newest values."""
         for event in [*self._renewed, *self._written]:
             event.wait()
         self._renewed.clear()

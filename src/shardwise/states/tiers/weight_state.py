@@ -5,8 +5,8 @@
     whole     all entries, on the host            a part is updated: partly, or whole if it is the only one
     partly    the entries of the step before      the last of its parts is updated: whole
 
-A large weight is updated some rows at a time, in several chunks. Its parts all begin with the same count of steps, so
-the optimizer is told of new entries only when all of them were updated.
+A large weight is updated some rows at a time, in several chunks. All of its parts start with the same count of steps,
+so the optimizer gets new entries only when all of them were updated.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,14 +24,14 @@ from shardwise.states.tiers.residency import Places, Residency, WeightSlice
 
 
 class WeightState:
-    """What an optimizer keeps of one weight, on the host."""
+    """An optimizer's state of one weight, on the host."""
 
     def __init__(self, optimizer: Optimizer, residency: Residency) -> None:
         self.optimizer, self.residency, self.weight = optimizer, residency, residency.weight
         self.chunks: list[Chunk] = []
-        #: Its entries that have a number for each of the weight's, or for its rows, in pinned memory.
+        #: Its entries with an element for each of the weight's, or for each row, in pinned memory.
         self.host: dict[str, Tensor] = {}
-        #: When a weight on the device that was updated is new.
+        #: Events after which an updated weight on the device is new.
         self.renewed: list[Event] = []
         self._num_updated = 0
         self._new: dict[str, Any] = {}
@@ -42,7 +42,7 @@ class WeightState:
         return len(self.chunks) == 1
 
     def entries(self) -> Iterator[tuple[str, Tensor]]:
-        """What the optimizer keeps now, but for single numbers: these are anywhere."""
+        """Yield the optimizer's entries, except single numbers, which may be anywhere."""
         for key, value in self.optimizer.state.get(self.weight, {}).items():
             if is_many(value):
                 yield key, value
@@ -53,25 +53,25 @@ class WeightState:
         return any(value is not self.host.get(key) for key, value in self.entries())
 
     def staged(self, part: WeightSlice) -> dict[str, Tensor]:
-        """What of it comes with a part. In the step that makes it there is none yet."""
+        """Return the entries that are copied for a part. In the step that creates them there are none yet."""
         if not self.optimizer.state.get(self.weight):
             return {}
         return {key: part.of(host) for key, host in self.host.items()}
 
     def given(self, places: Places) -> dict[str, Any]:
-        """What the optimizer has of a part: what is staged, and counts of steps of its own."""
+        """Return the optimizer's state of a part: staged entries, and its own counts of steps."""
         kept = self.optimizer.state.get(self.weight, {})
         return {key: places[key] if key in places else _own(each) for key, each in kept.items()}
 
     def take(self, part: WeightSlice, state: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """A part was updated, and this is its state: what of it goes home, and where."""
+        """Take the state of an updated part; yield what is copied back: target and source."""
         for key, value in state.items():
             self._new[key] = self.host[key] if is_many(value) else value
             if is_many(value):
                 yield part.of(self.host[key]), value.contiguous()
 
     def part_is_updated(self) -> None:
-        """With the last part, all of it was updated: then the optimizer has what it keeps of it from now on."""
+        """Count an updated part. With the last one, the optimizer gets the new entries."""
         self._num_updated += 1
         if self._num_updated == len(self.chunks):
             self._num_updated = 0
@@ -80,14 +80,14 @@ class WeightState:
                 self.optimizer.state[self.weight], self._new = self._new, {}
 
     def forget_step(self) -> None:
-        """What was updated in part is old."""
+        """Drop partial updates."""
         self._num_updated, self._new = 0, {}
 
 
 def allocate(likes: Sequence[tuple[WeightState, str, Tensor]], copies: CopyStreams) -> None:
-    """Memory for entries of states, like these; of those that are cut, some rows may be given.
+    """Allocate memory for entries of states, like these; of entries that are cut, some rows may be given.
 
-    What comes whole is packed as it is in a staging buffer. Behind rows there are others, and no padding.
+    Whole entries are packed as in a staging buffer. Rows are adjacent, without padding.
     """
     together = [(state, key, like) for state, key, like in likes if state.is_whole]
     for state, key, like in likes:
@@ -102,7 +102,7 @@ def allocate(likes: Sequence[tuple[WeightState, str, Tensor]], copies: CopyStrea
 
 @torch.no_grad()
 def take_to_host(states: Iterable[WeightState], copies: CopyStreams) -> None:
-    """State that was put into the optimizers from outside goes to the host; what is there stays."""
+    """Move state that was loaded into the optimizers from outside to the host."""
     found: list[tuple[WeightState, str, Tensor]] = []
     for state in states:
         state.forget_step()
@@ -115,5 +115,5 @@ def take_to_host(states: Iterable[WeightState], copies: CopyStreams) -> None:
 
 
 def _own(value: Any) -> Any:
-    """A count of steps, say, for a part of a weight: it is counted up there."""
+    """Copy a value, such as a count of steps, for a part of a weight, which increments its own."""
     return value.clone() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""`shardwise data`: token files made and checked."""
+"""`shardwise data`: make and check token files."""
 
 import argparse
 import tempfile
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     from shardwise.training.data.source import make_tokens
     from shardwise.training.data.tokenizer import get_tokenizer
 
-    if arguments.save and Path(arguments.save).parent.is_dir():  # Else its folder is made.
+    if arguments.save and Path(arguments.save).parent.is_dir():  # Otherwise the folder is created.
         check_output(Path(arguments.save), remedy="--save FILE, at another place")
     limit = None if arguments.limit is None else parse_bytes(arguments.limit)
     tokenizer = get_tokenizer(arguments.tokenizer)

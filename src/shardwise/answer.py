@@ -91,7 +91,7 @@ def json_text(data: Mapping[str, object]) -> str:
 
 
 def _plain(value: object) -> object:
-    """`value` in JSON's own types. Anything else in an answer is a bug of the command that gave it."""
+    """Return `value` in JSON types. Anything else in an answer is a bug of the command that returned it."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

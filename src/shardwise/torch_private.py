@@ -109,7 +109,8 @@ def scaled_mm(
     left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype, bias: Tensor | None, *, fast: bool,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Rows of one by rows of the other, both of 8 bits with their scales: [] or [rows, 1]. `out` is where to write.
+    """Multiply rows of one by rows of the other, both in 8 bits with their scales: [] or [rows, 1]. `out` is the
+    target.
 
     `torch.nn.functional.scaled_mm` is public from 2.10 on, and 2.11's compiler does not know it yet. Products with a
     scale for each row come in bfloat16 alone, and a bias is added in no more than 16 bits.
@@ -219,7 +220,7 @@ def buffer_slots(module: nn.Module) -> dict[str, Any]:
 
 
 def submodules(module: nn.Module) -> dict[str, Any]:
-    """Where a module keeps those that it is made of. `named_children` leaves some out."""
+    """Return a module's dictionary of its submodules. `named_children` leaves some out."""
     return module._modules
 
 
@@ -265,7 +266,8 @@ def every_hook_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
 
 
 def num_hooks(modules: Iterable[nn.Module]) -> int:
-    """How many hooks modules have, with those of all modules: what may look at each of their calls. No public way."""
+    """Return how many hooks modules have, with those of all modules, which may see each of their calls. No public
+    way."""
     from torch.nn.modules import module as home
 
     every = len(home._global_forward_hooks) + len(home._global_forward_pre_hooks) + len(home._global_backward_hooks)
@@ -303,7 +305,7 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 
 def num_uses(tensor: Tensor) -> int:
-    """How many tensors look into a tensor's memory, and one more. No public way."""
+    """Return how many tensors share a tensor's storage, and one more. No public way."""
     found: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return found
 
@@ -314,7 +316,7 @@ def is_wrapped(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written in place: what autograd checks saved tensors by. No public way."""
+    """Return how often a tensor was written in place: autograd checks saved tensors by it. No public way."""
     return tensor._version
 
 
@@ -405,7 +407,7 @@ def function_of(node: Node) -> Any:
 
 
 def num_outputs(node: Node) -> int:
-    """How many outputs the forward of a node had, which is how many gradients arrive there. No public way."""
+    """Return how many outputs the forward of a node had, and so how many gradients arrive there. No public way."""
     return len(node._input_metadata)
 
 

@@ -35,7 +35,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_bytes(num_bytes: float, *, decimal: bool = False) -> str:
-    """`78.9 GiB`, or `84.7 GB` if `decimal`: memory is sold in the first, disks and links in the second."""
+    """Return `78.9 GiB`, or `84.7 GB` if `decimal`: memory is sold in the first, disks and links in the second."""
     units = _DECIMAL_BYTES if decimal else _BINARY_BYTES
     # What would round to 1024.0 of one unit is 1.0 of the next.
     fitting = [unit for unit, size in units.items() if abs(num_bytes) >= 0.99995 * size]
@@ -44,7 +44,7 @@ def format_bytes(num_bytes: float, *, decimal: bool = False) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`1.5 ms`, `83.2 s`, `2.25 h`: three significant digits."""
+    """Return `1.5 ms`, `83.2 s`, `2.25 h`: three significant digits."""
     seconds = round_significant(seconds, 3)
     if seconds == 0.0:
         return "0 s"
@@ -53,7 +53,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_flops(flops: float) -> str:
-    """`312 TFLOP` of work: three significant digits."""
+    """Return `312 TFLOP` of work: three significant digits."""
     flops = round_significant(flops, 3)
     fitting = [unit for unit, size in _FLOPS.items() if abs(flops) >= size]
     unit = fitting[-1] if fitting else "FLOP"
@@ -61,7 +61,7 @@ def format_flops(flops: float) -> str:
 
 
 def format_percent(fraction: float, *, decimals: int = 1) -> str:
-    """`6.7 %` from 0.067. The number of decimals is fixed, so that a column of them lines up."""
+    """Return `6.7 %` from 0.067. The number of decimals is fixed, so that a column of them lines up."""
     return f"{fraction * 100 + 0.0:.{decimals}f} %"
 
 
@@ -75,12 +75,12 @@ def format_number(value: float, significant: int = 12) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 stage`, `4 stages`, `8 microbatches`."""
+    """Return `1 stage`, `4 stages`, `8 microbatches`."""
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def round_significant(value: float, significant: int = 12) -> float:
-    """`value` without the last digits, where sums of floats leave their dust. Never -0.0."""
+    """Return `value` without its last digits, where sums of floats leave rounding errors. Never -0.0."""
     return float(f"{value:.{significant}g}") + 0.0
 
 

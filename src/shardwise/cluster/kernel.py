@@ -46,7 +46,8 @@ def meeting_seconds(kernels: Sequence[Kernel]) -> float:
 
 
 def split_overhead(kernels: Sequence[Kernel]) -> float:
-    """How much longer a backward in two halves takes than a whole one, as a fraction; 0 if that was not measured."""
+    """Return how much longer a backward in two halves takes than a whole one, as a fraction; 0 if it was not
+    measured."""
     found = find_kernel(kernels, "halves")
     return 0.0 if found is None else max(1.0 / found.backward - 1.0, 0.0)
 

@@ -65,7 +65,7 @@ def print_of(tensors: Iterable[Tensor]) -> Fingerprint:
 
 
 def why_not(engine: Engine) -> str | None:
-    """Why a step of this engine cannot be repeated; None if it can."""
+    """Return why a step of this engine cannot be repeated; None if it can."""
     if engine.plan.offload != Offload():
         return "with offload weights change while the backward goes on"
     if engine.schedule.staleness:

@@ -83,7 +83,7 @@ class StageParameters(list[Any]):
         return [*self]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and files have a list."""
+        """Let copies and files have a plain list."""
         return list, ([*self],)
 
 

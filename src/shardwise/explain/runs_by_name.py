@@ -41,7 +41,7 @@ def simulated(plan: Plan) -> Run:
 
 
 def _stage_times(plan: Plan, num_stages: int) -> list[StageTimes]:
-    """By the layers of each stage, where the plan says them; else all alike."""
+    """Return the shares of stages by their layers, if the plan names them; otherwise equal ones."""
     if plan.layers is None:
         return [StageTimes()] * plan.pp
     if len(plan.layers) != num_stages:
@@ -58,7 +58,7 @@ def _stage_times(plan: Plan, num_stages: int) -> list[StageTimes]:
 
 
 def ranks_alike(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """For each rank of a pipeline, all ranks of the plan that do what it does, by the order of the plan's axes."""
+    """Return, for each rank of a pipeline, all ranks of the plan with the same work, by the order of the axes."""
     axes = plan.order.split("-")
     sizes = [getattr(plan, axis) for axis in axes]
     found: list[list[int]] = [[] for _ in range(plan.pp)]

@@ -31,7 +31,7 @@ Instead = Callable[[Any, str, Callable[[Any], Any]], None]
 
 @contextmanager
 def put_instead() -> Iterator[Instead]:
-    """Within it attributes are others; afterwards they are what they were."""
+    """Replace attributes within the context."""
     with ExitStack() as stack:
 
         def instead(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -120,7 +120,7 @@ def _described(
 
 
 def _splits(output: Tensor, given: Tensor, args: Sequence[Any], size: int) -> dict[str, tuple[int, ...]]:
-    """How many numbers go to each member, and how many come from it."""
+    """Return how many elements go to each member, and how many come from it."""
 
     def counts(tensor: Tensor, rows: Sequence[int]) -> tuple[int, ...]:
         width = prod(tensor.shape[1:])

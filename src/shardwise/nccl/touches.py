@@ -148,7 +148,7 @@ class TouchMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _touched_by(operator: Any) -> tuple[tuple[str, bool], ...]:
-    """For each argument its name, empty if its numbers are not looked at, and whether they are written."""
+    """Return each argument's name, empty if its values are not accessed, and whether they are written."""
     name = operator.overloadpacket.__name__
     if operator.namespace == "c10d" or name in _LOOKS_ONLY:
         return ()

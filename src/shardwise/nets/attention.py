@@ -139,6 +139,6 @@ class Attention(nn.Module):
         return projected
 
     def _heads(self, projected: Tensor, norm: nn.Module | None) -> Tensor:
-        """[batch, tokens, heads x dim] to [batch, heads, tokens, dim]."""
+        """Reshape [batch, tokens, heads x dim] to [batch, heads, tokens, dim]."""
         heads = projected.view(*projected.shape[:-1], -1, self.head_dim)
         return (heads if norm is None else norm(heads)).transpose(1, 2)

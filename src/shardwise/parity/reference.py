@@ -100,7 +100,7 @@ class _OneDevice:
         self._is_stale = plan.schedule == "pipedream-2bw"
 
     def step(self, number: int, *, sees: bool) -> Step:
-        """One step of training."""
+        """Train one step."""
         module, uses = self._problem.module, Uses()
         module.zero_grad()
         with uses.of(module):

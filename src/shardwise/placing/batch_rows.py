@@ -14,12 +14,12 @@ from shardwise.torch_private import pytree
 
 
 def rows_of(batch: Batch) -> int:
-    """How many rows it has: the first dim of its first tensor."""
+    """Return the number of rows: the first dim of its first tensor."""
     return plain.length_of(_flat(batch)[0])
 
 
 def home_of(batch: Batch) -> torch.device:
-    """Where its tensors are."""
+    """Return the device of its tensors."""
     return plain.home_of(_flat(batch)[0])
 
 

@@ -85,7 +85,7 @@ def lay_out_streams(
     moments: int,
     part: float | None = 0.0,
 ) -> list[Unit]:
-    """Where each unit is computed, and which of them are streamed: the fewest that leave room for the others."""
+    """Return the device of each unit, and which of them are streamed: the fewest that leave room for the others."""
     blocks, loads = found.units, found.by_unit(module, moments=moments)
     places = _computing_places(loads, devices, memory, part)
     stays = shared_parameters(module, list(blocks.values()))
@@ -223,7 +223,7 @@ def _on_disk(
     room: int,
     folder: Path | str | None,
 ) -> tuple[Mapping[int, Records], Mapping[int, ScratchFile]]:
-    """Which of the streamed units are on disk, by number: what the host has no room for.
+    """Return the streamed units on disk, by number: those that do not fit on the host.
 
     First where those are read from that are not trained, then files for those that are.
     """

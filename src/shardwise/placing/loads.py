@@ -61,7 +61,7 @@ class ModuleLoads:
     are_measured: bool
 
     def by_unit(self, module: nn.Module, *, moments: int) -> list[Load]:
-        """One load for each unit, however often it is called; at the end those that are never called."""
+        """Return one load for each unit, however often it is called; units that are never called come last."""
         found: dict[str, Load] = {}
         for load in self.calls:
             known = found.get(load.unit)

@@ -185,7 +185,7 @@ class MicrobatchPass:
 
 
 def copies_for(parameters: Sequence[nn.Parameter], device: torch.device) -> dict[Tensor, Tensor]:
-    """For each parameter what stands for it on a device during one pass."""
+    """Return the replacement of each parameter on a device during one pass."""
     wants = torch.is_grad_enabled()
     return {each: each.detach().to(device).requires_grad_(wants and each.requires_grad) for each in parameters}
 
@@ -200,7 +200,7 @@ def add_gradients(copies: Mapping[Tensor, Tensor]) -> None:
 
 
 def _copy_ties(schedule: Schedule, split: Split, places: Sequence[Place]) -> list[dict[Tensor, Tensor]]:
-    """For each stage copies of the weights that an earlier one owns."""
+    """Return, for each stage, copies of the weights that an earlier one owns."""
     owned: dict[int, list[nn.Parameter]] = {}
     for name, (owner, *others) in split.ties.items():
         holder = split.stages[owner]

@@ -99,7 +99,7 @@ class InputMover:
     def _come_to(
         self, device: torch.device, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """In front of a unit: its arguments go where it is, and what meets after it, outside of units, meets there."""
+        """Move a unit's arguments to its device, where its outputs also meet other tensors outside units."""
         mode: CrossDeviceMode | None = getattr(self._now, "mode", None)
         if mode is not None:
             mode.device = device

@@ -114,7 +114,7 @@ class _Prices:
         return copied_bytes_per_second()
 
     def _link(self, device: Place) -> tuple[Link, Link]:
-        """In and out, as measured."""
+        """The bandwidths in and out, as measured."""
         if device.name not in self._links:
             with Machine([device.name]) as machine:
                 links = machine.measure()
@@ -196,7 +196,7 @@ def _with_activations_offloaded(question: OffloadQuestion, prices: _Prices, part
 
 
 def _with_streams(question: OffloadQuestion, prices: _Prices, part: float | None) -> Way | None:
-    """Weights that have no room on the devices come to them; unless `part` is 0 activations leave, too."""
+    """Stream weights that do not fit on the devices; unless `part` is 0, offload activations too."""
     loads, trained = question.loads, trains(question.module)
     units = lay_out_streams(
         question.module, loads, question.devices, question.memory, moments=question.options.moments, part=part

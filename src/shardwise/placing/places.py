@@ -133,7 +133,7 @@ def _free_bytes(device: torch.device, held_bytes: int, num_host: int) -> int:
 
 
 def _speeds(where: Mapping[str, torch.device], dtype: torch.dtype) -> dict[str, float]:
-    """How fast each place is, as multiples of the first. Those of one kind are alike."""
+    """Return the speed of each place as a multiple of the first. Places of one kind are equal."""
     kinds = {
         name: device.type if device.type == "cpu" else torch.cuda.get_device_name(device)
         for name, device in where.items()

@@ -30,12 +30,12 @@ class RngState:
         self.have_drawn = False
 
     def forget(self) -> None:
-        """Nothing was drawn: let the caller's generator go on as if this had not been."""
+        """Restore the caller's generator: nothing was drawn."""
         torch.set_rng_state(self._before)
 
     @contextmanager
     def of(self, stage: int, microbatch: int, device: torch.device) -> Iterator[None]:
-        """Where a stage is run on a microbatch."""
+        """Return the context in which a stage is run on a microbatch."""
         text = f"{self._seed}/{stage}/{microbatch}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
         if device.type == "cuda":

@@ -82,7 +82,7 @@ def draw_head(account: Account, canvas: Canvas) -> None:
 
 
 def _odds_text(account: Account) -> str:
-    """How often such a plan fits, by our own errors."""
+    """Return how often such a plan fits, by the errors of our predictions."""
     tenths = round(10 * account.odds)
     return {0: "hardly ever", 10: "nearly always"}.get(tenths, f"{tenths} times in 10")
 
@@ -116,7 +116,7 @@ def _short_text(rank: RankBytes, canvas: Canvas) -> str:
 
 
 def draw_seconds(account: Account, canvas: Canvas) -> None:
-    """Where the seconds of a step go."""
+    """Draw where the seconds of a step go."""
     canvas.print(canvas.paint("where a step goes", "bold"))
     width = max(map(len, PART_WORDS.values()))
     for name, seconds in sorted(account.parts.items(), key=lambda item: -item[1]):
@@ -175,7 +175,7 @@ def _bar(rank: RankBytes, capacity: float, canvas: Canvas) -> str:
 
 
 def draw_reasons(account: Account, canvas: Canvas) -> None:
-    """Each choice with its reason."""
+    """Draw each choice with its reason."""
     reasons = account.plan.reasons
     if not reasons:
         return
@@ -205,7 +205,7 @@ def draw_others(best: Account, others: Sequence[Account], canvas: Canvas) -> Non
 
 
 def compared(best: Account, other: Account) -> list[str]:
-    """Another plan against the best: how much longer, how much memory, and the parts that grow and shrink most."""
+    """Compare another plan with the best: time, memory, and the parts that grow and shrink most."""
     longer = other.seconds / best.seconds - 1.0
     differences = {name: other.parts[name] - best.parts[name] for name in best.parts}
     least = 0.005 * best.seconds
@@ -269,7 +269,7 @@ def draw_findings(found: "Findings", canvas: Canvas) -> None:
 
 
 def draw_pool(best: Account, alone: Account, canvas: Canvas) -> None:
-    """That one of several pools is faster without the others, and its plan."""
+    """Draw that one of several pools is faster without the others, and its plan."""
     gain = 1.0 - alone.seconds / best.seconds
     canvas.print(
         f"\n{alone.question.cluster} alone is {format_percent(gain)} faster: {interval_text(alone)} with {alone.plan}. "

@@ -207,7 +207,8 @@ class _Room:
         self._taken: deque[tuple[int, int]] = deque()
 
     def take(self, num_bytes: int) -> int | None:
-        """Where as many bytes begin, if there is room. An empty half is filled from its start, where it is warm."""
+        """Return the offset of this many free bytes; None if there are none. An empty half is filled from its warm
+        start."""
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         taken, start = self._taken, 0
         if taken:

@@ -73,7 +73,7 @@ class Ranks:
         grace_seconds: float = _GRACE_SECONDS,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`variables` are of the ranks' environment, beside those of this process."""
+        """Start the ranks. `variables` are set in their environment in addition to this process's."""
         if devices < 1:
             raise ShardwiseError(f"{devices} devices: at least 1 rank is needed", remedy="devices=2")
         if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -236,7 +236,7 @@ class Ranks:
                 raise self._silences[rank].error()
 
     def _find_told(self, status: int | None) -> RankError | None:
-        """Why a rank has ended, if it is another's fault: what it said itself, or that one is silent."""
+        """Return why a rank has ended, if another caused it: its own report, or that another is silent."""
         assert self._store is not None, "ranks without a store"
         keys = [LAST_WORD, SILENT] if status == STATUS_OF_LAST_WORD else [SILENT]
         return next((decode(self._store.get(key)) for key in keys if self._store.check([key])), None)
@@ -259,7 +259,7 @@ class Ranks:
 
 
 def _context() -> Any:
-    """How processes are started: on Linux from a server that has imported torch, else each anew.
+    """Return how processes are started: on Linux from a server that has imported torch, otherwise each from scratch.
 
     Started so, 4 ranks are up 0.1 to 0.4 s after the server; one from nothing costs 2 s of a core (torch 2.13).
     The server itself has one thread and has not touched a GPU, so it is safe to fork.

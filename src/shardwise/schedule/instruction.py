@@ -84,17 +84,17 @@ class Instruction(NamedTuple):
 
 
 def forward(stage: int, microbatch: int) -> Instruction:
-    """`2F0`."""
+    """Return `2F0`."""
     return Instruction(Kind.F, stage, microbatch)
 
 
 def backward(stage: int, microbatch: int) -> Instruction:
-    """`2B0`."""
+    """Return `2B0`."""
     return Instruction(Kind.B, stage, microbatch)
 
 
 def overlapped(ahead: Instruction, back: Instruction) -> Instruction:
-    """`4F3&3B1`: a forward and a backward priced and run as one, both results at its end."""
+    """Return `4F3&3B1`: a forward and a backward priced and run as one, both results at its end."""
     assert ahead.kind is Kind.F, f"{ahead} is not a forward"
     assert back.kind in BACKWARD, f"{back} is not a backward"
     return ahead._replace(beside=back)

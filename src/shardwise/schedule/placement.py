@@ -117,12 +117,12 @@ def wave(num_ranks: int, num_waves: int) -> Placement:
 
 
 def vee(num_ranks: int) -> Placement:
-    """One wave: rank r holds stages r and 2p - 1 - r, so the first rank also has the last stage."""
+    """Return one wave: rank r holds stages r and 2p - 1 - r, so the first rank also has the last stage."""
     return wave(num_ranks, 1)
 
 
 def mirrored(num_ranks: int) -> Placement:
-    """Two copies of the model in opposite directions: even microbatches go down, odd ones up."""
+    """Return two copies of the model in opposite directions: even microbatches go down, odd ones up."""
     down = tuple(range(num_ranks))
     up = tuple(range(num_ranks, 2 * num_ranks))
     return Placement(ranks=down + down[::-1], pipes=(down, up), ties=tuple(zip(down, up, strict=True)))

@@ -335,7 +335,7 @@ def _texts(needs: Needs) -> list[str]:
 
 
 def _peer_ranks(needs: Needs) -> list[int | None]:
-    """For each node that sends or receives, the other rank."""
+    """Return the other rank of each node that sends or receives."""
     ranks: list[int | None] = [None] * len(needs.nodes)
     for (kind, _, peer), (nodes, _) in needs.alike.items():
         if peer is not None and kind is not Kind.REDUCE:

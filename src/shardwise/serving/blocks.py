@@ -97,7 +97,7 @@ class BlockPool:
         return found
 
     def num_idle(self, blocks: Sequence[int]) -> int:
-        """How many of these blocks are cached: taking them reduces the number that can be allocated."""
+        """Return how many of these blocks are cached: taking them reduces the number that can be allocated."""
         return sum(not self._users[block] for block in blocks)
 
     def take(self, block: int) -> None:

@@ -163,7 +163,7 @@ class HeadsCache(_Steps):
         block.attention.attend = partial(self._attend, layer)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each [blocks, heads, block size, dim]."""
+        """Return keys and values of a layer, each [blocks, heads, block size, dim]."""
         return self._numbers[:, layer, 0], self._numbers[:, layer, 1]
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,7 +76,7 @@ class StreamUse:
 
 
 def streams_of_ranks(trace: Trace) -> tuple[tuple[StreamUse, ...], ...]:
-    """For each rank, its streams, the busiest first. None where its device was not seen."""
+    """Return the streams of each rank, the busiest first; None if its device was not recorded."""
     found = []
     for rank, activities in enumerate(trace.activities_of_ranks):
         by_stream: dict[int, list[Activity]] = defaultdict(list)
@@ -106,7 +106,7 @@ def word_of(activity: Activity) -> str:
 
 
 def seconds_by_word(activities: Iterable[Activity]) -> dict[str, float]:
-    """How long activities took, each for itself, by what they are."""
+    """Return how long activities took, each separately, by category."""
     seconds: dict[str, float] = defaultdict(float)
     for each in activities:
         seconds[word_of(each)] += each.seconds
@@ -114,14 +114,14 @@ def seconds_by_word(activities: Iterable[Activity]) -> dict[str, float]:
 
 
 def device_spans(trace: Trace) -> tuple[tuple[Span, ...], ...]:
-    """For each rank, what its device did from the first moment of the step to its last. Empty where it was not seen."""
+    """Return what each rank's device did during the whole step; empty if it was not recorded."""
     begun = _last_arrivals(trace)
     whole = trace.start, trace.start + trace.makespan
     return tuple(tuple(_spans(whole, mine, begun)) if mine else () for mine in trace.activities_of_ranks)
 
 
 def _last_arrivals(trace: Trace) -> dict[Activity, float]:
-    """For every collective whose ranks are known, when the last of them began it."""
+    """Return, for every collective with known ranks, when the last of them started it."""
     found: dict[Activity, float] = {}
     together: dict[tuple[str, str, int], list[Activity]] = defaultdict(list)
     for activities in trace.activities_of_ranks:
@@ -175,7 +175,7 @@ def _spans(whole: tuple[float, float], activities: Sequence[Activity], begun: di
 
 
 def _gaps(busy: Sequence[_Piece], work: Sequence[Activity], whole: tuple[float, float]) -> list[_Gap]:
-    """When no kernel runs. `work` is in order, so the first of it that starts with a piece is what ended the gap."""
+    """Return when no kernel runs. `work` is in order, so the first that starts with a piece ended the gap."""
     launched: dict[float, float] = {}
     for each in work:
         launched.setdefault(each.start, each.start if each.launched is None else each.launched)

@@ -76,12 +76,12 @@ class Stretch(NamedTuple):
 
 
 def stretches(trace: Trace) -> tuple[tuple[Stretch, ...], ...]:
-    """For each rank, the whole step from its first moment to its last, in order, without a hole."""
+    """Return the whole step of each rank, in order, without gaps."""
     return _measured(trace) if trace.is_measured else _predicted(trace)
 
 
 def parts_of_ranks(trace: Trace, cut: Sequence[Sequence[Stretch]] | None = None) -> tuple[dict[Part, float], ...]:
-    """For each rank, the seconds of each part. Their sum is the makespan. `cut` are the trace's stretches."""
+    """Return the seconds of each part for each rank. Their sum is the makespan. `cut` are the trace's stretches."""
     ranks = []
     for found in stretches(trace) if cut is None else cut:
         seconds = dict.fromkeys(Part, 0.0)
@@ -162,7 +162,7 @@ def _noted(
 
 
 def _last_arrivals(trace: Trace) -> dict[tuple[str, int, int], float]:
-    """For every wait, when the last of those who take part in it came to it: its peer, or all who wait for the same.
+    """Return, for every wait, when the last participant arrived: its peer, or all that wait for the same.
 
     Waits of a name are numbered on each rank (`microbatch`), so that those of several ranks are found to belong
     together.

@@ -90,7 +90,8 @@ class _Frame:
 
 
 def _plot_width(trace: Trace, work: list[list[Event]]) -> float:
-    """As many pixels as give each box its number, unless very unequal times would make the longest box endless."""
+    """Return as many pixels as give each box its number, unless very unequal times would make the longest box
+    endless."""
     events = [event for rank in work for event in rank]
     if not events:
         return _LEAST_WIDTH
@@ -110,7 +111,7 @@ def _head(trace: Trace, title: str) -> list[str]:
 
 
 def _legend(work: list[list[Event]], chunks: tuple[Chunks, ...], found: list[Gap]) -> list[str]:
-    """Only what is in the drawing."""
+    """Return only the entries that occur in the drawing."""
     kinds = {
         part.kind for rank, events in enumerate(work) for event in events for part in parts_of(event, chunks[rank])
     }

@@ -56,7 +56,7 @@ def draw(trace: Trace, *, width: int, paint: Paint = plain) -> list[str]:
 
 
 def legend(paint: Paint = plain) -> str:
-    """One line that says what the letters and colours mean."""
+    """Return one line that explains the letters and colours."""
     words = [f"{paint(kind, _style(kind, 0))} {word}" for kind, word in WORDS.items()]
     second = "".join(paint(kind.lower(), _style(kind, 1)) for kind in WORDS)
     return "  ".join([*words, f"{second} second chunk", f"{paint('.', _IDLE)} idle"])
@@ -121,7 +121,7 @@ class _Stretch:
 
 
 def _choose_scale(trace: Trace, work: list[list[Event]], chunks: tuple[Chunks, ...]) -> _Scale:
-    """As few columns as let every event hold its label, within reason. Steps have no say: they are short, and few."""
+    """Return as few columns as let every event hold its label, within reason. Steps are short and few, and ignored."""
     widths = [
         (len("".join(label_of(event, chunks[event.rank]))) + 1, event.seconds)
         for event in chain.from_iterable(work)
@@ -135,7 +135,7 @@ def _choose_scale(trace: Trace, work: list[list[Event]], chunks: tuple[Chunks, .
 
 
 def _columns_per_second(widths: list[tuple[int, float]]) -> float:
-    """From each event's wanted width and its seconds, a scale that doesn't stretch the longest beyond reading.
+    """Return a scale from each event's wanted width and its seconds, which keeps the longest readable.
 
     Best is room for every label; failing that, a column for every event; failing that, room for the labels that go.
     """
@@ -148,7 +148,7 @@ def _columns_per_second(widths: list[tuple[int, float]]) -> float:
 
 
 def _room(width: int, scale: _Scale) -> int:
-    """How many columns a system has: whole cells, and no system much shorter than the others."""
+    """Return the number of columns of a system: whole cells, and no system much shorter than the others."""
     num_columns = max(1, scale.column(scale.end))
     if num_columns <= width:
         return num_columns

@@ -158,7 +158,7 @@ class Case(Summary):
         return sum(self._exposed(lambda on: "SEND_" in on or "RECV_" in on)) / self.trace.num_ranks
 
     def _exposed(self, is_meant: Callable[[str], bool]) -> list[float]:
-        """For each rank, the seconds of standing still while the bytes of what is called so move."""
+        """Return the seconds that each rank waits while the bytes of a named operation move."""
         return [
             sum(
                 each.seconds for each in rank if each.part is Part.EXPOSED and each.on is not None and is_meant(each.on)

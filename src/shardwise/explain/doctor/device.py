@@ -62,7 +62,7 @@ def _inside(activity: Activity) -> str:
 
 
 def _fewer_launches(case: Case, idle: float) -> tuple[str, float]:
-    """As many launches for more work: larger microbatches, else a larger batch."""
+    """Return a fix with the same number of launches for more work: larger microbatches, otherwise a larger batch."""
     if case.num_microbatches > 1:
         fewer, gain = fewer_microbatches(case, idle)
         return f"microbatches={fewer}", gain
@@ -72,7 +72,7 @@ def _fewer_launches(case: Case, idle: float) -> tuple[str, float]:
 
 
 def find_exposed_copies(case: Case) -> Iterator[Finding]:
-    """Copies between host and device that nothing else runs beside."""
+    """Yield copies between host and device that overlap with nothing."""
     copies = [each for each in case.trace.activities if each.kind in COPIES]
     exposed = case.mean(Part.COPIES) + case.copied_data_seconds
     if not copies or exposed < _MUCH_EXPOSED * case.step_seconds:
@@ -129,7 +129,7 @@ def _kernels(case: Case, rank: int, stream: int) -> list[Activity]:
 
 
 def _held_up(activities: Sequence[Activity]) -> list[tuple[float, float]]:
-    """When a stream ran nothing though its next kernel had been launched."""
+    """Return when a stream was idle although its next kernel had been launched."""
     found = []
     for before, after in pairwise(activities):
         begin = max(before.end, before.end if after.launched is None else after.launched)

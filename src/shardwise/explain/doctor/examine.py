@@ -44,7 +44,7 @@ def examine(run: Run) -> list[Finding]:
 
 
 def without_contradictions(found: Sequence[Finding]) -> list[Finding]:
-    """Of findings that would set one key of the plan to different values, the one that gains most."""
+    """Return, of findings that would set one plan key to different values, the one with the largest gain."""
     kept: list[Finding] = []
     for finding in found:
         mine = changes_of(finding.fix)

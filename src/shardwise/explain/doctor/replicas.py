@@ -49,14 +49,14 @@ def find_exposed_sum(case: Case) -> Iterator[Finding]:
 
 
 def _larger_buckets(case: Case) -> str:
-    """With zero=3 a bucket is of one layer; else it is as large as one says."""
+    """Return what to type for larger buckets. With zero=3 a bucket is one layer, so that is zero=2."""
     if case.plan.get("zero") == "3":
         return "zero=2"
     return f"--set bucket_bytes={_USUAL_BUCKET}   (in a script: parallelize(..., bucket_bytes={_USUAL_BUCKET}))"
 
 
 def _twice_the_batch(case: Case) -> str:
-    """As a number, where the run says how many rows it has."""
+    """Return twice the batch, as a number if the run records its rows."""
     rows = case.run.facts.get("batch", "")
     return str(2 * int(rows)) if rows.isdecimal() else "ROWS, twice as many as now"
 

@@ -55,7 +55,7 @@ def find_slow_requests(run: Run) -> list[Finding]:
 def _findings(
     run: Run, rows: Mapping[int, Mapping[str, float]], whole: float, slowest: int
 ) -> Iterator[tuple[float, Finding]]:
-    """Each with the seconds that all requests lost by it."""
+    """Return each cause with the seconds that all requests lost by it."""
     for name in sorted({name for row in rows.values() for name in row}):
         if name not in _PROBLEMS and not name.startswith(_RANK):
             continue

@@ -117,7 +117,7 @@ def _axes(chart: Chart, ticks: Sequence[float], steps: Sequence[int], x: "_Scale
 
 
 def _path(line: _Line, x: "_Scale", y: "_Scale") -> str:
-    """One stroke; a single point is a dot. Each says its numbers when it is pointed at."""
+    """Return one line; a single point is a dot. Each shows its numbers on hover."""
     if len(line.points) == 1:
         ((step, value),) = line.points
         return f'<circle class="{line.kind}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.5"/>'

@@ -110,7 +110,7 @@ class _Clock:
 
 
 def column(kind: str, values: Iterable[float]) -> Column:
-    """Numbers as the page has them: little-endian."""
+    """Return numbers in the page's format: little-endian."""
     numbers = array(_CODES[kind], values)
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -108,7 +108,7 @@ def _axis(whole: float, x: _Scale, bottom: float) -> list[str]:
 
 
 def _clock(seconds: int, step: int) -> str:
-    """`2:30 h`, `1:05 min`, `40 s`: in the unit that the axis is in."""
+    """Return `2:30 h`, `1:05 min`, `40 s`: in the unit of the axis."""
     if step >= 86400:
         return f"{seconds // 86400} d"
     if step >= 1800:

@@ -34,7 +34,7 @@ def figures(summary: Summary, other: Summary | None = None) -> str:
 
 
 def _points(before: float, after: float, *, more_is_worse: bool) -> str:
-    """By how many points a share has changed."""
+    """Return by how many percentage points a share has changed."""
     if abs(after - before) < 0.0005:
         return "same"
     kind = "worse" if (after > before) == more_is_worse else "better"
@@ -50,7 +50,7 @@ def _as_list(shown: Iterable[tuple[str, str, str]]) -> str:
 
 
 def _figures(summary: Summary) -> dict[str, tuple[str, str, float]]:
-    """By name: what is written, a note to it, and the number."""
+    """Return by name: the text, a note, and the number."""
     run, whole = summary.run, summary.step_seconds
     shown = {"step": (run.time(whole), "F: a stage's forward" if run.unit == "F" else "", whole)}
     if run.predicted is not None:
@@ -149,7 +149,7 @@ def streams(summary: Summary) -> str:
 
 
 def memory(summary: Summary) -> str:
-    """Who owns what at each rank's fullest moment."""
+    """Return the owners of memory at each rank's peak."""
     trace = summary.run.trace
     if not trace.holdings:
         return caption(
@@ -237,7 +237,7 @@ def caption(text: str, *, of: str = "figure") -> str:
 
 
 def change_of(before: float, after: float, *, more_is_worse: bool = True) -> str:
-    """By how much something has changed, coloured by whether that is good."""
+    """Return a change, coloured by whether it is an improvement."""
     if before == after:
         return "same"
     if before <= 0:

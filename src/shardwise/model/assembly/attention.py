@@ -135,7 +135,7 @@ def _cache(shape: AttentionShape) -> Cache:
 
 
 def latent_attention(shape: LatentShape, hidden: int, norm: NormShape) -> Part:
-    """From the normalised input to what is added to the residual. Decoding keeps the latent, not the heads."""
+    """Return the part from the normalised input to the residual. Decoding keeps the latent, not the heads."""
     return Part(
         operations=tuple(_latent_operations(shape, hidden, norm)),
         parameters=tuple(_latent_parameters(shape, hidden, norm)),

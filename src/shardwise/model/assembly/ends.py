@@ -18,7 +18,7 @@ def embedding(
     dropout: bool = False,
     kind: str = "embedding",
 ) -> Block:
-    """Tokens to vectors. The tokens themselves are kept, and the mask of dropout."""
+    """Return the embedding. It keeps the tokens and the dropout mask."""
     width = shape.width or hidden
     tables = [_table(shape.tokens, vocabulary, width, sharding="row")]
     tables += [_table(name, size, hidden, sharding="none") for name, size in shape.further.items()]

@@ -18,7 +18,7 @@ MOE = ("moe",)
 
 
 def mlp(shape: MlpShape, hidden: int, *, rows: int | None = None) -> Part:
-    """From the normalised input to what is added to the residual."""
+    """Return the part from the normalised input to the residual."""
     return Part(
         operations=tuple(_operations(shape, hidden, rows)),
         parameters=tuple(_parameters(shape, hidden)),
@@ -69,7 +69,7 @@ def _operations(shape: MlpShape, hidden: int, rows: int | None) -> Iterator[Oper
 
 
 def _parameters(shape: MlpShape, hidden: int) -> Iterator[Parameter]:
-    """Weights and biases, with gate and up as one where the module keeps them so."""
+    """Return weights and biases, with gate and up as one if the module stores them so."""
     names, inner = shape.names, Width(shape.width)
     if "gate_up" in names:
         yield from linear(names["gate_up"], Width(hidden), (inner, inner), sharding="column", bias=shape.bias)
@@ -82,7 +82,7 @@ def _parameters(shape: MlpShape, hidden: int) -> Iterator[Parameter]:
 
 
 def experts(shape: ExpertsShape, hidden: int) -> Part:
-    """From the normalised input to what is added to the residual."""
+    """Return the part from the normalised input to the residual."""
     routed = Part(
         operations=tuple(_expert_operations(shape, hidden)),
         parameters=tuple(_expert_parameters(shape, hidden)),

@@ -9,7 +9,7 @@ from shardwise.model.shape import MambaShape, NormShape
 
 
 def mamba(shape: MambaShape, hidden: int, norm: NormShape) -> Part:
-    """From the normalised input to what is added to the residual. Decoding keeps a state, however long the sequence."""
+    """Return the part from the normalised input to the residual. Decoding keeps a state of constant size."""
     values = shape.heads * shape.head_dim
     convolved = values + 2 * shape.groups * shape.state
     state = values * shape.state + convolved * (shape.convolution - 1)

@@ -29,7 +29,7 @@ class Part:
 
 
 def joined(parts: Iterable[Part]) -> Part:
-    """Several parts, one after the other."""
+    """Return several parts, one after the other."""
     parts = list(parts)
     caches = [part.cache for part in parts if part.cache is not None]
     assert len(caches) <= 1, "a block has one mixer that decoding keeps something of"

@@ -58,7 +58,7 @@ def stack(
     dropout: bool = False,
     rows: int | None = None,
 ) -> tuple[Block, ...]:
-    """Layers as blocks, one object for all of a kind."""
+    """Return layers as blocks, one object for all of a kind."""
     shapes: dict[str, LayerShape] = {}
     blocks: dict[str, Block] = {}
     for each in layers:

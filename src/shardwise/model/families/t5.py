@@ -13,7 +13,7 @@ _NORMS = NormShape()
 
 
 def t5(fields: Fields, name: str) -> Model:
-    """Blocks: table, encoder, its norm, table again, decoder, head."""
+    """Return the blocks: table, encoder, its norm, table again, decoder, head."""
     hidden, vocabulary = fields.count("d_model"), fields.count("vocab_size")
     num_layers = fields.count("num_layers")
     dropout = fields.drops("dropout_rate", default=0.1)

@@ -29,7 +29,7 @@ class Traced:
 
 
 def gather(segments: list[Segment]) -> list[Segment]:
-    """Pieces that did something, with what lies between two items of one list added to the item before it."""
+    """Return pieces with work; work between two items of a list is added to the item before it."""
     kept: list[Segment] = []
     busy = [segment for segment in segments if not segment.is_empty]
     for index, segment in enumerate(busy):
@@ -93,7 +93,7 @@ def _merge(into: Segment, glue: Segment) -> None:
 
 
 def _assign(traced: Traced) -> tuple[list[list[str]], tuple[tuple[str, ...], ...]]:
-    """Whose parameter is whose: the names of each piece. A tensor that several pieces use has a name in each."""
+    """Return the parameter names of each piece. A tensor that several pieces use has a name in each."""
     aliases: dict[int, list[str]] = {}
     for name, tensor in traced.parameters.items():
         aliases.setdefault(key_of(tensor), []).append(name)
@@ -185,7 +185,7 @@ def _moves(traced: Traced, forward: Moved, backward: Moved, *, fused: bool) -> M
 
 
 def _kept(dtype: torch.dtype, size: int, traced: Traced) -> Saved:
-    """Tensors of one type. Those of the parameters' own type are as wide as activations will be."""
+    """Return tensors of one dtype. Those of the parameters' own dtype are as wide as activations will be."""
     own = dtype.is_floating_point and dtype.itemsize == traced.width
     elements = -(-size // (traced.num_samples * dtype.itemsize))
     return Saved(

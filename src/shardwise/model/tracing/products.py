@@ -48,7 +48,7 @@ def expert_weights(function: Any, args: tuple[Any, ...]) -> Tensor | None:
 
 
 def _mm(args: tuple[Any, ...], setting: Setting) -> Operation:
-    """Rows times a weight, whichever of the two is the weight, perhaps added to a bias; or a product of activations."""
+    """Return rows times a weight, on either side, perhaps added to a bias; or a product of activations."""
     left, right = args[-2:]
     bias = len(args) > 2 and setting.parameter(args[0]) is not None
     (rows, k), columns = left.shape, right.shape[1]
@@ -79,7 +79,8 @@ def _bmm(args: tuple[Any, ...], setting: Setting) -> Operation:
 
 
 def _grouped_mm(args: tuple[Any, ...], setting: Setting) -> Operation:
-    """Rows that were sorted by expert. Where they are a multiple of the positions, each token was sent so often."""
+    """Return a product of rows sorted by expert. If they are a multiple of the positions, that is the experts per
+    token."""
     left, right = args[0], args[1]
     rows, k, n = prod(left.shape[:-1]), left.shape[-1], right.shape[-1]
     sent = rows // setting.num_positions if rows % setting.num_positions == 0 else 1

@@ -224,7 +224,7 @@ def _is_product(func: Any) -> bool:
 
 
 def _find_answer(func: Any, args: tuple[Any, ...]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
-    """Who answers in torch's place for tensors without numbers, where torch would not.
+    """Return the replacement of a torch operator for fake tensors, if torch has none.
 
     A yes or no is answered with no: modules ask such things to take a shorter way.
     """

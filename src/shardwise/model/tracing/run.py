@@ -74,7 +74,7 @@ def _called(module: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], 
 
 
 def _loss(output: Any) -> Tensor:
-    """Something to differentiate: the loss, if the module gives one, else the sum of all it gives."""
+    """Return a scalar to differentiate: the module's loss if it returns one, otherwise the sum of its outputs."""
     named = getattr(output, "loss", None)
     losses = [named] if isinstance(named, Tensor) else tensors_in(output)
     losses = [each for each in losses if each.requires_grad]

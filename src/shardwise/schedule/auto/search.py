@@ -215,7 +215,7 @@ def _make(order: _Order, num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _max_chunks(question: Question) -> int:
-    """Pieces of the model that a rank may have."""
+    """Return the pieces of the model that a rank may have."""
     return min(question.num_chunks or _MOST_CHUNKS, _MOST_CHUNKS)
 
 

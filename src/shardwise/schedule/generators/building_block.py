@@ -76,7 +76,7 @@ def _with_weights(slots: Slots) -> Slots:
 
 
 def _parts_by_slot(slots: Slots) -> list[int]:
-    """Which part is in each slot, up to the last that is not free."""
+    """Return the part in each slot, up to the last that is not free."""
     part_at = [_FREE] * (1 + max(row[-1] for row in slots if row))
     for part, row in enumerate(slots):
         for slot in row:
@@ -85,7 +85,7 @@ def _parts_by_slot(slots: Slots) -> list[int]:
 
 
 def _in_order(ranks: list[Slots]) -> list[tuple[int, int, int, int]]:
-    """Everything there is, as (slot, rank, part, microbatch), by slot."""
+    """Return everything as (slot, rank, part, microbatch), by slot."""
     in_slot: list[list[tuple[int, int, int, int]]] = [[] for _ in range(1 + max(row[-1] for row in chain(*ranks)))]
     for rank, slots in enumerate(ranks):
         for part, row in enumerate(slots):

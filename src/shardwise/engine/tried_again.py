@@ -353,7 +353,7 @@ class TriedAgain:
                 copy, self._plan.tp, self._tensor, sequence=self._plan.sp, example=given, loss=self._loss
             )
             found = found._replace(apart=apart)
-        # Those of the values that were there at first; a trial of others comes to its own.
+        # The result with the initial values; a trial of others has its own.
         return found if self._at_first is not None or self.context is None else found._replace(unfit=self.context.unfit)
 
     @contextmanager
@@ -386,7 +386,7 @@ def _told(each: _Set, holder: Holder) -> str:
 
 
 def _fit(context: ContextParallel | None, now: _Found) -> None:
-    """Have sequences refused that a trial with these values has found to be computed wrongly."""
+    """Refuse sequences that a trial with these values has found to be computed wrongly."""
     if context is not None and now.unfit is not None:
         context.unfit = now.unfit
 

@@ -25,7 +25,8 @@ NOT_IN_PROPORTION = (
 )
 #: Gradients are compared for initial gradients of 1 and of this. A power of two does not change the mantissa.
 _FACTOR = -(2.0**16)
-#: What makes numbers constants to autograd; and a larger module is not tried for it, as that takes a backward.
+#: Names that make values constant for autograd; and the size above which a module is not tried, as that takes a
+#: backward.
 _CONSTANT, _MANY = frozenset({"detach", "detach_", "no_grad"}), 2**27
 
 

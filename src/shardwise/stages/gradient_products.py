@@ -1,8 +1,8 @@
-"""A few numbers that tell the gradients of a loss, which parts of a batch or of sequences can be compared by.
+"""Products of the gradients of a loss: a few numbers by which parts of a batch or of sequences can be compared.
 
-A hook, an `autograd.Function` or `x + m - m.detach()` may mix rows or tokens in the backward alone: the loss of parts
-is that of the whole then, and its gradient is not. Of each small parameter the gradient is multiplied by fixed numbers
-and summed, which is linear as the gradient is: products of parts combine as their losses do.
+A hook, an `autograd.Function` or `x + m - m.detach()` may mix rows or tokens only in the backward: then parts give the
+loss of the whole, but not its gradient. The gradient of each small parameter is multiplied by fixed numbers and summed.
+That is linear, so products of parts combine as their losses do.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from shardwise.stages.checkpoints import nothing_recomputed
 
-#: Parameters with at most this many elements are used: a module has such between any two larger ones.
+#: Parameters with at most this many elements are used: there are some between any two larger ones.
 _SMALL = 2**20
 #: Gradients below this share of the largest are rounding.
 _LEAST = 1e-3
 
 
 class Products(NamedTuple):
-    """For each small parameter the product, and the magnitude that rounding is relative to."""
+    """The product of each small parameter, and the magnitude that rounding is relative to."""
 
     names: list[str]
     products: Tensor
@@ -28,7 +28,7 @@ class Products(NamedTuple):
 
 
 def products_of(total: Tensor, module: nn.Module) -> Products | None:
-    """Return them for a loss with its graph, which is kept; None if it has no gradient."""
+    """Return the products for a loss with its graph, which is kept; None if it has no gradient."""
     found = {name: each for name, each in module.named_parameters() if each.requires_grad and each.numel() <= _SMALL}
     if not total.requires_grad or not found:
         return None

@@ -49,8 +49,8 @@ class Run(NamedTuple):
     has_left: bool = False
     #: The values of buffers after the run, if some were written.
     left: list[Tensor] = []  # noqa: RUF012 - of a tuple, and never written
-    #: In training mode, if the backward may mix rows that the forward does not: numbers that tell the gradients, with
-    #: the magnitude that rounding is relative to.
+    #: In training mode, if the backward may mix rows that the forward does not: products of the gradients, with the
+    #: magnitude that rounding is relative to.
     gradients: Mapping[str, tuple[float, float]] = {}
 
 

@@ -49,8 +49,8 @@ _NUMBERS = count()
 
 
 class Unfit(NamedTuple):
-    """Sequences that a module cannot have in parts, though it can those that a trial has begun with: padded ones, and
-    those whose pieces are no multiple of `piece` tokens (`x[:, ::2]`). Each with its reason."""
+    """Sequences that cannot be cut into parts for this module, unlike those of the first trial: padded ones, and those
+    whose pieces are not multiples of `piece` tokens (`x[:, ::2]`). Each with its reason."""
 
     padded: ShardwiseError | None = None
     others: ShardwiseError | None = None

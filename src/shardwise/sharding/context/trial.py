@@ -3,8 +3,8 @@
 Attention sees the tokens of all ranks. Any other operation that mixes tokens (a shift, a mean over them, positions
 counted in the forward) would silently mix only those of one rank. So a copy with random weights (`stand_in.py`) is run
 on a few tokens: whole on every rank, then by all ranks together, each on its part. The outputs of modules, the loss and
-its gradients are compared: a hook may mix tokens in the backward alone. So is the loss with outputs of one rank's
-tokens that are larger: of a loss over the hardest tokens each rank may have half by chance. Dropout is off in all runs.
+its gradients are compared: a hook may mix tokens only in the backward. So is the loss with the outputs of one rank's
+tokens scaled up: of the hardest tokens, each rank may have half by chance. Dropout is off in all runs.
 
 What holds for these sequences may not hold for others. So the loss is compared for longer ones, for padded ones, and
 for ones whose pieces have another length: `x[:, ::2]` takes every other token of a piece.
@@ -47,7 +47,7 @@ _LARGER = 8.0
 
 
 class Alike(NamedTuple):
-    """Whether a module could be tried on parts of sequences; and which sequences it cannot have in parts."""
+    """Whether a module could be tried on parts of sequences; and which sequences cannot be cut into parts."""
 
     is_tried: bool
     unfit: Unfit = Unfit()
@@ -86,7 +86,7 @@ def try_parts(module: nn.Module, make: Callable[[], ContextParallel], batch: Bat
 def _try_longer(
     twin: nn.Module, make: Callable[[], ContextParallel], batch: Batch, tried: Batch, loss: Loss | None, most: float
 ) -> None:
-    """Refuse a module that does something else with longer sequences than were tried: `if x.shape[1] > 100:`."""
+    """Refuse a module that behaves differently for longer sequences than were tried: `if x.shape[1] > 100:`."""
     rows = max((len(each) for each in tensors_in(batch) if each.dim()), default=1)
     products = _PRODUCTS.get(home_of(batch).type, _PRODUCTS["cpu"])
     longest = products // max(1, rows * sum(each.numel() for each in twin.parameters()))
@@ -115,7 +115,7 @@ def _unfit(twin: nn.Module, make: Callable[[], ContextParallel], batch: Batch, l
 def _refused(
     twin: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Loss, most: float
 ) -> ShardwiseError | None:
-    """Why these sequences cannot be in parts, if they cannot."""
+    """Return why these sequences cannot be cut into parts; None if they can."""
     try:
         whole = run_course(another(twin), batch, loss)
     except Exception:
@@ -152,7 +152,7 @@ def _passing(module: nn.Module, batch: Batch) -> Mapping[str, Hashable]:
 
 
 def _larger(context: ContextParallel, batch: Batch) -> Tensor:
-    """Factors for the tokens of a sequence and its padding: larger ones for those of the first rank."""
+    """Return factors for the tokens of a sequence and its padding: larger ones for those of the first rank."""
     size = context.group.size
     factors = torch.ones(-(-context.num_tokens(batch) // (2 * size)) * 2 * size, device=home_of(batch))
     factors[zigzag_shard(torch.arange(len(factors)), 0, 0, size).to(factors.device)] = _LARGER
@@ -218,7 +218,7 @@ def _far_gradient(whole: SequenceCourse, part: SequenceCourse, group: Group, mos
         return "", 0.0
     has_graph = torch.tensor([float(part.total is not None)], dtype=torch.float64, device=expected.products.device)
     _wait(group.all_reduce(has_graph, dist.ReduceOp.MIN))
-    if not has_graph:  # A rank without a backward would let the others wait in theirs.
+    if not has_graph:  # The others would wait in their backward for a rank without one.
         return "", 0.0
     found = part.gradients
     products = torch.full_like(expected.products, math.inf) if found is None else found.products
@@ -278,7 +278,7 @@ def _agree(
 
 
 def _apart(total: float, count: float, whole: tuple[float, float] | None) -> float:
-    """How far a sum over all ranks, divided by its count, is from that of the whole."""
+    """Return the difference between a sum over all ranks, divided by its count, and that of the whole."""
     if not whole or not count or not whole[1]:
         return 0.0
     return abs(total / count - whole[0] / whole[1]) / max(abs(whole[0] / whole[1]), 1e-30)

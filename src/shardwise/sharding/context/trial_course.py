@@ -32,7 +32,7 @@ class SequenceCourse:
     loss: tuple[float, float] | None = None
     #: The sum with its graph, if it has one.
     total: Tensor | None = None
-    #: The loss of outputs of which some are larger, as a sum and its count.
+    #: The loss with some outputs scaled up, as a sum and its count.
     moved: tuple[float, float] | None = None
     raised: Exception | None = None
     #: Integer buffers, which may count tokens.
@@ -40,10 +40,10 @@ class SequenceCourse:
 
     @cached_property
     def gradients(self) -> Products | None:
-        """What is known of the gradients of the loss; None if there are none."""
+        """Return products of the gradients of the loss; None if there are none."""
         try:
             return None if self.total is None else products_of(self.total, self.module)
-        except Exception:  # Whoever trains says what is wrong.
+        except Exception:  # Training will report what is wrong.
             return None
 
 
@@ -71,7 +71,7 @@ def run_course(module: nn.Module, batch: Batch, loss: Loss | None, *, larger: Te
 
 @torch.no_grad()
 def _moved_loss(output: Any, batch: Batch, loss: Loss, larger: Tensor) -> tuple[float, float] | None:
-    """The loss of an output whose tokens are multiplied; None if there are no tokens in it, or none of such numbers."""
+    """Return the loss of an output with scaled tokens; None if it has no tokens, or is not finite."""
     has_tokens = False
 
     def asked(_: Any, each: Any) -> Any:

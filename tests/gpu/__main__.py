@@ -83,9 +83,10 @@ def _recorded_seconds() -> dict[str, float]:
 
 
 def _seconds_for(part: str, name: str) -> float:
-    """What is left at least when it is begun: for a test file half as much again as it took, where that is known."""
+    """What is left at least when it is begun: for a test file half as much again as it took, where that is known, and
+    at most a minute more: the longest one would have no room in a call of ten minutes."""
     known = _recorded_seconds().get(name) if part == "pytest" else None
-    return _SECONDS[part] if known is None else 1.5 * known
+    return _SECONDS[part] if known is None else min(1.5 * known, known + 60.0)
 
 
 def _seconds_of(piece: Piece) -> float:

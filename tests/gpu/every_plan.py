@@ -217,10 +217,18 @@ def write(record: Record) -> None:
         if name.startswith(f"{part}: ")
     ]
     if others:
-        kept["others"] = others
+        kept["others"] = others + _left_from_before(kept.get("others", []), {row["name"] for row in others})
     # Errors are told with their files: where these lie on this machine is nobody's business.
     RECORD.write_text(json.dumps(kept, indent=1).replace(f"{ROOT}/", "") + "\n", encoding="utf-8")
     PAGE.write_text(page(kept), encoding="utf-8")
+
+
+def _left_from_before(before: list[dict[str, Any]], names: set[str]) -> list[dict[str, Any]]:
+    """What an earlier run did and this one had no time for, marked so. Test files that are gone are left out."""
+    kept = [
+        row for row in before if row["name"] not in names and (row["part"] != "pytest" or (ROOT / row["name"]).exists())
+    ]
+    return [{**row, "since": "in an earlier run, not in this one"} for row in kept]
 
 
 def _all_rows() -> list[Row]:

@@ -168,7 +168,8 @@ def _of_others(rows: list[dict[str, Any]]) -> str:
         which = f"`{row['name']}`" if row["part"] == "pytest" else "all of them"
         # pytest ends with 5 where it finds nothing to run.
         result = {0: "passed", 5: "nothing to run"}.get(row["status"], f"failed with status {row['status']}")
-        lines.append(f"| {_PARTS[row['part']]} | {which} | {result} | {row['seconds']:.0f} s |")
+        told = "; ".join([result, *([row["since"]] if "since" in row else [])])
+        lines.append(f"| {_PARTS[row['part']]} | {which} | {told} | {row['seconds']:.0f} s |")
     return "\n\n".join(["## What else was run", f"{head}\n" + "\n".join(lines)])
 
 

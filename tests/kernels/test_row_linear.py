@@ -41,4 +41,5 @@ def test_one_row_comes_out_as_by_the_definition(
     plain, plain_new = row_linear(x, weight, **given, kernels=False)
     assert (made.dtype, made.shape) == (plain.dtype, plain.shape)
     assert (new.double() - plain_new.double()).abs().max() <= 2 * STEP[dtype] * float(plain_new.abs().max())
-    assert (made.double() - plain.double()).abs().max() <= 8 * STEP[dtype] * float(plain.abs().max())
+    steps = 16 if "activation" in has else 8  # A product of two sums has the errors of both.
+    assert (made.double() - plain.double()).abs().max() <= steps * STEP[dtype] * float(plain.abs().max())

@@ -46,8 +46,8 @@ _PLAIN |= {"context": "ring", "schedule": "1f1b", "order": "pp-dp-cp-tp"}
 
 
 def with_reasons(around: Around, shown: Iterable[Account]) -> Account:
-    """Return the account with a reason for each choice of its plan. If a neighbour is one of the `shown` accounts, exact
-    seconds are compared, so that the answer shows the same figure everywhere."""
+    """Return the account with a reason for each choice of its plan. If a neighbour is one of the `shown` accounts,
+    exact seconds are compared, so that the answer shows the same figure everywhere."""
     best = around.best
     question, plan = best.question, best.plan
     accounts = {str(_without_layers(question, each.plan)): each for each in shown}

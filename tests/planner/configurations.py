@@ -73,7 +73,7 @@ The answer is the simplest plan within 3 % of the fastest. Contexts shorter than
 on the host, have to gain more ([planning.md](planning.md)). For a 405B on 1,024 H100, `dp=2,tp=4,pp=32,cp=4` is
 predicted 5.4 % faster than the answer: four tensor parallel ranks wait less for their sums than eight, which Megatron
 hides in part and our engine does not. That plan has contexts of 2,048 positions on a rank and a pipeline twice as deep
-as Meta's. A 70B on 64 H100 would gain 6.3 % with optimizer state on the host. Mixtures of experts are priced by the
+as Meta's. A 70B on 64 H100 would gain 1.8 % with optimizer state on the host. Mixtures of experts are priced by the
 launches that were counted in the layers of our engine; no such step was timed on GPUs. With a small batch (Moonlight),
 the launches decide.
 

@@ -17,7 +17,6 @@ from shardwise.planner.question import make_question
 from shardwise.planner.search.findings import Findings, find_plan, sure_seconds, weighed_seconds
 from shardwise.planner.search.simplicity import BAND, doubt, handicap
 from shardwise.planner.search.tally import Tally
-from shardwise.units import format_percent
 
 _ASK = ["--cluster", "8xh100", "--sequence", "4096"]
 
@@ -116,15 +115,6 @@ def test_what_nobody_has_shown_is_doubted_and_no_more_than_that(asked: str, text
     assert float(found[0]) == pytest.approx(factor)
 
 
-def test_a_reason_and_what_is_shown_of_other_kinds_have_the_same_figure() -> None:
-    # A reason was by closed forms: 6.0 % longer with pp=1, of a plan that was shown below as 2.7 % longer.
-    found = find_plan(make_question("llama3-8b", cluster="8xh100", batch=64, sequence=4096))
-    without = next(each for each in found.others if each.plan.pp == 1)
-    longer = format_percent(without.seconds / found.best.seconds - 1.0)
-    assert found.plan.pp > 1
-    assert f"pp=1 takes {longer} longer" in found.plan.reasons["pp"]
-
-
 def test_what_closed_forms_take_for_fitting_hides_nothing_that_does() -> None:
     # All that they had left near the best did not fit exactly, and the answer took a third longer than this one.
     question = make_question("llama3-8b", cluster="2xrtx4090", batch=16, sequence=2048, lora=16)
@@ -140,7 +130,8 @@ def test_a_limit_is_kept_by_the_fastest_where_the_simplest_does_not() -> None:
     found = Findings(question=question, best=slower, others=(), tally=Tally(), fastest=faster)
     kept = found.within(0.95 * slower.seconds)
     assert kept is not None
-    assert kept.best is faster
+    assert kept.best.seconds == faster.seconds
+    assert kept.plan.reasons
     assert found.within(slower.seconds) is found
     assert found.within(0.8 * slower.seconds) is None
 

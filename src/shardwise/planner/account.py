@@ -20,7 +20,7 @@ from shardwise.cost.stage import Pieces, Pricer
 from shardwise.cost.step import HOST_TAKEN, Estimate, spread
 from shardwise.errors import ShardwiseError
 from shardwise.model.operations import Router
-from shardwise.planner.plan import Plan, largest_divisor
+from shardwise.planner.plan import AXES, Plan, largest_divisor
 from shardwise.planner.question import Question
 from shardwise.schedule.schedule import Schedule
 from shardwise.units import counted
@@ -168,20 +168,33 @@ def check_question(question: Question, plan: Plan) -> None:
         )
 
 
-def layouts_of(question: Question, plan: Plan) -> Layouts:
-    """Return layouts with the plan as the only candidate."""
+def layouts_of(question: Question, *plans: Plan) -> Layouts:
+    """Return layouts with the plans as the only candidates."""
+    rows = [_columns_of(question, plan) for plan in plans]
+    return Layouts.of(**{name: [row[name] for row in rows] for name in rows[0]}, balance=BALANCE.index("ranks"))
+
+
+def _columns_of(question: Question, plan: Plan) -> dict[str, float]:
     schedule = "1f1b" if plan.schedule == "auto" else plan.schedule
     per_stage = -(-question.model.num_layers // plan.pp)
     share = 1.0 if plan.recompute_layers is None else min(plan.recompute_layers / max(per_stage, 1), 1.0)
-    return Layouts.of(
-        dp=plan.dp, tp=plan.tp, pp=plan.pp, cp=plan.cp, ep=plan.ep, chunks=_stages_of(plan) // plan.pp,
-        microbatch=question.batch // (plan.dp * plan.microbatches), num_microbatches=plan.microbatches,
-        zero=plan.zero, zero_group=plan.zero_group or 0, recompute=RECOMPUTE.index(plan.recompute),
-        recompute_share=share, sequence_parallel=plan.sp, schedule=SCHEDULES.index(schedule),
-        balance=BALANCE.index("ranks"), context=CONTEXT.index(plan.context), order=ORDERS.index(plan.order),
-        offload_optimizer=plan.offload.optimizer, offload_parameters=plan.offload.parameters,
-        offload_activations=plan.offload.activations,
-    )  # fmt: skip
+    return {
+        **{axis: getattr(plan, axis) for axis in AXES},
+        "chunks": _stages_of(plan) // plan.pp,
+        "microbatch": question.batch // (plan.dp * plan.microbatches),
+        "num_microbatches": plan.microbatches,
+        "zero": plan.zero,
+        "zero_group": plan.zero_group or 0,
+        "recompute": RECOMPUTE.index(plan.recompute),
+        "recompute_share": share,
+        "sequence_parallel": plan.sp,
+        "schedule": SCHEDULES.index(schedule),
+        "context": CONTEXT.index(plan.context),
+        "order": ORDERS.index(plan.order),
+        "offload_optimizer": plan.offload.optimizer,
+        "offload_parameters": plan.offload.parameters,
+        "offload_activations": plan.offload.activations,
+    }
 
 
 def stage_layers(question: Question, plan: Plan, pieces: Pieces) -> tuple[int, ...]:
@@ -246,7 +259,7 @@ def _played(
 def hold(question: Question, plan: Plan) -> tuple[RankBytes, ...]:
     """Return the bytes of every rank of a plan, without the seconds of its step."""
     layouts, pricer = layouts_of(question, plan), _slowest(question, plan)
-    stages = stage_layers(question, plan, pricer.pieces(layouts))
+    stages = plan.layers or stage_layers(question, plan, pricer.pieces(layouts))
     return _ranks(question, plan, _rank_bytes(question, plan, layouts, stages, pricer))
 
 

@@ -12,7 +12,6 @@ from shardwise.planner.account import Account, account, check_question, layouts_
 from shardwise.planner.composition import composes
 from shardwise.planner.plan import Plan
 from shardwise.planner.question import Question
-from shardwise.planner.search.choices import joined
 
 _SHOWN = 3
 
@@ -57,7 +56,7 @@ def _that_fit(before: Account, changed: list[tuple[str, Plan]]) -> list[Change]:
     found: list[Change] = []
     for precision in {plan.precision for _, plan in usable}:
         mine = [(words, plan) for words, plan in usable if plan.precision == precision]
-        layouts = joined([layouts_of(question, plan) for _, plan in mine])
+        layouts = layouts_of(question, *(plan for _, plan in mine))
         priced = question.price(layouts, question.software_in(precision))
         stays = np.array([plan.offload == before.plan.offload for _, plan in mine])
         for row in np.lexsort((priced.seconds, ~stays)):

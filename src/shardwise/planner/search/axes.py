@@ -28,7 +28,7 @@ def spread_axes(question: Question, tally: Tally, weight: int) -> Layouts:
     rows = []
     heads, domain = question.heads, min(pool.domain for pool in question.cluster.pools)
     for dp, tp, pp, cp in _grids(question.cluster.num_devices):
-        reason = _why_not(question, heads, domain, dp, tp, pp, cp)
+        reason = why_not(question, heads, domain, dp, tp, pp, cp)
         if reason is not None:
             tally.refused[reason] += weight
             continue
@@ -69,7 +69,7 @@ def _grids(num_devices: int) -> Iterator[tuple[int, int, int, int]]:
                 yield num_devices // (tp * cp * pp), tp, pp, cp
 
 
-def _why_not(question: Question, heads: int, domain: int, dp: int, tp: int, pp: int, cp: int) -> str | None:
+def why_not(question: Question, heads: int, domain: int, dp: int, tp: int, pp: int, cp: int) -> str | None:
     """Return why a grid is rejected; None if it is not. `heads` may be cut; `domain` is the devices on fast links."""
     if (tp > 1 and not question.cuts_layers) or (cp > 1 and not question.cuts_sequences):
         return "model"

@@ -22,8 +22,8 @@ from shardwise.planner.plan import Offload, Plan
 from shardwise.planner.question import Question
 from shardwise.schedule.catalogue import CATALOGUE
 
-# Numbers of chunks to try for schedules that take any number.
-_CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
+#: Numbers of chunks to try for schedules that take any number.
+CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 _SHARES = (0.25, 0.5, 0.75)
 # More microbatches than any batch has.
 _NEVER = 2**40
@@ -62,7 +62,7 @@ def schedules(question: Question) -> Schedules:
         entry = CATALOGUE[name]
         if wanted is not None and name not in (wanted, "1f1b"):
             continue
-        for chunks in (entry.chunks,) if entry.any_chunks_from is None else _CHUNKS if number is None else (number,):
+        for chunks in (entry.chunks,) if entry.any_chunks_from is None else CHUNKS if number is None else (number,):
             if entry.even_chunks and chunks % 2:
                 continue
             if (number not in (None, chunks) or chunks < (entry.any_chunks_from or 1)) and name != "1f1b":

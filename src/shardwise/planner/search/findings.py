@@ -11,10 +11,11 @@ from shardwise.cost.layouts import CONTEXT, ORDERS, RECOMPUTE
 from shardwise.cost.memory import SPARE, SPREAD
 from shardwise.cost.numbers import Floats
 from shardwise.cost.pipeline import SCHEDULES
-from shardwise.planner.account import Account, account, layouts_of
+from shardwise.planner.account import Account, account, hold, layouts_of
 from shardwise.planner.plan import Offload, Plan
 from shardwise.planner.question import Question
 from shardwise.planner.search.choices import joined
+from shardwise.planner.search.neighbours import Around, look_around
 from shardwise.planner.search.nowhere import nowhere
 from shardwise.planner.search.reasons import with_reasons
 from shardwise.planner.search.search import Fitting, Search
@@ -37,6 +38,9 @@ _SAME = 1e-3
 # Standard deviations of memory to spare if the alternative is offload: the plan then fits two times out of three.
 _LESS_SPARE = 0.43
 _NOTHING_ON_HOST = {"offload.optimizer": 0.0, "offload.parameters": 0.0, "offload.activations": 0.0}
+# At most this many rounds in which a better neighbour replaces the best, its least gain, and the smallest ratio of the
+# exact memory to that of closed forms.
+_REFINED, _BETTER, _LEAST_OF_CLOSED = 4, 0.005, 0.8
 # Exact accounts are made of this many of the fastest, however complex: the answer has to be near them.
 _FASTEST = 2
 
@@ -62,7 +66,12 @@ class Findings:
             return self
         if self.fastest is None or self.fastest.seconds > seconds:
             return None
-        return replace(self, best=self.fastest, fastest=None)
+        return replace(self, best=self.fastest, fastest=None).explained()
+
+    def explained(self, around: Around | None = None) -> "Findings":
+        """Return the same with a reason for each choice of the best. `around` has its neighbours, if they are known."""
+        shown = [each for each in (self.fastest, *self.others) if each is not None]
+        return replace(self, best=with_reasons(around or look_around(self.best), shown))
 
 
 def kind_of(plan: Plan) -> tuple[bool, ...]:
@@ -86,6 +95,48 @@ def find_plan_if_any(question: Question, tally: Tally) -> Findings | None:
     A plan should leave as much memory free as predictions of memory may be off. If none does, one that just fits is
     returned. If one does only with offload, a plan without offload that leaves less free is preferred if it is faster.
     """
+    found = _find_with_reserve(question, tally)
+    return None if found is None else replace(_refined(found), question=question)
+
+
+def _refined(found: Findings) -> Findings:
+    """Return the same with a better neighbour of the best, if there is one, and with reasons. If one rank has both ends
+    of the model, closed forms for memory are up to a fifth too high, and the search rejects plans that fit."""
+    around = look_around(found.best)
+    for _ in range(_REFINED):
+        better = better_neighbour(around)
+        if better is None:
+            break
+        around = look_around(better)
+    best = around.best
+    if best is found.best:
+        return found.explained(around)
+    fastest = found.fastest if found.fastest is not None and _is_faster(found.fastest, best) else None
+    others = [each for each in found.others if kind_of(each.plan) != kind_of(best.plan)]
+    if kind_of(found.plan) != kind_of(best.plan):
+        others.insert(0, found.best)
+    return replace(found, best=best, fastest=fastest, others=tuple(others[:_SHOWN])).explained(around)
+
+
+def better_neighbour(around: Around) -> Account | None:
+    """Return the best neighbour that fits exactly, is as fast, and is simpler or faster; None if there is none."""
+    itself, best = around.itself, around.best
+    room = best.question.room / _LEAST_OF_CLOSED
+    promising = [
+        each
+        for each in around.neighbours
+        if each.sure <= itself.sure and each.weighed < (1 - _BETTER) * itself.weighed and each.peak <= room
+    ]
+    for each in sorted(promising, key=lambda each: each.weighed):
+        if all(rank.total <= best.question.room for rank in hold(best.question, each.plan)):
+            exact = with_layers(account(best.question, each.plan))
+            is_better = weighed_seconds(exact) < (1 - _BETTER) * weighed_seconds(best)
+            if exact.fits and is_better and sure_seconds(exact) <= sure_seconds(best):
+                return exact
+    return None
+
+
+def _find_with_reserve(question: Question, tally: Tally) -> Findings | None:
     if question.device.architecture == "cpu" or question.reserve:
         return _find(question, tally)
     found = _find(_with_reserve(question, SPARE), Tally())
@@ -96,7 +147,7 @@ def find_plan_if_any(question: Question, tally: Tally) -> Findings | None:
         nearer = _find(_with_reserve(here, _LESS_SPARE), Tally())
         if nearer is not None and sure_seconds(nearer.best) < sure_seconds(found.best):
             found = replace(nearer, others=(found.best, *nearer.others)[:_SHOWN])
-    return replace(found, question=question)
+    return found
 
 
 def _with_reserve(question: Question, spare: float) -> Question:
@@ -142,15 +193,14 @@ def _find_within(question: Question, searched: Question, tally: Tally) -> _Found
         return None
     best = accounts[0]
     first = min(accounts, key=lambda each: each.seconds)
-    fastest = first if first.seconds < (1.0 - _SAME) * best.seconds else None
+    fastest = first if _is_faster(first, best) else None
     others: list[Account] = []
     seen = {kind_of(best.plan)}
     for each in accounts:
         if kind_of(each.plan) not in seen and not any(_is_same(each, other) for other in (best, *others)):
             seen.add(kind_of(each.plan))
             others.append(each)
-    explained = with_reasons(best, exact, table.seconds, table.weighed, table.columns, table.parts)
-    findings = Findings(question=question, best=explained, others=tuple(others[:_SHOWN]), tally=tally, fastest=fastest)
+    findings = Findings(question=question, best=best, others=tuple(others[:_SHOWN]), tally=tally, fastest=fastest)
     return _Found(findings, weighed_seconds(best), search.best)
 
 
@@ -174,7 +224,6 @@ class Table:
     seconds: Floats
     sure: Floats
     weighed: Floats
-    parts: Mapping[str, Floats]
 
     @staticmethod
     def of(found: list[Fitting]) -> "Table":
@@ -187,7 +236,6 @@ class Table:
             seconds=np.concatenate([each.seconds for each in found]),
             sure=np.concatenate([each.sure for each in found]),
             weighed=np.concatenate([each.weighed for each in found]),
-            parts={name: np.concatenate([each.parts[name] for each in found]) for name in found[0].parts},
         )
 
     def plan(self, question: Question, row: int) -> Plan:
@@ -294,9 +342,16 @@ def _first_accounts(question: Question, table: Table) -> dict[int, Account]:
 
 
 def _account(question: Question, table: Table, row: int) -> Account:
-    found = account(question, table.plan(question, row))
-    # The plan names the layers of stages only if their numbers differ.
+    return with_layers(account(question, table.plan(question, row)))
+
+
+def with_layers(found: Account) -> Account:
+    """Return the account with the layers of stages in its plan, if their numbers differ."""
     return replace(found, plan=replace(found.plan, layers=found.layers if len(set(found.layers)) > 1 else None))
+
+
+def _is_faster(one: Account, other: Account) -> bool:
+    return one.seconds < (1.0 - _SAME) * other.seconds
 
 
 def _is_same(one: Account, other: Account) -> bool:

@@ -77,15 +77,13 @@ _WITH_WEIGHTS = ("weights", "masters", "gradients")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """Candidates that fit, in one precision, with their seconds, sure seconds, weighed seconds, and the parts of a
-    step."""
+    """Candidates that fit, in one precision, with their seconds as predicted and as compared."""
 
     precision: str
     layouts: Layouts
     seconds: Floats
     sure: Floats
     weighed: Floats
-    parts: dict[str, Floats]
 
 
 @dataclass(slots=True)
@@ -334,7 +332,6 @@ class _InPrecision:
                     seconds=seconds,
                     sure=sure,
                     weighed=weighed,
-                    parts={name: part[fits] for name, part in found.parts.items()},
                 )
             )
             self.search.add(seconds, sure, weighed)

@@ -10,9 +10,10 @@ from shardwise.cluster.file import from_toml, to_toml
 from shardwise.cluster.kernel import KINDS, Kernel, get_kernel
 from shardwise.cost.constants import CONSTANTS
 from shardwise.cost.layouts import Layouts
+from shardwise.cost.play import play, share_layers
 from shardwise.cost.processor import constants_on
 from shardwise.cost.software import Software
-from shardwise.cost.stage import Pricer
+from shardwise.cost.stage import Pricer, add
 from shardwise.cost.step import price
 from shardwise.errors import ShardwiseError
 from shardwise.model.catalogue import get_model
@@ -117,6 +118,29 @@ def test_a_meeting_is_paid_for_at_every_sum_hop_gather_and_exchange() -> None:
     # for the ends; one microbatch passes a stage forward and backward.
     expected = [0, 1, 2, 3 * (pricer.model.num_layers + 1), num_sums, 2]
     assert longer.tolist() == pytest.approx([1e-3 * each for each in expected])
+
+
+def test_backwards_in_halves_take_longer_on_all_stages_but_the_first() -> None:
+    """The first has no input whose gradient a rank waits for. An account plays the schedule: with closed forms alone,
+    what was measured had no effect on it."""
+    plain = pricer_with(matmul=1e-9)
+    others = [each for each in plain.pool.device.kernels if each.kind != "halves"]
+    halves = Kernel(kind="halves", forward=1e30, backward=1 / 1.5)
+    pool = replace(plain.pool, device=replace(plain.pool.device, kernels=(*others, halves)))
+    split, layouts = replace(plain, pool=pool), Layouts.of(pp=2, num_microbatches=4)
+    pieces, stages = plain.pieces(layouts), share_layers(plain.model.num_layers, (0, 1), 0.0, 0.0)
+    found = {
+        (name, each is split): play(each, layouts, name, None, stages, pieces)
+        for name in ("1f1b", "zb-h1")
+        for each in (plain, split)
+    }
+    assert found["1f1b", True] == found["1f1b", False]
+    whole, longer = found["zb-h1", False], found["zb-h1", True]
+    assert whole is not None
+    assert longer is not None
+    last = add(*[pieces.kinds[0]] * stages[1], pieces.end)
+    assert longer.work - whole.work == pytest.approx(4 * 0.5 * float((last.input + last.weight)[0]))
+    assert longer.seconds > whole.seconds
 
 
 def test_bytes_move_beside_the_compute_only_where_there_are_spare_cores() -> None:

@@ -14,7 +14,6 @@ from shardwise.cluster.file import to_toml
 from shardwise.cluster.kernel import KINDS, Kernel
 from shardwise.cluster.probe import Probe
 from shardwise.cluster.probed import cluster_of
-from shardwise.nets.settings import Settings
 from shardwise.probing import meetings, split_backwards, whole_steps
 from shardwise.probing.collectives import groupings_of
 from shardwise.probing.links import rounds_of
@@ -101,21 +100,43 @@ def test_what_ranks_lose_where_they_meet_is_neither_their_work_nor_the_message(
     assert meetings.measure_meetings(meet) == pytest.approx(lost)
 
 
-@pytest.mark.parametrize(("times", "longer"), [(1.1, 1.1), (0.5, 1.0), (9.0, 1.3)])
-def test_kernels_take_longer_by_what_the_slower_rank_takes_more_for_a_model_than_their_sum(
-    monkeypatch: pytest.MonkeyPatch, times: float, longer: float
-) -> None:
+_KERNELS = [Kernel(kind=kind, forward=1e9, backward=5e8, forward_call=1e-5, backward_call=2e-5) for kind in KINDS]
+
+
+@pytest.mark.parametrize(("times", "call"), [(1.1, 3e-4), (1.6, 0.0), (1.0, 1e-3)])
+def test_in_a_model_kernels_take_longer_by_a_share_and_by_a_time_for_every_call(times: float, call: float) -> None:
+    """Calls of a forward alone have that time, as Python around kernels is mostly there."""
+    sizes = (whole_steps.LITTLE, *whole_steps.MUCH)
+    priced = {size: whole_steps.pass_seconds(size, _KERNELS) for size in sizes}
+    num_calls = sum(1 for _ in whole_steps._operations(sizes[0])) + 2 * 4 + 1 * 4  # Queries, keys, values; gate, up.
+    taken = {
+        size: whole_steps.Passed(times * each.forward + num_calls * call, times * each.backward)
+        for size, each in priced.items()
+    }
+    longer = whole_steps.compare(taken, _KERNELS)
+    assert longer.times == pytest.approx(times)
+    assert longer.forward_call == pytest.approx(call)
+    assert longer.backward_call == pytest.approx(0.0, abs=1e-9)
+    in_a_model = [longer.of(each) for each in _KERNELS]
+    for size, seconds in taken.items():
+        assert whole_steps.pass_seconds(size, in_a_model) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("times", "bound"), [(0.5, 1.0), (9.0, 2.0)])
+def test_how_much_longer_has_bounds(times: float, bound: float) -> None:
+    """Beyond them, another process used the machine."""
+    sizes = (whole_steps.LITTLE, *whole_steps.MUCH)
+    taken = {
+        size: whole_steps.Passed(*(times * each for each in whole_steps.pass_seconds(size, _KERNELS))) for size in sizes
+    }
+    assert whole_steps.compare(taken, _KERNELS).times == bound
+
+
+def test_a_pass_is_as_long_as_that_of_its_slower_rank() -> None:
     """Of two ranks another one is late in every pass."""
-    kernels = [Kernel(kind=kind, forward=1e9, backward=5e8, forward_call=1e-5, backward_call=2e-5) for kind in KINDS]
-
-    def passes(settings: Settings, count: int, _: object) -> list[float]:
-        return [times * whole_steps._price(settings, kernels) * (1.0 if each % 2 else 0.8) for each in range(count)]
-
-    def gather(mine: list[float]) -> list[list[float]]:
-        return [mine, mine[1:] + mine[:1]]
-
-    monkeypatch.setattr(whole_steps, "_time", passes)
-    assert whole_steps.measure_longer(kernels, whole_steps.Crowd(gather=gather)) == pytest.approx(longer)
+    late, soon = whole_steps.Passed(2.0, 3.0), whole_steps.Passed(1.0, 3.0)
+    found = whole_steps._of_slowest([[late, soon] * 4, [soon, late] * 4])
+    assert found == pytest.approx(late)
 
 
 def test_a_backward_in_two_halves_gives_the_gradients_of_a_whole_one() -> None:
@@ -153,7 +174,7 @@ def test_a_whole_model_is_priced_by_what_it_computes() -> None:
     and attention beside them."""
     free = Kernel(kind="elementwise", forward=1e30, backward=1e30)
     for width in (128, 256):
-        settings = whole_steps._settings(width)
-        found = whole_steps._price(settings, [free, Kernel(kind="matmul", forward=1.0, backward=1.0)])
+        size = whole_steps.Size(width, 8)
+        found = whole_steps.pass_seconds(size, [free, Kernel(kind="matmul", forward=1.0, backward=1.0)])
         weights = 4 * (4 * width**2 + 3 * width * (width * 8 // 3)) + 256 * width
-        assert found == pytest.approx(6 * weights * 1024)
+        assert found == pytest.approx((2 * weights * 1024, 4 * weights * 1024))

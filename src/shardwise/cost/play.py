@@ -94,6 +94,8 @@ def play(
         return None
     works = _stage_works(pricer, pieces, stage_layers)
     times = [_times(work) for work in works]
+    if CATALOGUE[name].splits_backward:
+        times = _in_halves(times, pricer.constants.split_overhead)
     hop = float(hop_seconds(pricer, layouts)[0])
     first = short_schedule(name, num_ranks, num_microbatches, chunks)
     seconds = _makespan(first, times, hop)
@@ -123,6 +125,28 @@ def _stage_works(pricer: Pricer, pieces: Pieces, stage_layers: Sequence[int]) ->
 def _times(work: Work) -> StageTimes:
     forward, inputs, weights = (float(each[0]) for each in as_stage(work))
     return StageTimes(forward=forward, input_gradient=inputs, weight_gradient=weights)
+
+
+def _in_halves(times: Sequence[StageTimes], overhead: float) -> list[StageTimes]:
+    """Return the times with backwards in two halves, which take longer where that was measured.
+
+    No rank waits for gradients of the first stage's inputs, so its backward stays whole, in the second half
+    (`execution/backward.py`)."""
+    if not overhead:
+        return list(times)  # On GPUs, what was fitted has halves on the first stage too.
+    first, *others = times
+    more = 1.0 + overhead
+    return [
+        StageTimes(forward=first.forward, input_gradient=0.0, weight_gradient=first.backward),
+        *(
+            StageTimes(
+                forward=each.forward,
+                input_gradient=more * each.input_gradient,
+                weight_gradient=more * each.weight_gradient,
+            )
+            for each in others
+        ),
+    ]
 
 
 def _makespan(schedule: Schedule, times: Sequence[StageTimes], hop: float) -> float:

@@ -94,7 +94,7 @@ def operation_seconds(kernels: Sequence[Kernel], operation: Operation, share: Sh
     total = ZERO
     for index, (kind, amount) in enumerate(amounts(operation, share)):
         # A call counts once, even if its work is counted in several kinds.
-        calls = _num_calls(operation, share) if index == 0 else 0
+        calls = num_calls(operation, share) if index == 0 else 0
         total = _add(total, _seconds(get_kernel(kernels, kind), amount, calls))
         if kind == "scores" and masks:
             total = _add(total, _seconds(get_kernel(kernels, "masks"), amount, 0))
@@ -116,7 +116,7 @@ def _seconds(kernel: Kernel, amount: Passes, calls: Number) -> Seconds:
     )
 
 
-def _num_calls(operation: Operation, share: Share) -> Number:
+def num_calls(operation: Operation, share: Share) -> Number:
     """Return the number of calls. Unfused projections are called one by one, and so are experts."""
     if not isinstance(operation, Matmul):
         return 1

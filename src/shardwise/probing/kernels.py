@@ -27,7 +27,7 @@ from shardwise.model.share import Share
 from shardwise.probing.meetings import measure_meetings
 from shardwise.probing.split_backwards import measure_split
 from shardwise.probing.steady import settled
-from shardwise.probing.whole_steps import Crowd, measure_longer
+from shardwise.probing.whole_steps import Crowd, WholePasses
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.tensor.linear import ColumnParallelLinear, ColumnSet, RowParallelLinear
 
@@ -70,15 +70,23 @@ class Trial:
 
 def measure_kernels(crowd: Crowd) -> tuple[Kernel, ...]:
     """Time every kind, on this thread. Every rank calls this."""
-    found = []
+    found, passes = list[Kernel](), WholePasses(crowd)
     for kind, trial in _simple().items():
+        passes.run()
         much, few = (_time(trial, rows, tokens, crowd) for rows, tokens in ((_ROWS, _TOKENS), (1, _FEW)))
         found.append(_kernel(kind, _amount(trial, _ROWS, _TOKENS)[0], much, _amount(trial, 1, _FEW)[0], few))
-    found += _two_ways("matmul", "operands", [_linear(_NARROW), _linear(_WIDE)], crowd)
-    found += _two_ways("attention", "scores", [_attention(_SHORT_HEAD), _attention(_LONG_HEAD)], crowd)
-    found += [_masks(crowd), _optimizer(crowd), _sharded(crowd)]
-    longer = measure_longer(found, crowd)
-    in_a_model = [each.taking_turns(1.0 / longer) for each in found]
+    for first, second, trials in (
+        ("matmul", "operands", [_linear(_NARROW), _linear(_WIDE)]),
+        ("attention", "scores", [_attention(_SHORT_HEAD), _attention(_LONG_HEAD)]),
+    ):
+        passes.run()
+        found += _two_ways(first, second, trials, crowd)
+    for measure in (_masks, _optimizer, _sharded):
+        passes.run()
+        found.append(measure(crowd))
+    passes.run()
+    longer = passes.compare(found)
+    in_a_model = [longer.of(each) for each in found]
     lost = measure_meetings(crowd.meet)
     speed = 1.0 / (1.0 + measure_split(crowd.meet))
     return (

@@ -7,6 +7,7 @@ core less for each script (torch 2.13, transformers 5).
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -52,6 +53,36 @@ def run_ranks(
     return _as_ranks(_run_command, "shardwise", words, num_ranks, folder, timeout_seconds)
 
 
+class Command:
+    """The command `shardwise`, which goes on beside the test until it is interrupted."""
+
+    def __init__(self, *words: str, folder: Path, variables: Mapping[str, str]) -> None:
+        import_once()
+        self._words, self._out, self._err = words, folder / "shardwise.out", folder / "shardwise.err"
+        run = partial(_run_interruptible, dict(variables))
+        self._process = multiprocessing.get_context("forkserver").Process(
+            target=_run, args=(run, "shardwise", words, str(self._out), str(self._err))
+        )
+        self._process.start()
+
+    @property
+    def is_up(self) -> bool:
+        return self._process.exitcode is None
+
+    def interrupt(self) -> None:
+        assert self._process.pid is not None, "it was started"
+        os.kill(self._process.pid, signal.SIGINT)
+
+    def finish(self, timeout_seconds: float) -> subprocess.CompletedProcess[str]:
+        """Wait for its end. If it does not come, it is killed, and its status says so."""
+        self._process.join(timeout_seconds)
+        if self.is_up:
+            self._process.kill()
+            self._process.join()
+        code = self._process.exitcode or 0
+        return subprocess.CompletedProcess(self._words, code, self._out.read_text(), self._err.read_text())
+
+
 def run_script_on_ranks(
     path: Path, *words: str, num_ranks: int, folder: Path, timeout_seconds: float = 600
 ) -> list[subprocess.CompletedProcess[str]]:
@@ -93,6 +124,12 @@ def _run_command(variables: Mapping[str, object], _: str) -> None:
 
     os.environ.update({name: str(value) for name, value in variables.items()})
     sys.exit(main(sys.argv[1:]))
+
+
+def _run_interruptible(variables: Mapping[str, object], name: str) -> None:
+    """As in a terminal, also where whoever started the tests has this signal ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _run_command(variables, name)
 
 
 def _run_script(variables: Mapping[str, object], path: str) -> None:

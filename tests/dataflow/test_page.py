@@ -1,8 +1,6 @@
 """What docs/dataflow.md begins with runs as it stands, with a GPU and without."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 
 from shardwise.dataflow.machine import Machine
 from shardwise.errors import ShardwiseError
+from tests.apart import run_script
 from tests.dataflow import kernels
 
 _PAGE = Path(__file__).parents[2] / "docs" / "dataflow.md"
@@ -20,7 +19,7 @@ def test_the_first_example_of_the_page_runs_as_it_stands(tmp_path: Path) -> None
     # A kernel's source is read from its file.
     script = tmp_path / "example.py"
     script.write_text(example, encoding="utf-8")
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    ran = run_script(script, folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "tensor(4096.)\n"
 

@@ -243,10 +243,10 @@ def test_a_traced_module_is_planned_on_processes_of_this_computer() -> None:
 
 
 def test_the_fewest_devices_keep_the_target_and_fewer_do_not() -> None:
-    question = ask("llama3-8b", "4x8xh100", 64)
+    question = ask("llama3-8b", "2x8xh100", 32)
     chosen = fewest_devices(question, 12.0)
     assert chosen.best.seconds <= 12.0
-    assert chosen.question.cluster.num_devices < 32
+    assert 1 < chosen.question.cluster.num_devices < 16
     fewer = [part for part in parts_of(question.cluster) if part.num_devices < chosen.question.cluster.num_devices]
     smaller = find_plan_if_any(replace(question, cluster=fewer[-1]), Tally())
     assert smaller is None or smaller.best.seconds > 12.0

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,6 +30,7 @@ from shardwise.training.data.rows import Batch, Batches
 from shardwise.training.job import Job
 from shardwise.training.outcome import Result, StoppedError
 from shardwise.training.run import train_rank
+from tests.apart import Command
 from tests.training.programs import losses_of, make_job
 
 ROOT = Path(__file__).parents[2]
@@ -82,18 +81,15 @@ def test_a_run_that_was_stopped_goes_on_to_the_very_same_losses(tmp_path: Path) 
 def test_ctrl_c_saves_and_stops_and_the_run_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = ["train", "tiny", "--devices", "2", "--folder", str(folder), "--set", "steps=100000"]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shardwise", *words], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    while process.poll() is None and len(losses_of(folder) if (folder / "metrics.jsonl").is_file() else []) < 6:
+    variables = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = Command(*words, folder=tmp_path, variables=variables)
+    while command.is_up and len(losses_of(folder) if (folder / "metrics.jsonl").is_file() else []) < 6:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
-    assert "stopped by SIGINT" in output
-    assert f"it goes on with: shardwise train --folder {folder}" in output
+    command.interrupt()
+    finished = command.finish(120)
+    assert finished.returncode == 130, finished.stderr
+    assert "stopped by SIGINT" in finished.stdout
+    assert f"it goes on with: shardwise train --folder {folder}" in finished.stdout
     last = losses_of(folder)
     assert saved_steps(folder / "checkpoints")[-1] == len(last)
     assert main(["train", "--folder", str(folder), "--devices", "1", "--set", f"steps={len(last) + 1}"]) == 0

@@ -11,9 +11,9 @@ import subprocess
 import time
 
 import torch
-from record import record
 from torch import Tensor
 
+from benchmarks.record import record
 from benchmarks.single_gpu import make_sketch, tokens_of
 
 ROWS, LENGTH, WARM, STEPS = 4, 4096, 3, 8

@@ -160,6 +160,15 @@ def test_without_given_links_they_are_measured() -> None:
         assert all("disk" not in pair for pair in found)
 
 
+def test_a_small_copy_that_was_interrupted_makes_no_link_without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.dataflow import choice
+
+    monkeypatch.setattr(choice, "_copy_seconds", lambda *given: 1e-3 if given[-1] < 2**20 else 5e-4)
+    with Machine(TWO) as machine:
+        found = machine.measure()
+    assert {each.bytes_per_second for each in found.values()} == {8 * 2**20 / 5e-4}
+
+
 def test_a_module_runs_with_its_weights_wherever_it_is_told_to() -> None:
     torch.manual_seed(0)
     module, given = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(8, 4)

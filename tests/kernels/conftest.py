@@ -2,6 +2,7 @@
 
 # mypy: ignore-errors
 
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import interpreted
+from tests.settings import settings_kept
 
 triton = pytest.importorskip("triton", reason="no Triton for this machine: its interpreter runs the kernels")
 
@@ -20,6 +22,14 @@ def in_interpreter() -> Iterator[None]:
         yield
         return
     with interpreted():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def without_bfloat16() -> Iterator[None]:
+    """On CPUs without bfloat16, torch leaves oneDNN at the first product of it, for good and with a warning."""
+    with settings_kept(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")
         yield
 
 

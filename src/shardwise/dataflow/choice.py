@@ -113,16 +113,27 @@ def measure_links(mover: Mover) -> None:
         if Kind.DISK in (source.kind, target.kind):
             continue
         small, large = (_copy_seconds(mover, source, target, size) for size in sizes)
-        rate = (sizes[1] - sizes[0]) / max(large - small, 1e-9)
-        mover.routes.links[source.index, target.index] = Link(latency_seconds=small, bytes_per_second=rate)
+        mover.routes.links[source.index, target.index] = _link_of(sizes, (small, large))
     mover.moved_bytes = moved  # The bytes of measurements do not count as the program's.
 
 
+def _link_of(sizes: tuple[int, int], seconds: tuple[float, float]) -> Link:
+    """Return the link on which a small and a large copy take that long.
+
+    The small copy of a machine with other work may be the longer one. Their difference would then be a link without
+    limits, so the whole time of the large copy counts as that of its bytes.
+    """
+    (few, many), (small, large) = sizes, seconds
+    if large < 2 * small:
+        return Link(latency_seconds=min(small, large), bytes_per_second=many / large)
+    return Link(latency_seconds=small, bytes_per_second=(many - few) / (large - small))
+
+
 def _copy_seconds(mover: Mover, source: Place, target: Place, num_bytes: int) -> float:
-    """Return the shorter of two copy times: the first copy also touches new memory."""
+    """Return the shortest of three copy times: the first copy also touches new memory."""
     tensors = [place.memory.allocate(num_bytes) for place in (source, target)]
     found = []
-    for _ in range(2):
+    for _ in range(3):
         start = perf_counter()
         mover.copy(tensors[1], target, tensors[0], source, (), "measurement").wait()
         found.append(perf_counter() - start)

@@ -57,16 +57,26 @@ def of_one_row() -> Iterator[tuple[str, Setting]]:
 def of_few_rows() -> Iterator[tuple[str, Setting]]:
     """Weights as they are, without splits of columns and with them, by older products of tensor cores and newer."""
     for tile in (
+        (32, 256, 6, 2),
+        (64, 128, 5, 4, 1),
         (64, 128, 4, 4, 2),
-        (64, 128, 6, 4, 1),
-        (64, 128, 3, 4, 3),
-        (64, 64, 6, 4, 3),
-        (32, 256, 3, 2),
-        (32, 128, 6, 2),
+        (64, 64, 8, 4, 1),
+        (64, 256, 3, 4, 1),
+        (128, 64, 6, 4, 1),
     ):
         yield f"plain {tile}", {(few, name): Tile(*tile) for name in ("NARROW", "WIDE")}
-    for tile in ((64, 64, 4, 4, 2), (64, 64, 3, 4, 3), (64, 128, 3, 4, 1), (64, 128, 3, 4, 2), (32, 128, 4, 2)):
+    for tile in (
+        (64, 64, 5, 4),
+        (32, 128, 5, 2),
+        (32, 128, 4, 4),
+        (32, 64, 6, 2),
+        (32, 256, 3, 4),
+        (32, 128, 4, 2, 4),
+        (16, 256, 4, 2),
+    ):
         yield f"gated {tile}", {(few, "GATED"): Tile(*tile)}
+    for ahead in (256, 4096):
+        yield f"ahead {ahead}", {(few, "AHEAD"): ahead}
 
 
 def of_few_narrow_rows(kind: str) -> Iterator[tuple[str, Setting]]:

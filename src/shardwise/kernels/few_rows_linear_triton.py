@@ -49,9 +49,10 @@ class Tile(NamedTuple):
 
 
 #: Without a gate, for weights with narrow and with wide rows; with a gate, where a program has two tiles at a time; and
-#: how many bytes of a row are prefetched while the previous kernel ends. `benchmarks/serving.py --cases rows` tries
-#: others.
-NARROW, WIDE, GATED, AHEAD = Tile(64, 128, 6, 4), Tile(32, 256, 6, 2), Tile(64, 64, 5, 4), 1024
+#: how many bytes of a row are prefetched while the previous kernel ends. `benchmarks/decode_settings.py` tries others.
+NARROW, WIDE, GATED, AHEAD = Tile(64, 128, 6, 4), Tile(64, 128, 6, 4, 1), Tile(32, 128, 4, 2), 1024
+#: The same two for more than this many rows of x, of which a program holds larger sums.
+FEW, WIDE_MORE, GATED_MORE = 32, Tile(32, 256, 6, 2), Tile(64, 64, 5, 4)
 #: For quantised weights, by kind and whether there is a gate, for up to this many rows of x: the fastest of those tried
 #: on an H200 with the products of an 8B model (2026-11-18). Programs read as much of x as of the weight, so they have
 #: many rows. The products within a program depend on each other, so a multiprocessor should have several programs, with
@@ -306,4 +307,8 @@ def counters_of(device: torch.device) -> Tensor:
 def _tile_for(weight: Tensor | NarrowWeight, k: int, rows_of_x: int, has_gate: bool) -> Tile:
     if isinstance(weight, NarrowWeight):
         return NARROW_TILES[weight.kind, has_gate][rows_of_x]
-    return GATED if has_gate else WIDE if k >= MANY_COLUMNS else NARROW
+    if has_gate:
+        return GATED if rows_of_x <= FEW else GATED_MORE
+    if k < MANY_COLUMNS:
+        return NARROW
+    return WIDE if rows_of_x <= FEW else WIDE_MORE

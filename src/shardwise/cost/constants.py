@@ -52,8 +52,9 @@ class Constants:
     expert_launch_seconds: float = 12.5e-6
     # Seconds between two kernels of a CUDA graph, in addition to their work. Measured on one H200 (serving.md).
     graph_seconds: float = 1.3e-6
-    # The same in a step of one row, whose kernels start while the previous one ends: 0.10 ms less for 368. Measured.
-    overlapped_seconds: float = 1.0e-6
+    # The same in a step of one row, whose kernels start while the previous one ends and load weights ahead: fitted to
+    # steps of two models (Qwen3 0.6B and 8B, serving.md).
+    overlapped_seconds: float = 0.5e-6
     # Routing to experts takes many small kernels to choose experts and sort rows, and the CPU waits for the number of
     # rows of each expert. The first is their time in launches. The second is the share of it if one kernel sends and
     # sorts rows (DeepEP, HybridEP) or a graph launches them. Fitted [bskill 8, bridge mixtures; for the second moezoo,

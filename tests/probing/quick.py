@@ -9,16 +9,20 @@ from shardwise.probing import collectives, devices, kernels, links, meetings, sp
 
 _LESS: list[tuple[Any, str, Any]] = [
     (collectives, "SIZES", (4096, 32768, 262144)),
-    (collectives, "LIMIT_SECONDS", 0.02),
-    (devices, "LIMIT_SECONDS", 0.05),
-    (kernels, "LIMIT_SECONDS", 0.02),
+    (collectives, "LIMIT_SECONDS", 0.01),
+    (devices, "LIMIT_SECONDS", 0.02),
+    (devices, "_CPU_COPIED", 2**22),
+    (kernels, "LIMIT_SECONDS", 0.01),
     (kernels, "_ROWS", 1),
+    (kernels, "_LEAST", 2),
+    (kernels, "_PARAMETER", (64, 64)),
     (whole_steps, "LITTLE", whole_steps.Size(16, 1)),
     (whole_steps, "MUCH", (whole_steps.Size(16, 2),)),
     (split_backwards, "PAIRS", 1),
     (meetings, "_PIECES", 2),
     (meetings, "_TURNS", 1),
-    (links, "_SIZE_SECONDS", 0.05),
+    (meetings, "_ROWS", 128),
+    (links, "_SIZE_SECONDS", 0.02),
     (links, "_LARGEST", 2**22),
 ]
 

@@ -1,5 +1,7 @@
 """Bytes of a rank: Korthikanti's figures to every digit, ZeRO's table, and what grows with what."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -125,11 +127,13 @@ def test_gradients_of_16_bit_weights_are_in_16_bits_until_the_step(zero: int, pa
 def test_what_can_leave_the_device_takes_the_copies_of_gradients_along() -> None:
     """An offload is chosen by what it frees. Freed activations do not help if the step needs their memory."""
     ours = usual_software(get_device("h200"))
-    for more in ({"microbatch": 4}, {"recompute": 2, "sequence": 16}):
+    cases: list[dict[str, Any]] = [{"microbatch": 4}, {"recompute": 2, "sequence": 16}]
+    for more in cases:
         held = ask("1xh200", software=ours, **more).bytes
         for shares in ((0.5, 0.0, 0.0), (0.0, 0.0, 1.0), (1.0, 0.5, 0.5), (0.0, 1.0, 0.0)):
             names = ("offload_optimizer", "offload_parameters", "offload_activations")
-            left = ask("1xh200", software=ours, **more, **dict(zip(names, shares, strict=True))).bytes
+            away: dict[str, Any] = dict(zip(names, shares, strict=True))
+            left = ask("1xh200", software=ours, **more, **away).bytes
             states = ("weights", "masters", "gradients", "optimizer", "activations", "recomputed", "loss")
             before, after = (sum(each.parts[name].max() for name in states) for each in (held, left))
             # Less is freed: some of it is staged on the device.

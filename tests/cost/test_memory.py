@@ -1,5 +1,7 @@
 """Bytes of a rank: Korthikanti's figures to every digit, ZeRO's table, and what grows with what."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -106,6 +108,38 @@ def test_weights_are_held_as_two_ranks_of_the_engine_held_them() -> None:
         assert parts["masters"].max() == pytest.approx(masters * numbers)
 
 
+@pytest.mark.parametrize(("zero", "passes", "step"), [(0, 2, 4), (1, 2, 4 / 8), (2, 2 / 8, 4 / 8), (3, 2 / 8, 4 / 8)])
+def test_gradients_of_16_bit_weights_are_in_16_bits_until_the_step(zero: int, passes: float, step: float) -> None:
+    """The peak is the larger of two moments: both passes with their activations, or the step with fp32 gradients."""
+    ours = usual_software(get_device("h200"))
+    numbers = count_blocks(_llama(), Layouts.of(dp=8), whole_model(Layouts.of(dp=8))).dense[0, 0]
+    long = ask("8xh200", dp=8, zero=zero, microbatch=4, software=ours).bytes
+    assert long.parts["gradients"].max() == pytest.approx(passes * numbers)  # Activations are more than the copies.
+    assert long.beyond_passes.max() == 0
+    short = ask("8xh200", dp=8, zero=zero, microbatch=1, recompute=2, sequence=16, software=ours).bytes
+    freed = sum(short.parts.get(name, np.zeros(())) for name in ("activations", "recomputed", "loss", "gathered"))
+    assert short.parts["gradients"] == pytest.approx(passes * numbers + np.maximum(step * numbers - freed, 0.0))
+    wide = ask("8xh200", dp=8, zero=zero, software=usual_software(get_device("h200"), is_wide=True)).bytes
+    assert wide.parts["gradients"].max() == pytest.approx(2 * passes * numbers)
+    assert wide.widened is None
+
+
+def test_what_can_leave_the_device_takes_the_copies_of_gradients_along() -> None:
+    """An offload is chosen by what it frees. Freed activations do not help if the step needs their memory."""
+    ours = usual_software(get_device("h200"))
+    cases: list[dict[str, Any]] = [{"microbatch": 4}, {"recompute": 2, "sequence": 16}]
+    for more in cases:
+        held = ask("1xh200", software=ours, **more).bytes
+        for shares in ((0.5, 0.0, 0.0), (0.0, 0.0, 1.0), (1.0, 0.5, 0.5), (0.0, 1.0, 0.0)):
+            names = ("offload_optimizer", "offload_parameters", "offload_activations")
+            away: dict[str, Any] = dict(zip(names, shares, strict=True))
+            left = ask("1xh200", software=ours, **more, **away).bytes
+            states = ("weights", "masters", "gradients", "optimizer", "activations", "recomputed", "loss")
+            before, after = (sum(each.parts[name].max() for name in states) for each in (held, left))
+            # Less is freed: some of it is staged on the device.
+            assert before - held.movable(*shares).max() <= after * (1 + 1e-9)
+
+
 def whole_model(layouts: Layouts) -> Places:
     """All 32 layers on one rank."""
     layers = np.array([32.0])
@@ -200,6 +234,21 @@ def test_on_the_host_weights_are_whole_or_in_shards_as_zero_has_them(zero: int, 
     # What was cast of weights stays for the backward, gathered or not.
     assert away.bytes.parts["weights"].max() == pytest.approx(2 * numbers)
     assert away.bytes.peak[0] < ask("8xh100", dp=8).bytes.peak[0]
+
+
+@pytest.mark.parametrize(
+    ("zero", "bytes_of_a_number"),
+    [(0, 2 + 4 + 2 + 8), (1, 2 + 4 / 2 + 2 + 8 / 2), (2, 2 + 4 / 2 + 2 / 2 + 8 / 2), (3, (2 + 4 + 2 + 8) / 2)],
+)
+def test_16_bit_weights_are_on_the_host_beside_their_masters(zero: int, bytes_of_a_number: float) -> None:
+    """As two ranks of the engine held them; on the device there are layers in transit, and no casts."""
+    ours = usual_software(get_device("h100"))
+    numbers = ask("2xh100", dp=2, software=ours).bytes.parts["masters"].max() / 4
+    away = ask("2xh100", dp=2, zero=zero, offload_parameters=1.0, software=ours).bytes
+    assert away.host[0] == pytest.approx(numbers * bytes_of_a_number)
+    assert away.parts["weights"].max() < 2 * numbers / 5
+    assert away.parts["masters"].max() < 4 * numbers / 10
+    assert away.beyond_passes.max() == 0
 
 
 def test_the_last_stage_has_the_logits_and_the_first_the_most_activations() -> None:

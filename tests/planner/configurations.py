@@ -65,17 +65,16 @@ ASKED = (
 _INTRODUCTION = """# Twenty configurations
 
 What `shardwise plan` answers for common models and clusters, beside what was published for the same model, devices and
-batch. Published layouts are written as our plans and priced for our own engine. It keeps fp32 masters and gradients
-beside 16-bit weights, and gathered inputs, so it may not fit where another program does; the column says by how much.
+batch. Published layouts are written as our plans and priced for our own engine. It keeps fp32 masters beside 16-bit
+weights, and gathered inputs, so it may not fit where another program does; the column says by how much.
 The measured times are those of the named program, with its own kernels. LoRA is `--lora 16`.
 
 The answer is the simplest plan within 3 % of the fastest. Contexts shorter than any that were published, and anything
-on the host, have to gain more ([planning.md](planning.md)). For a 405B on 1,024 H100, `dp=2,tp=4,pp=32,cp=4` is
-predicted 5.4 % faster than the answer: four tensor parallel ranks wait less for their sums than eight, which Megatron
-hides in part and our engine does not. That plan has contexts of 2,048 positions on a rank and a pipeline twice as deep
-as Meta's. A 70B on 64 H100 would gain 1.8 % with optimizer state on the host. Mixtures of experts are priced by the
-launches that were counted in the layers of our engine; no such step was timed on GPUs. With a small batch (Moonlight),
-the launches decide.
+on the host, have to gain more ([planning.md](planning.md)). A 405B on 1,024 H100 gets a pipeline twice as deep as
+Meta's: four tensor parallel ranks wait less for their sums than eight, which Megatron hides in part and our engine does
+not. With `tp=8,pp=16` the step is predicted 8.6 % longer, and with half of the activations on the host 2.7 % shorter.
+Mixtures of experts are priced by the launches that were counted in the layers of our engine; no such step was timed on
+GPUs. With a small batch (Moonlight), the launches decide.
 
     python -m tests.planner.configurations        # writes this page
 

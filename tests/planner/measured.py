@@ -12,6 +12,7 @@ from torch.optim import AdamW
 
 from shardwise.engine.parallelize import parallelize
 from shardwise.stages.stage import Batch
+from shardwise.states.parameter_group import Share
 
 ROWS, LENGTH, VOCABULARY = 8, 32, 32
 SIZES = {
@@ -38,6 +39,12 @@ def make_module(name: str) -> nn.Module:
     # Every row goes to every expert: what a router that was never trained likes best has no part in it.
     experts = {"num_local_experts": 4, "num_experts_per_tok": 4, "sliding_window": None}
     return hf.AutoModelForCausalLM.from_config(hf.MixtralConfig(**SIZES, **experts))  # type: ignore[no-any-return]
+
+
+def make_sixteen() -> nn.Module:
+    """Return a small module with weights in bf16."""
+    sizes = SIZES | {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    return hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**sizes)).bfloat16()  # type: ignore[no-any-return]
 
 
 def make_batch() -> dict[str, Tensor]:
@@ -109,6 +116,38 @@ def measure(plan: str, model: str) -> Measured:
     found = Measured(engine.wires.ranks[0], held.parameters, held.gradients, held.optimizer, saved.most)
     engine.close()
     return found
+
+
+class Sixteen(NamedTuple):
+    """Bytes of a rank with 16-bit weights: between steps, of the gradients in an optimizer's step, and on the host."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    in_step: int
+    host: int
+
+
+class _Watched(AdamW):
+    """Counts the gradients that it gets."""
+
+    in_step = 0
+
+    def step(self, closure: Any = None) -> Any:
+        given = (each.grad for group in self.param_groups for each in group["params"])
+        _Watched.in_step = sum(each.nbytes for each in given if each is not None)
+        return super().step(closure)
+
+
+def measure_sixteen(plan: str) -> Sixteen:
+    """Train one rank of a plan for a step, with a module in bf16."""
+    torch.manual_seed(0)
+    module, batch = make_sixteen(), make_batch()
+    optimizer = [Share(make=_Watched, whole=False)]
+    with parallelize(module, plan, loss=loss, optimizer=optimizer, example=batch, verify=False) as engine:
+        engine.train_step(batch)
+        held = engine.states.data.held()
+        return Sixteen(held.parameters, held.gradients, held.optimizer, _Watched.in_step, engine.host_bytes)
 
 
 def _bytes(tensors: list[Any]) -> int:

@@ -53,6 +53,7 @@ def test_fit_takes_bf16_on_gpus_unless_told_and_says_so(capsys: pytest.CaptureFi
         assert f"precision={taken}" in found["assumes"]
         assert Plan.parse(found["plan"]).precision == taken
         assert "a host with" in found["assumes"]
+        assert "AdamW(fused=True)" in found["assumes"]
         assert 0 <= found["odds_of_fitting"] <= 1
 
 

@@ -133,7 +133,7 @@ def test_fit_draws_where_ranks_sit(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = capsys.readouterr().out
     assert "ranks sit in plain order: no other is better" in drawn
     assert "devices 8-15: ranks 8 9 10 11 12 13 14 15" in drawn
-    assert "0 to 8   apart  dp 3.0 GB" in drawn
+    assert "0 to 8   apart  dp 2.0 GB" in drawn
 
 
 def test_a_rank_takes_the_device_of_its_seat_and_a_device_knows_its_rank() -> None:

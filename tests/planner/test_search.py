@@ -110,7 +110,7 @@ def test_bounds_of_schedules_say_what_fits_as_it_is() -> None:
     found = price(question.model, question.cluster, under, sequence=4096, software=software)
     fits = found.bytes.peak <= question.room
     # Where backwards are in halves, a stage that is recomputed is so at once, which the bound leaves out.
-    exact = holds_once(under) & ~(np.isin(under.schedule, SPLITS_BACKWARD) & (under.recompute == 2))
+    exact = holds_once(under) & ~(np.isin(under.schedule, SPLITS_BACKWARD) & (under.recompute > 0))
     assert cells.is_tight.any()
     assert (fits[exact] == ~cells.is_tight[exact]).all()
     assert not (fits & cells.is_tight).any()
@@ -213,7 +213,7 @@ def test_where_all_devices_together_are_too_small_weights_are_on_the_host_under_
     for axis in ("dp", "tp", "pp"):
         chosen = find_plan(ask("llama3-8b", "2xa100-40g", 8, fixed={axis: 2}))
         every = [chosen.best, *chosen.others]
-        assert all(each.fits and each.plan.offload.parameters == 1 and composes(each.plan) for each in every)
+        assert all(each.fits and each.plan.offload.parameters > 0 and composes(each.plan) for each in every)
         assert all(getattr(each.plan, axis) == 2 for each in every)
 
 
@@ -344,4 +344,4 @@ def test_what_leaves_less_memory_free_is_rather_taken_than_the_host() -> None:
     assert found.plan.offload == Offload()
     assert 0.65 < found.best.odds < 0.8
     assert found.others[0].plan.offload != Offload()
-    assert found.others[0].seconds > found.best.seconds
+    assert sure_seconds(found.others[0]) > sure_seconds(found.best)

@@ -42,6 +42,9 @@ DEFERRED_FREE_BYTES = 256 * 2**20
 #: deviations to spare: a probability of four in five.
 SPREAD, SPARE = 0.06, 0.84
 
+# Parts that both passes hold, and that are free when the optimizer steps.
+_FREED = ("activations", "recomputed", "loss", "scores", "gathered")
+
 #: Parts that a program's own count of allocated tensors does not include.
 NOT_ALLOCATED = ("context", "buffers", "workspace", "fragments")
 
@@ -50,15 +53,34 @@ NOT_ALLOCATED = ("context", "buffers", "workspace", "fragments")
 class StepBytes:
     """Bytes of each part on each place (first, middle, last stage; or every rank): arrays of candidates x places.
 
-    `on_host` are the bytes of each part that are on the host instead, for each place.
+    `on_host` are the bytes of each part that are on the host instead, for each place. `widened` are the bytes of
+    gradients that the optimizer's step copies to fp32. The gradients' part includes what these need beyond the memory
+    that both passes have freed.
     """
 
     parts: Mapping[str, Floats]
     on_host: Mapping[str, Floats]
+    widened: Floats | None = None
 
     @property
     def by_place(self) -> Floats:
         return sum(self.parts.values(), np.zeros(()))
+
+    @property
+    def beyond_passes(self) -> Floats:
+        """Bytes that the optimizer's step needs beyond the peak of both passes."""
+        return np.zeros(()) if self.widened is None else np.maximum(self.widened - freed_bytes(self.parts), 0.0)
+
+    def movable(self, optimizer: float, parameters: float, activations: float) -> Floats:
+        """Return the bytes on each place that leave the device if nothing of these shares is staged there."""
+        parts = self.parts
+        weights = parts["weights"] + parts["masters"] + parts["gradients"] - self.beyond_passes
+        states = max(optimizer, parameters) * parts["optimizer"] + parameters * weights
+        if self.widened is None:
+            return np.asarray(states + activations * parts["activations"])
+        freed = freed_bytes(parts)
+        left = np.maximum(freed - activations * parts["activations"], (1.0 - parameters) * self.widened)
+        return np.asarray(states + np.maximum(freed, self.widened) - left)
 
     @property
     def peak(self) -> Floats:
@@ -91,6 +113,11 @@ class StepBytes:
 def fitting_odds(held: float, capacity: float) -> float:
     """Return the probability that a rank with `held` predicted bytes fits."""
     return 0.5 * (1.0 + erf(log(capacity / max(held, 1.0)) / (SPREAD * 2**0.5)))
+
+
+def freed_bytes(parts: Mapping[str, Floats]) -> Floats:
+    """Return the bytes of both passes that are free again when the optimizer steps."""
+    return sum((parts[name] for name in _FREED if name in parts), np.zeros(()))
 
 
 class Kept(NamedTuple):
@@ -151,7 +178,12 @@ def step_bytes(
         parts["context"] = constants.context_bytes * every
         lost = constants.fragments * moving + constants.fragments_states * states
         parts["fragments"] = np.where((layouts.zero == 3)[:, None] & software.shards_parameters, 0.0, lost)
-    return StepBytes(parts=parts, on_host=on_host)
+    held = StepBytes(parts=parts, on_host=on_host)
+    if not software.widens_gradients:
+        return held
+    widened = 4.0 * counts.trained.spread(layouts, 1) * (1.0 - layouts.offload_parameters)[:, None]
+    held = replace(held, widened=widened)
+    return replace(held, parts={**parts, "gradients": parts["gradients"] + held.beyond_passes})
 
 
 def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts, software: Software) -> dict[str, Floats]:
@@ -159,30 +191,39 @@ def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts, softwar
 
     If only the optimizer's state is offloaded, weights stay on the device, and their casts if the precision is lower.
     If weights are offloaded, their gradients and state are too. Weights that are whole on every rank (zero 1 and 2) are
-    whole on the host, in full precision. Casts stay on the device for the backward, also of weights that were gathered
-    (zero 3). Frozen weights are on the host in the precision of compute and have no casts, so they are copied to the
-    device for both passes.
+    whole on the host. With 16-bit weights (`shards_both`), the host has these and the master weights that a rank
+    updates. With fp32 weights it has these alone: casts stay on the device for the backward, also of weights that were
+    gathered (zero 3), except for frozen weights, which are on the host in the precision of compute.
     """
-    trained = "masters" if parts["masters"].any() else "weights"
-    of = counts.trained if trained == "masters" else counts
-    numbers, shards = of.dense + of.expert, (layouts.zero == 3)[:, None]
-    at_home = {trained: np.where(shards, parts[trained], 4.0 * numbers)}
+    is_sharded, sharing = (layouts.zero == 3)[:, None], np.where(layouts.zero == 3, layouts.num_sharing, 1)
     # Of offloaded weights, the device holds two layers (one prefetched), and embedding and head, which may be one
     # tensor; or the shards of these, before they are gathered.
-    coming = (2 * counts.layer + counts.ends) * 4.0 / np.where(layouts.zero == 3, layouts.num_sharing, 1)
+    coming = ((2 * counts.layer + counts.ends) / sharing)[:, None]
+    weights = layouts.offload_parameters
+    moves: list[tuple[str, Floats, Floats, Floats | float]] = [
+        ("optimizer", np.maximum(layouts.offload_optimizer, weights), parts["optimizer"], NUM_SLOTS * SLOT_BYTES),
+        ("gradients", weights, parts["gradients"], DEFERRED_FREE_BYTES),
+        ("activations", layouts.offload_activations, parts["activations"], DEFERRED_FREE_BYTES),
+    ]
+    if software.shards_both and software.precision != "fp32":
+        moves.append(("weights", weights, parts["weights"], software.width * coming))
+        # After a step, master weights come layer by layer to be cast.
+        layers = (2 * counts.trained.layer / sharing)[:, None]
+        moves.append(("masters", weights, parts["masters"], 4.0 * layers))
+    elif parts["masters"].any():
+        whole = np.where(is_sharded, parts["masters"], 4.0 * (counts.trained.dense + counts.trained.expert))
+        moves.append(("masters", weights, whole, 4.0 * coming))
+    else:
+        whole = np.where(is_sharded, parts["weights"], 4.0 * (counts.dense + counts.expert))
+        moves.append(("weights", weights, whole, 4.0 * coming))
     on_host = {}
-    for name, share, on_device in (
-        ("optimizer", np.maximum(layouts.offload_optimizer, layouts.offload_parameters), NUM_SLOTS * SLOT_BYTES),
-        (trained, layouts.offload_parameters, coming[:, None]),
-        ("gradients", layouts.offload_parameters, DEFERRED_FREE_BYTES),
-        ("activations", layouts.offload_activations, DEFERRED_FREE_BYTES),
-    ):
-        on_host[name] = at_home.get(name, parts[name]) * share[:, None]
+    for name, share, at_home, on_device in moves:
+        on_host[name] = at_home * share[:, None]
         parts[name] = parts[name] * (1.0 - share[:, None]) + np.minimum(on_host[name], on_device)
-    if trained == "masters" and counts.some is not None:
-        leaves = software.width * _frozen_here(layouts, counts) * layouts.offload_parameters[:, None]
+    if "weights" not in on_host and counts.some is not None:
+        leaves = software.width * _frozen_here(layouts, counts) * weights[:, None]
         on_host["weights"] = leaves
-        parts["weights"] = parts["weights"] - leaves + np.minimum(leaves, coming[:, None] * software.width / 4.0)
+        parts["weights"] = parts["weights"] - leaves + np.minimum(leaves, software.width * coming)
     return on_host
 
 
@@ -193,8 +234,9 @@ def _states(layouts: Layouts, counts: Counts, software: Software) -> dict[str, F
     stays = software.shards_parameters & ((layouts.pp > 1) | software.stays_gathered)
     if masters:
         # Under ZeRO-3 the shards are the master weights: fp32, cast when gathered (FSDP, facts 4.2). If casts are
-        # saved, or weights offloaded, the casts of a whole stage exist between its forward and its backward.
-        casts = (layouts.zero < 3) | (layouts.offload_parameters > 0) | software.saves_casts
+        # saved, or fp32 weights offloaded, the casts of a whole stage exist between its forward and its backward.
+        leaves = (layouts.offload_parameters > 0) & (not software.shards_both)
+        casts = (layouts.zero < 3) | leaves | software.saves_casts
         shards = counts.trained.spread(layouts, 3) * software.shards_both
         weights = np.where((casts | stays)[:, None], counts.trained.dense + counts.trained.expert, shards)
         # Frozen weights are held in the precision of compute, and have no master weights and no casts.

@@ -98,6 +98,9 @@ class Software:
     cuda_graphs: bool = False
     graphed_routing: bool = False
     blocking_launches: bool = False
+    # Gradients are in 16 bits like their weights. At the step a rank copies those that it updates to fp32, all at once,
+    # when activations are freed (ours, for modules in 16 bits).
+    widens_gradients: bool = False
     # Bytes of a gradient in accumulation and in reduction, and of the optimizer's states with the master weights.
     gradient_bytes: int = 4
     reduce_bytes: int = 4

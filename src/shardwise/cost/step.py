@@ -183,9 +183,12 @@ def hop_seconds(pricer: Pricer, layouts: Layouts) -> Floats:
 
 
 def optimizer_seconds(pricer: Pricer, layouts: Layouts, counts: Counts) -> Floats:
-    """Return the seconds of Adam on a rank's states: 30 bytes of traffic per parameter (facts 4.4), and the norm."""
+    """Return the seconds of Adam on a rank's states: 30 bytes of traffic per parameter (facts 4.4), and the norm.
+
+    A copy of 16-bit gradients in fp32 is a read of 2 bytes and a write of 4.
+    """
     owned = counts.trained.fullest.spread(layouts, 1)[:, 0]
-    moved = owned * (30 + 2 * pricer.software.gradient_bytes)
+    moved = owned * (30 + 2 * pricer.software.gradient_bytes + 6 * pricer.software.widens_gradients)
     num_tensors = sum(count * each.trains for block, count in pricer.model.kinds for each in block.parameters)
     return pricer.engine.optimizer(moved, num_tensors / layouts.pp)
 

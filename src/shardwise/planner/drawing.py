@@ -88,7 +88,7 @@ def _odds_text(account: Account) -> str:
 
 
 def assumptions(account: Account) -> str:
-    """Return the assumptions of an answer that were not given: precision, links, the host."""
+    """Return the assumptions of an answer that were not given: precision, optimizer, links, the host."""
     told = [f"precision={account.plan.precision}"]
     if account.plan.precision != "fp32":
         software = account.question.software_in(account.plan.precision)
@@ -98,6 +98,8 @@ def assumptions(account: Account) -> str:
             told.append("weights in 16 bits with masters in fp32")
     if account.question.model.is_partly_frozen:
         told.append(f"weights that do not train held in {account.plan.precision}, since not in 8 or 4 bits")
+    if account.question.device.architecture != "cpu":
+        told.append("AdamW(fused=True)")  # Without temporary tensors of the size of what it updates.
     for pool in account.question.cluster.pools:
         host, node = pool.node.host, pool.node
         if pool.domain > 1:

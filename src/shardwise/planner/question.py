@@ -69,7 +69,10 @@ class Question:
         if precision in FP8_SCALES:
             self._check_fp8(precision)
             precision = "fp8"
-        return replace(self.software or usual_software(self.device), precision=precision)
+        software = replace(self.software or usual_software(self.device), precision=precision)
+        if precision == "fp32" and software.widens_gradients:
+            return replace(software, widens_gradients=False, gradient_bytes=4, reduce_bytes=4)
+        return software
 
     def _check_fp8(self, precision: str) -> None:
         lacking = [pool.device for pool in self.cluster.pools if "fp8" not in pool.device.flops_per_second]
@@ -151,6 +154,9 @@ def usual_software(device: Device, *, is_wide: bool = False) -> Software:
         cuts_experts=True,
         saves_casts=is_wide,
         shards_both=not is_wide,
+        widens_gradients=not is_wide,
+        gradient_bytes=4 if is_wide else 2,
+        reduce_bytes=4 if is_wide else 2,
         by_operation=True,
         fp8_layers=True,
         recomputes_stages=True,

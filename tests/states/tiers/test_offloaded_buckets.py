@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.cluster.catalogue import get_device
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
@@ -15,7 +16,7 @@ from shardwise.nets.hf.catalogue import config_for
 from shardwise.nets.loss import next_token_loss
 from shardwise.planner.account import hold
 from shardwise.planner.plan import Plan
-from shardwise.planner.question import make_question
+from shardwise.planner.question import make_question, usual_software
 from shardwise.ranks.spawn import Ranks
 from shardwise.states import host as room
 from shardwise.states.optimizers import owners
@@ -277,7 +278,8 @@ def bytes_on_host(plan: str) -> int:
 )
 def test_the_planner_counts_what_the_engines_keep_there(plan: str, two: Ranks) -> None:
     _, config = config_for(going_on.MODELS["dense"], None)
-    question = make_question(load_model(config), cluster="2xcpu", batch=8, sequence=8)
+    wide = usual_software(get_device("cpu"), is_wide=True)  # The module is in fp32, also if it computes in bf16.
+    question = make_question(load_model(config), cluster="2xcpu", batch=8, sequence=8, software=wide)
     text = f"{plan},offload.parameters=1"
     (expected,) = [rank.on_host for rank in hold(question, Plan.parse(text))]
     # Under tp norms stay on the device: ranks have parts of their gradients' sums.

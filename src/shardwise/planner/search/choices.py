@@ -119,10 +119,14 @@ def offloads(question: Question) -> Floats:
     rows = [
         (optimizer, parameters, activations)
         for optimizer in _OFFLOADS
-        for parameters in (0.0, 1.0)
+        for parameters in _OFFLOADS
         for activations in _OFFLOADS
-        if not question.runnable
-        or _runs(pp=2, offload=Offload(optimizer=optimizer, parameters=parameters, activations=activations))
+        # States leave before weights: half of the weights only with all states.
+        if (parameters != 0.5 or optimizer == 1.0)
+        and (
+            not question.runnable
+            or _runs(pp=2, offload=Offload(optimizer=optimizer, parameters=parameters, activations=activations))
+        )
     ]
     # The least traffic first: states move once per step, activations with every microbatch, weights twice with each.
     return np.array(sorted(rows, key=lambda row: (row[1], row[2], row[0])))

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.cost.constants import CONSTANTS
-from shardwise.cost.host import least_exposed
+from shardwise.cost.host import has_masters, least_exposed
 from shardwise.cost.layouts import Layouts
-from shardwise.cost.memory import StepBytes, keep, step_bytes
+from shardwise.cost.memory import StepBytes, freed_bytes, keep, step_bytes
 from shardwise.cost.numbers import Floats, Ints
 from shardwise.cost.pipeline import SCHEDULES, spans
 from shardwise.cost.places import Counts, count_blocks, in_flight_under, typical_places
@@ -73,15 +73,14 @@ def bound_schedules(
     found = []
     for index, (under, has_replicas) in enumerate(each_zero(one, zeros)):
         held = account(under)
-        fixed, lost_share = _without_activations(held, of_each, software, under)
-        grows = (1.0 + lost_share)[:, None]
+        others = _without_activations(held, of_each, software, under)
         # For most layouts all schedules fit or none does. Only for the others the memory of each is computed.
-        is_here = np.repeat(_fit(fixed + grows * most_at_once, question)[:, None], len(twice), axis=1)
-        some = np.flatnonzero(~is_here[:, 0] & _fit(fixed + grows * fewest, question))
-        is_here[some] = _most(fixed[some, :, None] + grows[some, :, None] * all_of_each[some]) <= question.room
+        is_here = np.repeat(_fit(others.with_saved(most_at_once), question)[:, None], len(twice), axis=1)
+        some = np.flatnonzero(~is_here[:, 0] & _fit(others.with_saved(fewest), question))
+        is_here[some] = _most(others.take(some).with_saved(all_of_each[some])) <= question.room
         if twice.any():
             # Half of the microbatches use each copy of the ends. Layers hold at least as many as with one copy.
-            is_here[:, twice] = _most(fixed[:, :, None] + 0.5 * all_of_each[:, :, twice]) <= question.room
+            is_here[:, twice] = _most(others.fixed[:, :, None] + 0.5 * all_of_each[:, :, twice]) <= question.room
         every = allowed & has_replicas[:, None]
         could = np.zeros_like(is_here)
         least = seconds + beside.exchange(under)[:, None]
@@ -91,7 +90,7 @@ def bound_schedules(
         if len(full):
             states, weights = _movable(held, on_host)
             of_full = all_of_each[full]
-            here = fixed[full, :, None] + grows[full, :, None] * of_full
+            here = others.take(full).with_saved(of_full)
             beyond = _most(here) - question.room
             here -= states[full]
             may_stay = _most(here) <= question.room
@@ -112,12 +111,36 @@ def bound_schedules(
     return Cells(*(np.concatenate(each) for each in zip(*found, strict=True)))
 
 
-def _without_activations(held: StepBytes, of_each: Floats, software: Software, under: Layouts) -> tuple[Floats, Floats]:
-    """Return the bytes held besides the activations of microbatches and their fragmentation: layouts x places; and the
-    share of activations lost to fragmentation."""
+class _Others(NamedTuple):
+    """The bytes held besides the activations of microbatches and their fragmentation: layouts x places; the share of
+    activations lost to fragmentation; and, if the optimizer's step needs memory that activations have freed, its
+    bytes."""
+
+    fixed: Floats
+    lost_share: Floats
+    at_step: Floats | None
+
+    def take(self, rows: Ints) -> "_Others":
+        at_step = None if self.at_step is None else self.at_step[rows]
+        return _Others(self.fixed[rows], self.lost_share[rows], at_step)
+
+    def with_saved(self, saved: Floats) -> Floats:
+        """Return all bytes, with these of activations: layouts x places (x schedules)."""
+        more = (1,) * (saved.ndim - 2)
+        fixed, lost = (each.reshape(*each.shape, *more) for each in (self.fixed, self.lost_share[:, None]))
+        if self.at_step is None:
+            return np.asarray(fixed + (1.0 + lost) * saved)
+        return fixed + lost * saved + np.maximum(saved, self.at_step.reshape(*self.at_step.shape, *more))
+
+
+def _without_activations(held: StepBytes, of_each: Floats, software: Software, under: Layouts) -> _Others:
     loses = ~((under.zero == 3) & software.shards_parameters) & ("fragments" in held.parts)
     lost_share = CONSTANTS.fragments * loses
-    return held.by_place - (1.0 + lost_share)[:, None] * of_each, lost_share
+    fixed = held.by_place - held.beyond_passes - (1.0 + lost_share)[:, None] * of_each
+    if held.widened is None:
+        return _Others(fixed, lost_share, None)
+    at_step = held.widened - (freed_bytes(held.parts) - of_each)
+    return _Others(fixed, lost_share, at_step if (at_step > of_each).any() else None)
 
 
 def _room_on_hosts(question: Question) -> float:
@@ -190,8 +213,11 @@ class _Beside(NamedTuple):
 
     def waits_for_weights(self, under: Layouts, held: StepBytes) -> Floats:
         """Return the same if weights are on the host and are copied for both passes of every microbatch."""
-        whole = 4.0 * (self.counts.trained.dense + self.counts.trained.expert)
-        at_home = np.where((under.zero == 3)[:, None], held.parts["masters"], whole).max(axis=1)
+        if has_masters(self.pools[0][0].software):
+            at_home = held.parts["weights"].max(axis=1)
+        else:
+            whole = 4.0 * (self.counts.trained.dense + self.counts.trained.expert)
+            at_home = np.where((under.zero == 3)[:, None], held.parts["masters"], whole).max(axis=1)
         each = [least_exposed(pricer, pace, at_home) for pricer, _, pace in self.pools]
         return np.asarray(self.layouts.num_microbatches * np.minimum.reduce(each))
 

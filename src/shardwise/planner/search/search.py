@@ -71,8 +71,6 @@ _OF_EACH_KIND = 1
 _LAYOUTS_OF_EACH_KIND = 16
 # The number of usual plans that are priced first: those with the lowest bounds.
 _USUAL = 4096
-# Everything that may be offloaded together with weights.
-_WITH_WEIGHTS = ("weights", "masters", "gradients")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,13 +294,8 @@ class _InPrecision:
     def _made_to_fit(self, held: StepBytes, tight: np.ndarray, layouts: Layouts) -> tuple[np.ndarray, np.ndarray]:
         """Return pairs of a candidate and an offload that makes it fit. An offload is left out if another that fits
         moves no more of anything: it is slower."""
-        states, activations = (held.parts[name][tight] for name in ("optimizer", "activations"))
-        weights = sum((held.parts[name][tight] for name in _WITH_WEIGHTS), np.zeros(()))
         over = held.by_place[tight] - self.question.room
-        moved = [
-            max(optimizer, parameters) * states + parameters * weights + host * activations
-            for optimizer, parameters, host in self.offloads
-        ]
+        moved = [held.movable(*shares)[tight] for shares in self.offloads]
         fits = np.stack([(over <= each).all(axis=1) for each in moved], axis=1)
         fits &= self.offloads_by_recomputation[layouts.recompute[tight]]
         fits &= holds_once(layouts)[tight, None] | (self.offloads[:, 1] == 0)

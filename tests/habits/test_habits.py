@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.crowd import Crowds
-from tests.habits.harness import FOUR, TWO, programs_of, run_topic, topics, turns_of
+from tests.crowd import Crowd, Crowds
+from tests.habits.harness import FOUR, TWO, programs_of, run_one, run_topic, topics, turns_of
 
 TOPICS = topics([each.stem for each in Path(__file__).parent.glob("*.py")])
 _PLANS = [(2, plan) for plan in TWO] + [(4, plan) for plan in FOUR]
@@ -33,6 +33,17 @@ def test_all_that_users_write_is_equal_to_plain_torch_or_refused(
 ) -> None:
     wrong = crowds.of(count).run(run_topic, topic, plan)
     assert not any(wrong), "\n".join(line for each in wrong for line in each)
+
+
+def test_rows_are_tried_under_cp_too_if_they_are_cut(two: Crowd) -> None:
+    wrong = two.run(run_one, "backwards", "gradients_of_rows_are_centred", "cp=2,microbatches=2")
+    assert wrong == [None, None]
+
+
+def test_gradients_that_a_loss_asks_for_are_refused_if_other_stages_have_some_of_them(two: Crowd) -> None:
+    """Without microbatches, for which the loss would be refused anyway."""
+    for name in ("the_same_of_a_tied_layer", "a_penalty_on_gradients_of_the_inputs"):
+        assert two.run(run_one, "weighing", name, "pp=2") == [None, None]
 
 
 def test_every_plan_has_programs_of_several_files() -> None:

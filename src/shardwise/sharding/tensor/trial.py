@@ -248,7 +248,7 @@ class Trial:
         try:
             copied, marks = another(twin, writes=self._writes), self._marks(twin)
             with self.around(self.evaluates):
-                course = numbers.run(copied, call, marks, loss, batch, backward=not self.evaluates)
+                course = numbers.run(copied, call, marks, loss, batch, self.module, off=self.evaluates)
         except Exception as error:
             problem = error
         # Writes to the copy's parameters also count in the twin, whose memory they share.
@@ -280,7 +280,7 @@ class Trial:
 
     def _run(self, module: nn.Module, whole: _Whole, looked_at: Sequence[str]) -> Course:
         """Run a copy as the whole one was run."""
-        return numbers.run(module, whole.call, looked_at, whole.loss, whole.batch, backward=not self.evaluates)
+        return numbers.run(module, whole.call, looked_at, whole.loss, whole.batch, self.module, off=self.evaluates)
 
     def _marks(self, module: nn.Module) -> list[str]:
         """Return the layers of a copy whose outputs are compared."""

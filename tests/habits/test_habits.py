@@ -35,15 +35,23 @@ def test_all_that_users_write_is_equal_to_plain_torch_or_refused(
     assert not any(wrong), "\n".join(line for each in wrong for line in each)
 
 
-def test_rows_are_tried_under_cp_too_if_they_are_cut(two: Crowd) -> None:
-    wrong = two.run(run_one, "backwards", "gradients_of_rows_are_centred", "cp=2,microbatches=2")
-    assert wrong == [None, None]
+#: Programs that only one trial, or one guard, refuses or puts right; some under plans of their own.
+_ONE_TRIAL = [
+    ("backwards", "gradients_of_rows_are_centred", "cp=2,microbatches=2"),
+    ("tokens", "gradients_of_tokens_are_centred", "cp=2"),
+    ("tokens", "long_sequences_do_something_else", "cp=2"),
+    ("tokens", "every_other_token_and_a_longer_batch", "cp=2"),
+    ("tokens", "tokens_in_reverse_and_a_shorter_batch", "cp=2"),
+    ("weighing", "hidden_channels_read_by_the_loss", "cp=2"),
+    ("weighing", "hidden_channels_read_by_the_loss", "tp=2"),
+    ("weighing", "the_same_of_a_tied_layer", "pp=2"),
+    ("weighing", "a_penalty_on_gradients_of_the_inputs", "pp=2"),
+]
 
 
-def test_gradients_that_a_loss_asks_for_are_refused_if_other_stages_have_some_of_them(two: Crowd) -> None:
-    """Without microbatches, for which the loss would be refused anyway."""
-    for name in ("the_same_of_a_tied_layer", "a_penalty_on_gradients_of_the_inputs"):
-        assert two.run(run_one, "weighing", name, "pp=2") == [None, None]
+@pytest.mark.parametrize(("topic", "name", "plan"), _ONE_TRIAL, ids=str)
+def test_what_one_trial_finds_is_found(topic: str, name: str, plan: str, two: Crowd) -> None:
+    assert two.run(run_one, topic, name, plan) == [None, None]
 
 
 def test_every_plan_has_programs_of_several_files() -> None:

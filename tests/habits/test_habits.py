@@ -38,6 +38,7 @@ def test_all_that_users_write_is_equal_to_plain_torch_or_refused(
 #: Programs that only one trial, or one guard, refuses or puts right; some under plans of their own.
 _ONE_TRIAL = [
     ("backwards", "gradients_of_rows_are_centred", "cp=2,microbatches=2"),
+    ("rows", "experts_that_a_batch_fills", "tp=2,sp=true"),
     ("tokens", "gradients_of_tokens_are_centred", "cp=2"),
     ("tokens", "long_sequences_do_something_else", "cp=2"),
     ("tokens", "every_other_token_and_a_longer_batch", "cp=2"),

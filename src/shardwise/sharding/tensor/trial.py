@@ -25,7 +25,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.simulated import SimulatedGroup, simulate
 from shardwise.sharding.block_watch import BlockWatch
-from shardwise.sharding.stand_in import another, converted, fitting, shortened, stand_in, versions_of
+from shardwise.sharding.stand_in import another, converted, examples_of, fitting, stand_in, versions_of
 from shardwise.sharding.tensor import numbers
 from shardwise.sharding.tensor.channel_groups import ChannelTrace
 from shardwise.sharding.tensor.cut_layers import LayerCutter, cut, is_by_heads
@@ -217,7 +217,7 @@ class Trial:
         """Run the whole copy: on few tokens and in float64, if the module supports it."""
         problem: Exception | None = None
         device, dtypes = fitting(self.module, self._sort, self.device)
-        for example in (shortened(self.example), self.example):
+        for example in examples_of(self.example, self.module, all_tokens=self.sequence):
             for dtype in dtypes:
                 for loss in (self.loss, None):
                     try:

@@ -141,7 +141,7 @@ def start_with(parallelize: Parallelize, model: nn.Module, loss: Any) -> Any:
     return parallelize(model, loss=loss, optimizer=sgd, example=batch(0))
 
 
-MIXED = dict.fromkeys(("dp", "pp"), "have the loss of the whole, but not the gradient of")
+MIXED = dict.fromkeys(("dp", "microbatches"), "have the loss of the whole, but not the gradient of")
 
 
 @program(MIXED)

@@ -161,6 +161,11 @@ def run_topic(topic: str, plan: str, plans: Sequence[str] | None = None) -> list
     return found
 
 
+def run_one(topic: str, name: str, plan: str) -> str | None:
+    """Run one program of a file on this rank of any plan; what was not as expected."""
+    return next(_tried(each, plan) for each in programs_of(topic) if each.name == name)
+
+
 def _tried(one: Program, plan: str) -> str | None:
     expected, open_engines = one.expects(plan), []
     parsed = Plan.parse(plan.removeprefix("place,"))

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.crowd import Crowds
-from tests.habits.harness import FOUR, TWO, programs_of, run_topic, topics, turns_of
+from tests.crowd import Crowd, Crowds
+from tests.habits.harness import FOUR, TWO, programs_of, run_one, run_topic, topics, turns_of
 
 TOPICS = topics([each.stem for each in Path(__file__).parent.glob("*.py")])
 _PLANS = [(2, plan) for plan in TWO] + [(4, plan) for plan in FOUR]
@@ -33,6 +33,26 @@ def test_all_that_users_write_is_equal_to_plain_torch_or_refused(
 ) -> None:
     wrong = crowds.of(count).run(run_topic, topic, plan)
     assert not any(wrong), "\n".join(line for each in wrong for line in each)
+
+
+#: Programs that only one trial, or one guard, refuses or puts right; some under plans of their own.
+_ONE_TRIAL = [
+    ("backwards", "gradients_of_rows_are_centred", "cp=2,microbatches=2"),
+    ("rows", "experts_that_a_batch_fills", "tp=2,sp=true"),
+    ("tokens", "gradients_of_tokens_are_centred", "cp=2"),
+    ("tokens", "long_sequences_do_something_else", "cp=2"),
+    ("tokens", "every_other_token_and_a_longer_batch", "cp=2"),
+    ("tokens", "tokens_in_reverse_and_a_shorter_batch", "cp=2"),
+    ("weighing", "hidden_channels_read_by_the_loss", "cp=2"),
+    ("weighing", "hidden_channels_read_by_the_loss", "tp=2"),
+    ("weighing", "the_same_of_a_tied_layer", "pp=2"),
+    ("weighing", "a_penalty_on_gradients_of_the_inputs", "pp=2"),
+]
+
+
+@pytest.mark.parametrize(("topic", "name", "plan"), _ONE_TRIAL, ids=str)
+def test_what_one_trial_finds_is_found(topic: str, name: str, plan: str, two: Crowd) -> None:
+    assert two.run(run_one, topic, name, plan) == [None, None]
 
 
 def test_every_plan_has_programs_of_several_files() -> None:

@@ -1,5 +1,6 @@
 """What a loss is a mean over, found with numbers: from outside, by what `tests/habits/losses.py` trains."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from shardwise.stages.loss_kind import LossKind, Tried
 from shardwise.stages.loss_trial import try_loss
 from shardwise.stages.losses import WeighedLoss
 from shardwise.stages.rows import RowRule
+from shardwise.stages.token_trial import try_tokens
 
 
 def example(num_rows: int = 4) -> dict[str, Tensor]:
@@ -242,3 +244,41 @@ def test_a_loss_whose_gradient_parts_do_not_tell_is_refused(loss: Any) -> None:
 )  # fmt: skip
 def test_what_is_a_constant_of_each_row_is_right(loss: Any) -> None:
     assert try_loss(nn.Linear(6, 8), loss, example(), RowRule({"input": None})).problem is None
+
+
+class _Rows(nn.Module):
+    """A layer and then something with rows."""
+
+    def __init__(self, then: Any) -> None:
+        super().__init__()
+        self.layer, self.then = nn.Linear(6, 8), then
+
+    def forward(self, input: Tensor) -> Tensor:
+        made: Tensor = self.then(self.layer(input))
+        return made
+
+
+def counted(output: Tensor, batch: Any) -> Any:
+    return tokens(output, batch) * batch["labels"].numel(), batch["labels"].numel()
+
+
+_INTERACT = {
+    "not the gradient of layer.weight": lambda h: h + h.mean(0) - h.mean(0).detach(),
+    "no sum over rows, which see each other": lambda h: h - h.mean(0),
+}
+
+
+@pytest.mark.parametrize("words", _INTERACT)
+def test_rows_that_interact_are_refused_with_parts_of_sequences_too_if_rows_are_cut(words: str) -> None:
+    module = _Rows(_INTERACT[words]).double()
+    given, rule = {**example(), "input": example()["input"].double()}, RowRule({"input": None})
+    assert try_tokens(module, counted, given, rule, nullcontext).problem is None
+    found = try_tokens(module, counted, given, rule, nullcontext, num_parts=2)
+    assert found.problem is not None
+    assert words in found.problem
+
+
+def test_rows_that_do_not_interact_may_be_cut_with_parts_of_sequences() -> None:
+    for loss, kind in ((counted, LossKind.PAIR), (tokens, LossKind.LABELS)):
+        found = try_tokens(_Rows(torch.tanh), loss, example(), RowRule({"input": None}), nullcontext, num_parts=2)
+        assert (found.kind, found.problem) == (kind, None)

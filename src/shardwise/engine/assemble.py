@@ -79,6 +79,7 @@ def _parts(
         gather=wires.gather, is_tried=wires.rank == 0 or not is_quiet or max(plan.tp, plan.ep, plan.cp) > 1,
     )  # fmt: skip
     trial.check(plan, shapes, split, wires)
+    trial.guard(weighed, plan, split, sharded)
     if settings is not None:
         settings.units = tuple(dict.fromkeys(call.partition("#")[0] for calls in split.units for call in calls))
         settings.make_context = sharded.make_tried_context(options)

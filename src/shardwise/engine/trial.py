@@ -1,18 +1,24 @@
 """Observe a run on the example in addition to its data flow: buffers that are written, and what the loss reads."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise.engine.loss_gradients import guard_loss
 from shardwise.engine.rewritten_check import check_rewritten
+from shardwise.engine.sharded import Sharded
 from shardwise.engine.shown import HARMLESS
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
-from shardwise.stages.losses import trial_of
+from shardwise.stages.losses import WeighedLoss, trial_of
+from shardwise.stages.rows import changed
+from shardwise.stages.split.names_reached import names_reached
 from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.split.second_batch import second_batch
 from shardwise.stages.stage import Batch, Loss, Second, Split
@@ -25,7 +31,7 @@ class Trial:
 
     def __init__(self, module: nn.Module, loss: Loss, microbatch: Batch) -> None:
         self._writes, self._loss = WriteWatch(module), trial_of(loss, microbatch)
-        self._reads = _Reads(module)
+        self._module, self._reads, self._reads_later = module, _Reads(module), _Reads(module)
         self._loss_itself, self._microbatch = loss, microbatch
         #: The buffers that a forward writes.
         self.written: Written = {}
@@ -38,6 +44,10 @@ class Trial:
         before = PythonState(self._loss_itself)
         with self._reads:
             self.has_metrics = self._loss(output)
+        if "is_grad_enabled" in names_reached(self._loss_itself):
+            # It may read more in training. What it raises there, training will report.
+            with torch.enable_grad(), self._reads_later, suppress(Exception):
+                self._loss_itself(changed({"": output}, _with_graph)[""], copy(self._microbatch))
         before.restore()
 
     def second(self, plan: Plan, others: Sequence[Batch]) -> Second:
@@ -56,13 +66,19 @@ class Trial:
         self._check_reads(plan, shapes, split.units)
         check_rewritten(split.rewritten, plan, wires)
 
+    def guard(self, weighed: WeighedLoss, plan: Plan, split: Split, sharded: Sharded) -> None:
+        """Refuse gradients that the loss asks for itself, where a rank has a part of them."""
+        guard_loss(self._module, weighed, plan, split, sharded)
+
     def _check_reads(self, plan: Plan, shapes: Mapping[str, torch.Size], units: Sequence[Sequence[str]]) -> None:
         check_owners(self.written, units)
         check_buffers_of_loss(self._reads.buffers, units)
-        gone = [names[0] for names, parameter in self._reads.found if self._is_gone(names, parameter, shapes, units)]
         away = [f"zero={plan.zero}"] if plan.zero == 3 else []
         away += ["offload.parameters"] if plan.offload.parameters else []
-        gone = [names[0] for names, _ in self._reads.found] if away else gone
+        read = dict(self._reads.found)
+        if away or plan.pp > 1:
+            read.update(self._reads_later.found)
+        gone = [names[0] for names, parameter in read.items() if away or self._is_gone(names, parameter, shapes, units)]
         axes = away or [f"{axis}={getattr(plan, axis)}" for axis in ("tp", "pp", "ep") if getattr(plan, axis) > 1]
         if gone:
             raise ShardwiseError(
@@ -79,6 +95,10 @@ class Trial:
             return True
         last = {unit.partition("#")[0] for unit in units[-1]}
         return len(units) > 1 and not any(name.startswith(f"{unit}.") for name in names for unit in last)
+
+
+def _with_graph(_: str, each: Any) -> Any:
+    return each.detach().requires_grad_() if type(each) is Tensor and each.is_floating_point() else None
 
 
 def check_buffers_of_loss(buffers: Sequence[str], units: Sequence[Sequence[str]]) -> None:
@@ -108,9 +128,9 @@ class _Reads(TorchFunctionMode):
         self.buffers: list[str] = []
 
     @property
-    def found(self) -> list[tuple[list[str], Tensor]]:
+    def found(self) -> list[tuple[tuple[str, ...], Tensor]]:
         """Return each of them with all of its names."""
-        return [(self._names[identity], each) for identity, each in self._found.items()]
+        return [(tuple(self._names[identity]), each) for identity, each in self._found.items()]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -130,8 +130,8 @@ class TriedAgain:
         example: Batch,
     ) -> None:  # fmt: skip
         self._loss, self._plan, self._rule, self._tensor = loss, plan, rule, tensor
-        #: Whether batches are cut into parts, for which the loss has to be tried. Under cp it has to be a pair anyway.
-        self._has_parts = plan.dp * plan.microbatches > 1 and plan.cp == 1
+        #: Whether batches are cut into parts, for which the loss has to be tried.
+        self._has_parts = plan.dp * plan.microbatches > 1
         #: Whether weights are present only for units that were seen to read them.
         self._comes = plan.pp > 1 or plan.zero == 3 or plan.offload.parameters > 0
         #: The units of stages; and the factory of contexts if sequences are cut. Set later.

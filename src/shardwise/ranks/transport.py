@@ -118,6 +118,13 @@ class ProcessTransport:
         message = layout.pack(tensors)
         if message is None:
             before, now = _text_of(layout.description), _text_of(describe(tensors))
+            if _without_gradients(layout.description) == _without_gradients(describe(tensors)):
+                raise ShardwiseError(
+                    f"{key.sending} sends {now}, and in an earlier step it was {before}: whether a stage computes with"
+                    " gradients (no_grad, set_grad_enabled, requires_grad) has changed",
+                    remedy="an optimizer group with lr=0.0 for as long as its layers are not to be trained, in place of"
+                    " no_grad; or sw.parallelize again where it changes",
+                )
             raise ShardwiseError(
                 f"{key.sending} sends {now}; with this signature it was {before}, and that is expected",
                 remedy="begin_step with all that shapes depend on in its signature, or with None if they depend on the"
@@ -268,6 +275,10 @@ def _on_host(message: Tensor) -> Tensor:
     """Copy a message to pinned memory and wait for the copy: gloo's threads do not synchronize with streams."""
     copy = torch.empty(message.shape, dtype=message.dtype, pin_memory=True)
     return copy.copy_(message.detach())
+
+
+def _without_gradients(description: Description) -> list[tuple[Any, ...]]:
+    return [(dtype, tuple(shape)) for dtype, shape, _ in description]
 
 
 def _text_of(description: Description) -> str:

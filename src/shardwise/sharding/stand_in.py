@@ -26,6 +26,8 @@ from shardwise.torch_private import hooks_of, pytree, version_of
 
 #: A trial uses at most this many tokens and rows.
 _TOKENS, _ROWS = 12, 2
+#: All tokens are tried with at most about this many products of a parameter and a token: a second, or less.
+_PRODUCTS = {"cpu": 2**30, "cuda": 2**35}
 #: How many random numbers are drawn; larger tensors repeat them. Drawing all 10^9 of a vocabulary takes a CPU 10 s.
 _DRAWN = 2**20 + 7
 #: Attributes in which a block stores its index in a list.
@@ -226,6 +228,19 @@ def shortened(batch: Batch) -> Batch:
                     each = each.narrow(dim, 0, _TOKENS)
         made[name] = each
     return made
+
+
+def examples_of(batch: Batch, module: nn.Module, *, all_tokens: bool) -> tuple[Batch, ...]:
+    """Return what a trial is run on, the first that the module takes: few rows and tokens, or else all.
+
+    With `all_tokens` it is all of them, unless they are too many: if each rank has its own tokens, a capacity may be
+    reached only where there are many.
+    """
+    tensors = tensors_in(batch)
+    tokens = max((each.shape[:2].numel() for each in tensors), default=1)
+    products = tokens * sum(each.numel() for each in module.parameters())
+    most = _PRODUCTS.get(tensors[0].device.type if tensors else "cpu", _PRODUCTS["cpu"])
+    return (batch,) if all_tokens and products <= most else (shortened(batch), batch)
 
 
 def tensors_in(output: Any) -> list[Tensor]:

@@ -13,6 +13,14 @@ def fits_by(weight: float, other: float, whole: Run, large: Run, small: Run, *, 
     return abs(whole.total - wanted) <= slack * whole.tolerance * most
 
 
+def is_mean(weight: float, other: float, whole: Run, large: Run, small: Run) -> bool:
+    """Whether the whole is a mean of the parts and no sum: with these weights, or over labels and nearer to a mean."""
+    if not whole.counts:
+        return fits_by(weight, other, whole, large, small)
+    middle = (large.total + small.total) / 2
+    return abs(whole.total - middle) < abs(whole.total - 2 * middle)
+
+
 def mismatch(whole: Run, large: Run, small: Run, number: int = NUM_ROWS, first: int = FIRST) -> str:
     return (
         f"the loss of {number} rows is {whole.total:.6g}, of {first} of them {large.total:.6g} and of the other"

@@ -37,7 +37,7 @@ from shardwise.stages.loss_kind import (
     Through,
     Tried,
 )
-from shardwise.stages.loss_parts import fits_by, mismatch
+from shardwise.stages.loss_parts import fits_by, is_mean, mismatch
 from shardwise.stages.no_collectives import NoCollectives
 from shardwise.stages.rows import RowRule, Seen, nodes, take_rows, tensors_in, unmarked
 from shardwise.stages.slope_trial import by_parameters, slopes_of
@@ -360,7 +360,7 @@ def _pair(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Tried:
         f"the loss is a pair of {whole.total:.6g} and {number:g} for {NUM_ROWS} rows, but the first is %s: for"
         f" {FIRST} and 1 of them it is {large.total:.6g} and {small.total:.6g}"
     )
-    if whole.counts or fits_by(first, other, *runs):
+    if is_mean(first, other, *runs):
         return Tried(LossKind.PAIR, told % "a mean and no sum")
     if trial.meets or trial.run(three, seed=1).total != whole.total:
         return Tried(LossKind.PAIR)

@@ -1,7 +1,7 @@
 """The user's loss: tried on the example before training, and weighted over the parts of a batch."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -32,6 +32,12 @@ def trial_of(loss: Loss, batch: Batch) -> Callable[[Any], bool]:
         except ShardwiseError:
             raise
         except Exception as error:
+            if isinstance(error, RuntimeError) and "does not require grad" in str(error):
+                raise ShardwiseError(
+                    f"the loss asks for gradients itself, at {line_of_error(error)}: there are none while it is tried"
+                    " on the example, nor in evaluations, which have gradients off",
+                    remedy="if torch.is_grad_enabled(): around that",
+                ) from error
             raise ShardwiseError(
                 f"the loss raises {type(error).__name__}: {error}, at {line_of_error(error)}; on the example it is"
                 f" given {describe(output)}, and a batch with {', '.join(batch)}",
@@ -116,6 +122,8 @@ class WeighedLoss:
         self._loss, self._tried, self._num_parts, self._by_rows = loss, tried, num_parts, by_rows
         self._is_all = is_all and not getattr(getattr(loss, "__self__", None), "has_factor", False)
         self._counts: LabelCounts | None = None
+        #: Makes the context in which a microbatch's loss is computed.
+        self.around: Callable[[Batch], AbstractContextManager[Any]] = nullcontext
 
     def weigh(self, tried: Tried) -> None:
         """Set what was found out about the loss."""
@@ -137,7 +145,7 @@ class WeighedLoss:
             self._counts = None
 
     def __call__(self, output: Any, batch: Batch) -> Any:
-        with nullcontext() if self._counts is None or self._tried.inside else self._counts:
+        with nullcontext() if self._counts is None or self._tried.inside else self._counts, self.around(batch):
             result, metrics = take_metrics(self._loss(output, copy(batch)))
         total, number = result if isinstance(result, tuple) else self._weighed(result, batch)
         if not isinstance(batch, Padding):

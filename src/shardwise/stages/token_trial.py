@@ -13,11 +13,21 @@ from shardwise.stages.trial_run import Context, Trial
 
 
 def try_tokens(
-    module: nn.Module, loss: Loss, example: Batch, rule: RowRule, precision: Context, *, for_all: bool = False
+    module: nn.Module,
+    loss: Loss,
+    example: Batch,
+    rule: RowRule,
+    precision: Context,
+    *,
+    meets: bool = False,
+    for_all: bool = False,
+    num_parts: int = 1,
 ) -> Tried:
     """Find whether backwards of parts can add up to that of the whole; and whether a loss that is one number is purely
     a mean over labels, so that parts are weighted by their labels, or a sum to which padding tokens, without labels,
-    add nothing."""
+    add nothing.
+
+    If rows are cut too (`num_parts` over 1), they are tried as without cp: rows must not interact either."""
     tried = try_backward(module, loss, example, rule, precision, for_all=for_all)
     if tried.problem is not None:
         return tried
@@ -25,9 +35,11 @@ def try_tokens(
     trial = Trial(module, loss, precision, at_first=at_first(for_all))
     try:
         whole = trial.run(three)
-        if whole.number is not None:
+        if whole.number is not None and num_parts == 1:
             return tried._replace(decides=trial.decides(three, two_and_one(three, rule.look(example))[1]))
-        found = try_loss(module, loss, example, rule, precision, for_all=for_all)
+        found = try_loss(module, loss, example, rule, precision, meets=meets, for_all=for_all, num_parts=num_parts)
+        if whole.number is not None or (num_parts > 1 and found.problem is not None):
+            return found._replace(writes_none=tried.writes_none)
         is_told = found.kind is LossKind.LABELS or (
             found.kind is LossKind.SUM and trial.run(_unlabelled(module, three), output=whole.output).total == 0
         )

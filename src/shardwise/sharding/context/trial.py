@@ -24,7 +24,7 @@ from shardwise.nets.moe import MoE
 from shardwise.ranks.collectives import Group
 from shardwise.sharding.block_watch import BlockWatch
 from shardwise.sharding.context.parallel import ContextParallel, Unfit
-from shardwise.sharding.context.trial_course import SequenceCourse, run_course
+from shardwise.sharding.context.trial_course import Losses, SequenceCourse, run_course
 from shardwise.sharding.stand_in import another, converted, fitting, stand_in, tensors_in
 from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.batch import home_of
@@ -66,7 +66,7 @@ def try_parts(module: nn.Module, make: Callable[[], ContextParallel], batch: Bat
     passing = _passing(module, batch)
     for example in (make().shortened(batch, _TOKENS), batch):
         for dtype in dtypes:
-            for tried in (loss, None):
+            for tried in (None if loss is None else Losses(loss, module), None):
                 given = converted(example, dtype, device)
                 try:
                     twin = stand_in(module, lambda _: None, passing, dtype=dtype, device=device, seed=1)
@@ -84,7 +84,12 @@ def try_parts(module: nn.Module, make: Callable[[], ContextParallel], batch: Bat
 
 
 def _try_longer(
-    twin: nn.Module, make: Callable[[], ContextParallel], batch: Batch, tried: Batch, loss: Loss | None, most: float
+    twin: nn.Module,
+    make: Callable[[], ContextParallel],
+    batch: Batch,
+    tried: Batch,
+    loss: Losses | None,
+    most: float,
 ) -> None:
     """Refuse a module that behaves differently for longer sequences than were tried: `if x.shape[1] > 100:`."""
     rows = max((len(each) for each in tensors_in(batch) if each.dim()), default=1)
@@ -98,7 +103,9 @@ def _try_longer(
                 raise error
 
 
-def _unfit(twin: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Loss | None, most: float) -> Unfit:
+def _unfit(
+    twin: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Losses | None, most: float
+) -> Unfit:
     """Compare the loss of sequences that are a token shorter, and so are padded, and of those whose pieces are."""
     padded, num_tokens = make().padded(batch), make().num_tokens(batch)
     num_pieces = 2 * make().group.size
@@ -113,7 +120,7 @@ def _unfit(twin: nn.Module, make: Callable[[], ContextParallel], batch: Batch, l
 
 
 def _refused(
-    twin: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Loss, most: float
+    twin: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Losses, most: float
 ) -> ShardwiseError | None:
     """Return why these sequences cannot be cut into parts; None if they can."""
     try:
@@ -160,7 +167,12 @@ def _larger(context: ContextParallel, batch: Batch) -> Tensor:
 
 
 def _compare(
-    twin: nn.Module, context: ContextParallel, batch: Batch, loss: Loss | None, whole: SequenceCourse, most: float
+    twin: nn.Module,
+    context: ContextParallel,
+    batch: Batch,
+    loss: Losses | None,
+    whole: SequenceCourse,
+    most: float,
 ) -> None:
     """Run this rank's part, and refuse the module if any rank's result differs."""
     context.draws = context.is_strict = False

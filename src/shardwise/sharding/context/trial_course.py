@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,17 @@ from shardwise.sharding.stand_in import tensors_in
 from shardwise.stages.gradient_products import Products, products_of
 from shardwise.stages.rows import changed
 from shardwise.stages.split.arguments import Signature
+from shardwise.stages.split.loss_copy import loss_of_copy
 from shardwise.stages.split.python_state import left_as_it_was
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout, sets_seed
+
+
+class Losses(NamedTuple):
+    """A loss that is tried on copies of a module, which it may read by itself."""
+
+    loss: Loss
+    original: nn.Module
 
 
 @dataclass(kw_only=True)
@@ -47,9 +55,12 @@ class SequenceCourse:
             return None
 
 
-def run_course(module: nn.Module, batch: Batch, loss: Loss | None, *, larger: Tensor | None = None) -> SequenceCourse:
+def run_course(
+    module: nn.Module, batch: Batch, losses: Losses | None, *, larger: Tensor | None = None
+) -> SequenceCourse:
     """Run a module on whole sequences or parts. With factors for its tokens, `larger`, there is a graph too."""
     course = SequenceCourse(module=module)
+    loss = None if losses is None else loss_of_copy(losses.loss, losses.original, module)
     args, kwargs = Signature(module).arguments(batch)
     draws = SteadyDraws(has_seed=sets_seed(module))
     with torch.set_grad_enabled(larger is not None), _noting(module, course.made), SteadyDropout(), draws:

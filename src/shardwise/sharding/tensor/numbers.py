@@ -20,6 +20,7 @@ from shardwise.sharding.tensor.torch_encoders import layers_called
 from shardwise.sharding.tensor.vocabulary import VocabParallelLogits
 from shardwise.stages.checkpoints import nothing_recomputed
 from shardwise.stages.full_precision import full_precision
+from shardwise.stages.split.loss_copy import loss_of_copy
 from shardwise.stages.split.python_state import left_as_it_was
 from shardwise.stages.split.script_values import asks_for_mode
 from shardwise.stages.stage import Batch, Loss
@@ -59,21 +60,22 @@ def precisely(device: torch.device) -> Iterator[None]:
 
 
 def run(
-    module: nn.Module, call: Callable[[nn.Module], Any], looked_at: Sequence[str], loss: Loss | None, batch: Batch, *,
-    backward: bool = True,
+    module: nn.Module, call: Callable[[nn.Module], Any], looked_at: Sequence[str], loss: Loss | None, batch: Batch,
+    original: nn.Module, *, off: bool = False,
 ) -> Course:  # fmt: skip
-    """Run one forward and backward of a module, with the same output gradient in every course.
+    """Run one forward and backward of a copy of `original`, with the same output gradient in every course.
 
-    With `backward` False it runs as in evaluation, without gradients.
+    With gradients `off` it runs as in evaluation.
     """
     course = Course()
+    loss = None if loss is None else loss_of_copy(loss, original, module)
     handles = [
         module.get_submodule(name).register_forward_hook(
             lambda _, __, out, name=name: course.marks.append((name, out.detach())) if isinstance(out, Tensor) else None
         )
         for name in looked_at
     ]
-    with torch.set_grad_enabled(backward), SteadyDropout(), SteadyDraws(has_seed=sets_seed(module)) as draws:
+    with torch.set_grad_enabled(not off), SteadyDropout(), SteadyDraws(has_seed=sets_seed(module)) as draws:
         output = call(module)
         course.has_drawn = draws.has_drawn
         for handle in handles:
@@ -94,7 +96,7 @@ def run(
             total = made if total is None else total + made
         named = dict(module.named_parameters())
         wanted = [each for each in named.values() if each.requires_grad]
-        if total is not None and wanted and backward:
+        if total is not None and wanted and not off:
             found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
             course.gradients = {name: next(found) if each.requires_grad else None for name, each in named.items()}
     return course

@@ -25,7 +25,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.simulated import SimulatedGroup, simulate
 from shardwise.sharding.block_watch import BlockWatch
-from shardwise.sharding.stand_in import another, converted, fitting, shortened, stand_in, versions_of
+from shardwise.sharding.stand_in import another, converted, examples_of, fitting, stand_in, versions_of
 from shardwise.sharding.tensor import numbers
 from shardwise.sharding.tensor.channel_groups import ChannelTrace
 from shardwise.sharding.tensor.cut_layers import LayerCutter, cut, is_by_heads
@@ -217,7 +217,7 @@ class Trial:
         """Run the whole copy: on few tokens and in float64, if the module supports it."""
         problem: Exception | None = None
         device, dtypes = fitting(self.module, self._sort, self.device)
-        for example in (shortened(self.example), self.example):
+        for example in examples_of(self.example, self.module, all_tokens=self.sequence):
             for dtype in dtypes:
                 for loss in (self.loss, None):
                     try:
@@ -248,7 +248,7 @@ class Trial:
         try:
             copied, marks = another(twin, writes=self._writes), self._marks(twin)
             with self.around(self.evaluates):
-                course = numbers.run(copied, call, marks, loss, batch, backward=not self.evaluates)
+                course = numbers.run(copied, call, marks, loss, batch, self.module, off=self.evaluates)
         except Exception as error:
             problem = error
         # Writes to the copy's parameters also count in the twin, whose memory they share.
@@ -280,7 +280,7 @@ class Trial:
 
     def _run(self, module: nn.Module, whole: _Whole, looked_at: Sequence[str]) -> Course:
         """Run a copy as the whole one was run."""
-        return numbers.run(module, whole.call, looked_at, whole.loss, whole.batch, backward=not self.evaluates)
+        return numbers.run(module, whole.call, looked_at, whole.loss, whole.batch, self.module, off=self.evaluates)
 
     def _marks(self, module: nn.Module) -> list[str]:
         """Return the layers of a copy whose outputs are compared."""

@@ -67,7 +67,7 @@ def names_reached(*roots: Any) -> frozenset[str]:
         if id(each) in seen:
             continue
         seen.add(id(each))
-        if isinstance(each, FunctionType) and _is_read(each):
+        if isinstance(each, FunctionType) and is_read(each):
             names = set(names_in(each.__code__))
             held = [each.__globals__[name] for name in names if name in each.__globals__]
             found |= names | {str(getattr(one, "__name__", "")) for one in held}  # `from random import random as draw`
@@ -76,7 +76,7 @@ def names_reached(*roots: Any) -> frozenset[str]:
     return frozenset(found)
 
 
-def _is_read(each: Any) -> bool:
+def is_read(each: Any) -> bool:
     return str(getattr(each, "__module__", None) or "torch").partition(".")[0] not in _NOT_READ
 
 
@@ -89,8 +89,8 @@ def _is_numpys(held: Any) -> bool:
 
 def _next(each: Any) -> Iterator[Any]:
     if isinstance(each, FunctionType):
-        yield from (cell.cell_contents for cell in each.__closure__ or () if _is_full(cell))
-        if _is_read(each):
+        yield from (cell.cell_contents for cell in each.__closure__ or () if is_full(cell))
+        if is_read(each):
             named = (each.__globals__.get(name) for name in names_in(each.__code__))
             yield from (held for held in named if isinstance(held, (FunctionType, type, nn.Module)))
     elif isinstance(each, MethodType):
@@ -104,16 +104,16 @@ def _next(each: Any) -> Iterator[Any]:
     elif isinstance(each, nn.Module):
         yield type(each)
         yield from each.children()
-        yield from filter(_is_followed, vars(each).values())
+        yield from filter(is_followed, vars(each).values())
     elif hasattr(each, "__dict__") and is_own(type(each)):
-        yield from (held for base in type(each).__mro__ for held in vars(base).values() if _is_read(held))
-        yield from filter(_is_followed, vars(each).values())
+        yield from (held for base in type(each).__mro__ for held in vars(base).values() if is_read(held))
+        yield from filter(is_followed, vars(each).values())
     elif callable(each) and hasattr(each, "__dict__"):
         yield type(each)
         yield from vars(each).values()
 
 
-def _is_followed(held: Any) -> bool:
+def is_followed(held: Any) -> bool:
     """Whether this may be called, or hold something that is."""
     if isinstance(held, type):
         return False
@@ -122,7 +122,7 @@ def _is_followed(held: Any) -> bool:
 
 def _methods(kind: type) -> Iterator[FunctionType]:
     """Yield a class's `forward` and `__call__`, and the methods that they name, transitively."""
-    bases = [each for each in kind.__mro__ if _is_read(each)]
+    bases = [each for each in kind.__mro__ if is_read(each)]
     seen, waiting = set[str](), ["forward", "__call__"]
     while waiting:
         name = waiting.pop()
@@ -136,7 +136,7 @@ def _methods(kind: type) -> Iterator[FunctionType]:
                 waiting.extend(names_in(function.__code__))
 
 
-def _is_full(cell: Any) -> bool:
+def is_full(cell: Any) -> bool:
     try:
         return cell.cell_contents is not cell
     except ValueError:

@@ -102,8 +102,8 @@ def _of_other_labels(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> st
                 whole, large, small = (each.total for each in less)
                 return (
                     f"the loss is divided by something that {path} decides: with {value} for some of it in {FIRST}"
-                    f" rows, the loss of {NUM_ROWS} rows is {whole:.6g}, and not the mean of {large:.6g} and {small:.6g}"
-                    " by rows, so parts of a batch do not tell its loss"
+                    f" rows, the loss of {NUM_ROWS} rows is {whole:.6g}, and not the mean of {large:.6g} and"
+                    f" {small:.6g} by rows, so parts of a batch do not tell its loss"
                 )
     return None
 

@@ -163,3 +163,59 @@ class _Warm(Net):
 def first_steps_under_no_grad(parallelize: Parallelize) -> Result:
     """Layers that are trained from the third forward on."""
     return trained(start(parallelize, _Warm().double()), steps=4)
+
+
+class _Halves(Net):
+    """In training, half of the rows are mixed with the other half: three rows cannot be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        if self.training:
+            first, second = hidden[: len(hidden) // 2], hidden[len(hidden) // 2 :]
+            hidden = torch.cat([first * 0.9 + second * 0.1, second])
+        scores: Tensor = self.head(self.norm(hidden))
+        return scores
+
+
+@program(dict.fromkeys(("dp", "microbatches"), "in training mode the loss of 4 rows"))
+def halves_of_a_batch_mixed_in_training(parallelize: Parallelize) -> Result:
+    """Mixup of hidden states."""
+    return trained(start(parallelize, _Halves().double()))
+
+
+@program(dict.fromkeys(("dp", "microbatches"), "that labels decides: with 3 for some of it"), but="cp")
+def a_mean_over_labels_other_than_3(parallelize: Parallelize) -> Result:
+    """A class is left out, which is neither 0 nor -100."""
+
+    def loss(output: Tensor, given: Batch) -> Tensor:
+        counts = given["labels"] != 3
+        found = nn.functional.cross_entropy(output.transpose(1, 2), given["labels"], reduction="none")
+        return (found * counts).sum() / counts.sum()
+
+    return trained(parallelize(small_net(), loss=loss, optimizer=sgd, example=batch(0)))
+
+
+class _Weighs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, given: Batch) -> Tensor:
+        return cross_entropy(output, given) * torch.exp(-self.log) + self.log
+
+
+@program(dict.fromkeys(("dp", "pp"), "1 parameters of its own that require a gradient"), but="cp")
+def a_criterion_that_learns(parallelize: Parallelize) -> Result:
+    """An optimizer of the script's own trains it, with the gradients that the steps have left."""
+    criterion = _Weighs()
+    engine = parallelize(small_net(), loss=criterion, optimizer=sgd, example=batch(0))
+    learns = torch.optim.SGD(criterion.parameters(), lr=0.1)
+
+    def between(step: int) -> dict[str, Tensor]:
+        learns.step()
+        learns.zero_grad()
+        return {f"log {step}": criterion.log.detach().clone()}
+
+    return trained(engine, between=between)

@@ -10,6 +10,7 @@ from torch import nn
 from shardwise.engine.options import Options
 from shardwise.engine.row_counters import check_row_counters, find_row_counters
 from shardwise.engine.world_check import as_if_alone, check_world
+from shardwise.errors import ShardwiseError, some
 from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.nets.moe import MoE
 from shardwise.planner.plan import Plan
@@ -31,6 +32,8 @@ def agree_on_loss(
 ) -> tuple[Tried, bool, Callable[[], AbstractContextManager[None]]]:
     """Find the kind of the loss, if batches are cut; whether it is known not to communicate; and the context for its
     trials, which hides other ranks if its code asks for them but computes the same without. Alike on all ranks."""
+    if plan.dp * plan.microbatches * plan.cp * plan.pp > 1:
+        _check_own_parameters(module, loss, plan)
     asks = check_world(module, plan, loss, example, rule, options, wires)
     around: Callable[[], AbstractContextManager[None]] = as_if_alone if asks else nullcontext
     tried, is_quiet = Tried(LossKind.UNTRIED), False
@@ -85,3 +88,18 @@ def _tried(attempt: Callable[..., _Found], options: Options, wires: Wires) -> tu
 def _has_capacity(module: nn.Module) -> bool:
     """Whether experts of ours drop tokens where many come: those of a part, as is said of them."""
     return any(isinstance(each, MoE) and each.mixture.capacity is not None for each in module.modules())
+
+
+def _check_own_parameters(module: nn.Module, loss: Loss, plan: Plan) -> None:
+    """Refuse a criterion that learns itself: each part of a batch would leave it another gradient, and nobody sums."""
+    owner = getattr(loss, "__self__", loss)
+    known = {id(each) for each in module.parameters()}
+    named = owner.named_parameters() if isinstance(owner, nn.Module) else ()
+    own = [name for name, each in named if each.requires_grad and id(each) not in known]
+    if own:
+        raise ShardwiseError(
+            f"the loss has {len(own)} parameters of its own that require a gradient ({some(own)}), which are no"
+            f" parameters of the module: under {plan} ranks and microbatches would have other gradients of them",
+            remedy="make the criterion a part of the module (model.criterion = criterion), and return what it needs; or"
+            " criterion.requires_grad_(False)",
+        )

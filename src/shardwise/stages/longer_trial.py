@@ -19,13 +19,15 @@ from shardwise.stages.loss_parts import fits_by, mismatch
 from shardwise.stages.rows import Seen, nodes, take_rows
 from shardwise.stages.split.names_reached import names_reached
 from shardwise.stages.stage import Batch
-from shardwise.stages.trial_rows import NUM_ROWS
+from shardwise.stages.trial_rows import FIRST, NUM_ROWS, is_mask, two_and_one, with_hidden
 from shardwise.stages.trial_run import Run, Trial, is_finite
 
 #: As many rows are tried as have this many numbers in the largest entry: a few rows may be long.
 _MOST_NUMBERS = 2**13
 #: The factor on the tolerance: more numbers are summed than for three rows, in another order.
 _SLACK = 10.0
+#: About this many integers are tried in an entry.
+_WORDS = 12
 
 
 def find_longer(trial: Trial, example: Batch, three: Batch, seen: Seen, tried: Tried) -> Tried:
@@ -33,7 +35,7 @@ def find_longer(trial: Trial, example: Batch, three: Batch, seen: Seen, tried: T
     if trial.meets or tried.apart or tried.kind not in (LossKind.ROWS, LossKind.LABELS, LossKind.SUM, LossKind.PAIR):
         return tried
     try:
-        problem = _of_more_rows(trial, example, seen, tried.kind)
+        problem = _of_more_rows(trial, example, seen, tried.kind) or _of_other_labels(trial, three, seen, tried)
         if problem is not None:
             return tried._replace(problem=problem)
         return _of_wider_tables(trial, three, tried)
@@ -48,7 +50,29 @@ def _of_more_rows(trial: Trial, example: Batch, seen: Seen, kind: LossKind) -> s
         return None
     half = number - number // 2
     parts = [take_rows(example, seen, *each) for each in ((0, number), (0, half), (half, number))]
-    whole, large, small = runs = trial.run(parts[0]), trial.run(parts[1]), trial.run(parts[2])
+    problem = _mismatch_of([trial.run(each) for each in parts], kind, number)
+    if problem is None and "training" in names_reached(trial.module, trial.loss):
+        return _in_training(trial, parts, kind, number)
+    if problem is None or trial.run(parts[0], seed=1).total != trial.run(parts[0]).total:
+        return None
+    return f"more rows than {NUM_ROWS} do something else: {problem}"
+
+
+def _in_training(trial: Trial, parts: list[Batch], kind: LossKind, number: int) -> str | None:
+    """Try them in training mode too: three rows may not fit a forward that mixes halves of a batch there."""
+    try:
+        runs = [trial.run_in_training(each)[0] for each in (*parts, parts[0])]
+    except Exception:  # Training will report what is wrong.
+        return None
+    is_steady = runs[3].total == runs[0].total and not any(each.has_drawn or each.writes for each in runs)
+    problem = _mismatch_of(runs[:3], kind, number) if is_steady else None
+    return None if problem is None else f"in training mode {problem}"
+
+
+def _mismatch_of(runs: list[Run], kind: LossKind, number: int) -> str | None:
+    """Say that the halves of some rows do not give their loss; None if they do."""
+    whole, large, small = runs
+    half = number - number // 2
     weights: tuple[float, float] = (half, number - half)
     if kind is LossKind.LABELS:
         if not all(len(each.counts) == 1 for each in runs):
@@ -58,8 +82,30 @@ def _of_more_rows(trial: Trial, example: Batch, seen: Seen, kind: LossKind) -> s
         weights, whole = (1, 1), whole._replace(total=whole.total / 2)
     if not all(map(is_finite, runs)) or fits_by(*weights, whole, large, small, slack=_SLACK):
         return None
-    is_random = trial.run(parts[0], seed=1).total != runs[0].total
-    return None if is_random else f"more rows than {NUM_ROWS} do something else: {mismatch(*runs, number, half)}"
+    return mismatch(runs[0], large, small, number, half)
+
+
+def _of_other_labels(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> str | None:
+    """Try a mean over rows with each of a few integers in its entries: it may leave one of them out (`labels != 3`)."""
+    if tried.kind is not LossKind.ROWS or tried.inside:
+        return None
+    two, one = two_and_one(three, seen)
+    runs = trial.run(three), trial.run(two), trial.run(one)
+    for path, entry in nodes(three):
+        is_whole = isinstance(entry, Tensor) and not entry.is_floating_point() and not is_mask(entry)
+        if path not in seen.paths or not is_whole or not entry.numel():
+            continue
+        most = int(entry.max())
+        for value in sorted({1, 2, 3, *(1 + (most - 1) * part // _WORDS for part in range(_WORDS + 1))}):
+            less = trial.less(with_hidden(three, seen, value, path), seen, runs, again=False) if value <= most else None
+            if less is not None and not fits_by(FIRST, NUM_ROWS - FIRST, *less):
+                whole, large, small = (each.total for each in less)
+                return (
+                    f"the loss is divided by something that {path} decides: with {value} for some of it in {FIRST}"
+                    f" rows, the loss of {NUM_ROWS} rows is {whole:.6g}, and not the mean of {large:.6g} and"
+                    f" {small:.6g} by rows, so parts of a batch do not tell its loss"
+                )
+    return None
 
 
 def _numbers_of(entry: Any) -> int:

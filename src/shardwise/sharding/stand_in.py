@@ -236,11 +236,14 @@ def examples_of(batch: Batch, module: nn.Module, *, all_tokens: bool) -> tuple[B
     With `all_tokens` it is all of them, unless they are too many: if each rank has its own tokens, a capacity may be
     reached only where there are many.
     """
+    few = shortened(batch)
+    if not all_tokens:
+        return few, batch
     tensors = tensors_in(batch)
     tokens = max((each.shape[:2].numel() for each in tensors), default=1)
     products = tokens * sum(each.numel() for each in module.parameters())
     most = _PRODUCTS.get(tensors[0].device.type if tensors else "cpu", _PRODUCTS["cpu"])
-    return (batch,) if all_tokens and products <= most else (shortened(batch), batch)
+    return (batch,) if products <= most else (few, batch)
 
 
 def tensors_in(output: Any) -> list[Tensor]:

@@ -14,7 +14,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.nets.settings import Heads, Mlp, Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.ranks.simulated import SimulatedGroup
-from shardwise.sharding.stand_in import another
+from shardwise.sharding.stand_in import another, examples_of
 from shardwise.sharding.tensor import Sharding, shard
 
 
@@ -168,3 +168,10 @@ def test_a_forward_that_writes_to_parameters_is_tried_with_memory_of_its_own() -
         sharding = shard(Blocks(), SimulatedGroup(0, 2), example=example, sequence=True)
     assert sharding.cut
     assert not sharding.unverified
+
+
+@pytest.mark.parametrize("all_tokens", [False, True])
+def test_a_nested_tensor_is_refused_before_its_tokens_are_counted(all_tokens: bool) -> None:
+    rows = torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)], layout=torch.jagged)
+    with pytest.raises(ShardwiseError, match="nested tensor, of which no rows can be taken"):
+        examples_of({"rows": rows}, nn.Linear(4, 4), all_tokens=all_tokens)

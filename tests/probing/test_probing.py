@@ -154,19 +154,32 @@ def test_a_backward_in_two_halves_gives_the_gradients_of_a_whole_one() -> None:
         torch.testing.assert_close(halves, whole)
 
 
-@pytest.mark.parametrize(("halves", "share"), [(1.2, 0.2), (0.9, 0.0), (5.0, 1.0)])
-def test_what_two_halves_take_more_is_a_share_of_a_backward(
-    monkeypatch: pytest.MonkeyPatch, halves: float, share: float
+@pytest.mark.parametrize(
+    ("fraction", "calls", "expected"),
+    [
+        (0.1, 0.5, (0.1, 0.5)),
+        (0.2, 0.0, (0.2, 0.0)),
+        (0.0, 0.5, (0.0, 0.5)),
+        (-0.1, 0.0, (0.0, 0.0)),  # Noise: halves are never quicker.
+        (0.1, -0.1, (0.05, 0.0)),  # Noise: calls take no negative time.
+        (5.0, 0.0, (1.0, 0.0)),
+    ],
+)
+def test_what_two_halves_take_more_is_a_fraction_and_a_time_for_every_call(
+    monkeypatch: pytest.MonkeyPatch, fraction: float, calls: float, expected: tuple[float, float]
 ) -> None:
+    """A backward of a row takes 1 s here; `calls` are the seconds of all calls that have weights."""
     clock = [0.0]
 
-    def takes(seconds: float) -> Callable[..., None]:
-        return lambda *_: clock.__setitem__(0, clock[0] + seconds)
+    def takes(seconds: Callable[[int], float]) -> Callable[..., None]:
+        return lambda _, output, __: clock.__setitem__(0, clock[0] + seconds(len(output)))
 
     monkeypatch.setattr(split_backwards, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(split_backwards, "_run_whole", takes(1.0))
-    monkeypatch.setattr(split_backwards, "_run_halves", takes(halves))
-    assert split_backwards.measure_split(lambda: None) == pytest.approx(share)
+    monkeypatch.setattr(split_backwards, "_run_whole", takes(float))
+    monkeypatch.setattr(split_backwards, "_run_halves", takes(lambda rows: rows * (1 + fraction) + calls))
+    found = split_backwards.measure_split(lambda: None)
+    num_cuts = 2 * 9 + 2  # Seven matmuls and two norms of a layer; the last norm and the head.
+    assert (found.fraction, found.call_seconds * num_cuts) == pytest.approx(expected)
 
 
 def test_a_whole_model_is_priced_by_what_it_computes() -> None:

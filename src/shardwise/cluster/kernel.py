@@ -1,15 +1,16 @@
 """The measured speed of each kind of operation on a device, forward and backward, from `shardwise probe`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 #: Kinds that are measured separately. `matmul` and `attention` are counted in FLOPs; `operands` in the bytes that
 #: matmuls read and write; `scores` in query-key pairs, and so is `masks`, the additional time of attention with a mask.
 #: All others are counted in unfused memory traffic, in bytes. `elementwise` is every operation without a kind of its
 #: own. `optimizer` has no backward, and one call for each tensor. Two kinds have only a time per call: `sharded`, the
 #: additional time to call a layer that is cut over ranks; and `meeting`, the seconds that ranks lose when they wait
-#: for each other, on top of the message itself. `halves` has only `backward`: the speed of a backward in two halves,
-#: relative to a whole one.
+#: for each other, on top of the message itself. `halves` has only a backward: the speed of one in two halves, relative
+#: to a whole one, and the additional time of each call that has weights.
 KINDS = (
     "matmul", "operands", "attention", "scores", "masks", "norm", "nonlinearity", "rotation", "loss", "elementwise",
     "optimizer", "sharded", "meeting", "halves",
@@ -29,7 +30,7 @@ class Kernel:
     def taking_turns(self, share: float) -> "Kernel":
         """Return the same for a process that has this share of a core."""
         if self.kind == "halves":
-            return self
+            return replace(self, backward_call=self.backward_call / share)
         return Kernel(
             kind=self.kind,
             forward=self.forward * share,
@@ -45,11 +46,17 @@ def meeting_seconds(kernels: Sequence[Kernel]) -> float:
     return 0.0 if found is None else found.forward_call
 
 
-def split_overhead(kernels: Sequence[Kernel]) -> float:
-    """Return how much longer a backward in two halves takes than a whole one, as a fraction; 0 if it was not
-    measured."""
+class Split(NamedTuple):
+    """The additional time of a backward in two halves: a fraction of a whole one, and a time for each weighted call."""
+
+    fraction: float
+    call_seconds: float
+
+
+def find_split(kernels: Sequence[Kernel]) -> Split:
+    """Return the additional time of split backwards; zeros if it was not measured."""
     found = find_kernel(kernels, "halves")
-    return 0.0 if found is None else max(1.0 / found.backward - 1.0, 0.0)
+    return Split(0.0, 0.0) if found is None else Split(max(1.0 / found.backward - 1.0, 0.0), found.backward_call)
 
 
 def find_kernel(kernels: Sequence[Kernel], kind: str) -> Kernel | None:

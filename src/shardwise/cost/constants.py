@@ -90,9 +90,6 @@ class Constants:
     # Seconds lost at each hop, gather and reduction of gradients, in addition to the message, because ranks wait for
     # each other. On GPUs this is part of the shares below; on CPUs it is measured (`probing/meetings.py`).
     meeting_seconds: float = 0.0
-    # How much longer a backward takes in two halves, as a fraction. Nothing was fitted for GPUs; on processors it is
-    # measured (`probing/split_backwards.py`).
-    split_overhead: float = 0.0
     # Share of the rate for reductions of gradients and for hops between stages. Fitted [aleph, bloom, sc21, zb].
     exchange_rate: float = 0.44
     hop_rate: float = 0.983

@@ -95,7 +95,7 @@ def play(
     works = _stage_works(pricer, pieces, stage_layers)
     times = [_times(work) for work in works]
     if CATALOGUE[name].splits_backward:
-        times = _in_halves(times, pricer.constants.split_overhead)
+        times = _in_halves(times, [float(work.halves[0]) for work in works])
     hop = float(hop_seconds(pricer, layouts)[0])
     first = short_schedule(name, num_ranks, num_microbatches, chunks)
     seconds = _makespan(first, times, hop)
@@ -127,26 +127,26 @@ def _times(work: Work) -> StageTimes:
     return StageTimes(forward=forward, input_gradient=inputs, weight_gradient=weights)
 
 
-def _in_halves(times: Sequence[StageTimes], overhead: float) -> list[StageTimes]:
-    """Return the times with backwards in two halves, which take longer where that was measured.
+def _in_halves(times: Sequence[StageTimes], additional: Sequence[float]) -> list[StageTimes]:
+    """Return the times with backwards in two halves, which take longer where that was measured. The halves share the
+    additional time like the time of a whole backward.
 
     No rank waits for gradients of the first stage's inputs, so its backward stays whole, in the second half
     (`execution/backward.py`)."""
-    if not overhead:
+    if not any(additional):
         return list(times)  # On GPUs, what was fitted has halves on the first stage too.
     first, *others = times
-    more = 1.0 + overhead
-    return [
-        StageTimes(forward=first.forward, input_gradient=0.0, weight_gradient=first.backward),
-        *(
+    split = [StageTimes(forward=first.forward, input_gradient=0.0, weight_gradient=first.backward)]
+    for each, seconds in zip(others, additional[1:], strict=True):
+        longer = 1.0 + seconds / each.backward
+        split.append(
             StageTimes(
                 forward=each.forward,
-                input_gradient=more * each.input_gradient,
-                weight_gradient=more * each.weight_gradient,
+                input_gradient=longer * each.input_gradient,
+                weight_gradient=longer * each.weight_gradient,
             )
-            for each in others
-        ),
-    ]
+        )
+    return split
 
 
 def _makespan(schedule: Schedule, times: Sequence[StageTimes], hop: float) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardwise.cluster.cluster import Pool
-from shardwise.cluster.kernel import Kernel, find_kernel, get_kernel, meeting_seconds, split_overhead
+from shardwise.cluster.kernel import Kernel, find_kernel, find_split, get_kernel, meeting_seconds
 from shardwise.cost.compute import ZERO, Engine, Seconds
 from shardwise.cost.constants import Constants
 from shardwise.cost.numbers import Floats, Number
@@ -40,6 +40,7 @@ from shardwise.model.traffic import traffic
 # Seconds of a step in addition to its instructions. Measured with tiny models on one core of a Xeon at 2.5 GHz, as CPU
 # time: 1.1 to 1.8 ms more than the same step written by hand, and 0.7 ms for the batch, in another thread.
 _STEP_SECONDS = 0.002
+_WEIGHTED = (Matmul, Convolution, Norm)
 
 
 def amounts(operation: Operation, share: Share) -> list[tuple[str, Passes]]:
@@ -77,6 +78,10 @@ class ProcessorEngine(Engine):
 
     def operation(self, operation: Operation, share: Share, *, narrow: bool = True) -> Seconds:  # noqa: ARG002
         return operation_seconds(self.device.kernels, operation, share, masks=self.software.masks_documents)
+
+    def halves(self, block: Block, share: Share, whole: Seconds) -> Floats:
+        split = find_split(self.device.kernels)
+        return np.asarray(split.fraction * (whole.input + whole.weight) + split.call_seconds * num_cuts(block, share))
 
     def stream(self, num_bytes: Number) -> Floats:
         return np.asarray(num_bytes, dtype=np.float64) / self._kernel("elementwise").forward
@@ -123,6 +128,11 @@ def num_calls(operation: Operation, share: Share) -> Number:
     return len(operation.outputs) * np.asarray(gemm(operation, share).num_products)
 
 
+def num_cuts(block: Block, share: Share) -> Number:
+    """Return the calls of a block that have weights: at each of them, a backward in two halves is interrupted."""
+    return sum(num_calls(each, share) for each in block.operations if isinstance(each, _WEIGHTED))
+
+
 def _add(*each: Seconds) -> Seconds:
     return Seconds(*(_total(passes) for passes in zip(*each, strict=True)))
 
@@ -153,7 +163,6 @@ def constants_on(pool: Pool, constants: Constants) -> Constants:
         constants,
         sync_seconds=waits,
         meeting_seconds=waits,
-        split_overhead=split_overhead(pool.device.kernels),
         sync_rate=1.0,
         exchange_rate=1.0,
         hop_rate=1.0,

@@ -31,7 +31,8 @@ _PIECE_KERNELS = 13
 
 
 class Work(NamedTuple):
-    """Seconds of one microbatch on some blocks: the three passes, recomputation, and exposed communication."""
+    """Seconds of one microbatch on some blocks: the three passes, recomputation, exposed communication, and `halves`,
+    the additional time of a backward that is split."""
 
     forward: Floats
     input: Floats
@@ -41,6 +42,7 @@ class Work(NamedTuple):
     tp_backward: Floats
     cp: Floats
     ep: Floats
+    halves: Floats
 
     def take(self, index: NDArray[np.int64]) -> "Work":
         return Work(*(each[index] for each in self))
@@ -203,6 +205,7 @@ class Pricer:
             tp_backward=tp_backward + repeated_tp + zero,
             cp=cp + zero,
             ep=ep_forward + ep_backward + repeated_ep + zero,
+            halves=self.engine.halves(block, share, seconds) + zero,
         )
 
     def _tp(self, block: Block, layouts: Layouts, share: Share) -> tuple[Floats, Floats]:

@@ -139,7 +139,7 @@ def _parts(pricer: Pricer, layouts: Layouts, stages: Stages, counts: Counts) -> 
     )
     fill = pricer.constants.pipe_fill * pricer.software.interpreted_pipe * (layouts.pp > 1)
     is_split = (layouts.pp > 1) & np.isin(layouts.schedule, SPLITS_BACKWARD)
-    backward = (slowest.input + slowest.weight) * (1.0 + pricer.constants.split_overhead * is_split)
+    backward = slowest.input + slowest.weight + slowest.halves * is_split
     return {
         "compute": num * (slowest.forward + backward),
         "recompute": num * slowest.again,

@@ -88,11 +88,11 @@ def measure_kernels(crowd: Crowd) -> tuple[Kernel, ...]:
     longer = passes.compare(found)
     in_a_model = [longer.of(each) for each in found]
     lost = measure_meetings(crowd.meet)
-    speed = 1.0 / (1.0 + measure_split(crowd.meet))
+    split = measure_split(crowd.meet)
     return (
         *in_a_model,
         Kernel(kind="meeting", forward=_FREE, backward=_FREE, forward_call=lost),
-        Kernel(kind="halves", forward=_FREE, backward=speed),
+        Kernel(kind="halves", forward=_FREE, backward=1.0 / (1.0 + split.fraction), backward_call=split.call_seconds),
     )
 
 

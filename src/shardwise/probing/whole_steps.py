@@ -25,6 +25,7 @@ from torch import Tensor
 from shardwise.cluster.kernel import Kernel
 from shardwise.cost.processor import num_calls, operation_seconds
 from shardwise.model.load import load_model
+from shardwise.model.model import Block
 from shardwise.model.operations import Operation
 from shardwise.model.share import Share
 from shardwise.nets.hf.catalogue import config_for
@@ -145,16 +146,16 @@ def timed_pass(model: Transformer, tokens: Tensor) -> Passed:
     return Passed(middle - start, perf_counter() - middle)
 
 
-def small_model(width: int, rows: int) -> tuple[Transformer, Tensor]:
+def small_model(width: int, rows: int, num_layers: int = _LAYERS) -> tuple[Transformer, Tensor]:
     """Return a model of a width, and tokens for it."""
-    return Transformer(_settings(width)), torch.randint(_VOCABULARY, (rows, _TOKENS))
+    return Transformer(_settings(width, num_layers)), torch.randint(_VOCABULARY, (rows, _TOKENS))
 
 
-def _settings(width: int) -> Settings:
+def _settings(width: int, num_layers: int = _LAYERS) -> Settings:
     return Settings(
         vocabulary=_VOCABULARY,
         width=width,
-        num_layers=_LAYERS,
+        num_layers=num_layers,
         length=_TOKENS,
         attention=Heads(num_heads=_HEADS, num_kv_heads=_HEADS, head_dim=width // _HEADS),
         mlp=Mlp(width=width * 8 // 3),
@@ -177,6 +178,10 @@ def _count(size: Size) -> int:
 
 
 def _operations(size: Size) -> list[tuple[Operation, Share]]:
-    model = load_model(config_for(_settings(size.width))[1])
     share = Share(sequence=_TOKENS, microbatch=size.rows, width=4)
-    return [(operation, share) for block in model.blocks for operation in block.operations]
+    return [(operation, share) for block in blocks_of(size.width) for operation in block.operations]
+
+
+def blocks_of(width: int, num_layers: int = _LAYERS) -> Sequence[Block]:
+    """Return the blocks of a small model, as the planner counts them."""
+    return load_model(config_for(_settings(width, num_layers))[1]).blocks

@@ -72,7 +72,11 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Longer:
-    """Kernels in a model: how many times their seconds, and seconds that each call has in addition."""
+    """Kernels in a model: how many times their seconds, and seconds that each call has in addition.
+
+    The latter are negative in a backward that costs less than those of its kernels. Each of these was timed with leaves
+    as its inputs, whose gradients autograd stores; in a model it hands most of them on.
+    """
 
     times: float
     forward_call: float
@@ -85,8 +89,8 @@ class Longer:
             return slower
         return replace(
             slower,
-            forward_call=slower.forward_call + self.forward_call,
-            backward_call=slower.backward_call + self.backward_call,
+            forward_call=max(slower.forward_call + self.forward_call, 0.0),
+            backward_call=max(slower.backward_call + self.backward_call, 0.0),
         )
 
 
@@ -122,8 +126,7 @@ def compare(taken: dict[Size, Passed], kernels: Sequence[Kernel]) -> Longer:
     priced = sum(prices[size].total for size in MUCH) - share * prices[LITTLE].total
     times = min(max(beyond / priced, _LEAST_LONGER), _MOST_LONGER)
     forward, backward = (
-        max(seconds - times * price, 0.0) / counts[LITTLE]
-        for seconds, price in zip(taken[LITTLE], prices[LITTLE], strict=True)
+        (seconds - times * price) / counts[LITTLE] for seconds, price in zip(taken[LITTLE], prices[LITTLE], strict=True)
     )
     return Longer(times=times, forward_call=forward, backward_call=backward)
 

@@ -87,7 +87,7 @@ def main() -> None:
 def table(results: dict[str, Any]) -> str:
     """Microseconds forward + backward, and how much of the limit that is, as Markdown."""
     who = ("ours", "torch", "compiled", "liger")
-    lines = [f"| kernel | size | limit | {' | '.join(who)} | ours of the limit |", "|---" * 8 + "|"]
+    lines = [f"| kernel | size | limit | {' | '.join(who)} | ours, fraction of the limit |", "|---" * 8 + "|"]
     for name, case in results["cases"].items():
         times = [
             f"{each['forward_us']:,.0f} + {each['backward_us']:,.0f}" if "forward_us" in each else "-"

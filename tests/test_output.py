@@ -92,7 +92,7 @@ def test_what_cannot_be_written_is_told_before_anything_is_computed(tmp_path: Pa
     with pytest.raises(ShardwiseError, match="there is no folder") as caught:
         check_output(tmp_path / "none" / "file")
     assert caught.value.remedy == f"mkdir -p {tmp_path / 'none'}"
-    with pytest.raises(ShardwiseError, match="is no name of a file"):
+    with pytest.raises(ShardwiseError, match="is not a file name"):
         check_output(tmp_path / "a\0b")
     # A file system that nobody can write to, whoever runs this.
     with pytest.raises(ShardwiseError, match="/proc/file cannot be written: "):

@@ -54,7 +54,7 @@ COMMANDS = (
     Command("launch", "shardwise.launch.command", "start train or serve here, on hosts, Slurm or Kubernetes"),
     Command("status", "shardwise.launch.status_command", "show the state of a run: hosts, steps, restarts and why"),
     Command("report", "shardwise.explain.report_command", "write a page that shows a run, or compares two"),
-    Command("doctor", "shardwise.explain.doctor_command", "find what slows a run down, and what to type against it"),
+    Command("doctor", "shardwise.explain.doctor_command", "find what slows a run down, and print the remedy"),
     Command("serve", "shardwise.serving.serve_command", "serve a model behind OpenAI's API, with a chat page"),
     Command("chat", "shardwise.serving.chat_command", "chat with a model in the terminal"),
     Command("bench", "shardwise.serving.bench_command", "measure a server: first token, next tokens, throughput"),

@@ -99,7 +99,7 @@ def _find_mode(path: Path, remedy: str | None = None) -> int | None:
     except FileNotFoundError:
         return None
     except ValueError:
-        raise ShardwiseError(f"{str(path)!r} is no name of a file", remedy=remedy) from None
+        raise ShardwiseError(f"{str(path)!r} is not a file name", remedy=remedy) from None
     for is_kind, said in _KINDS:
         if is_kind(mode):
             raise ShardwiseError(f"{path} cannot be written: {said}", remedy=remedy or "the name of a file")

@@ -120,7 +120,7 @@ def test_who_has_no_token_or_asks_for_another_file_gets_nothing(start: Start, tm
     with pytest.raises(WireError, match="the token is another run's"):
         stranger.pieces()
     for file in ("../../.keeper", "/etc/passwd", ".keeper"):
-        with pytest.raises(WireError, match="is no file of a copy"):
+        with pytest.raises(WireError, match="is not a file of a copy"):
             keeper.get(ONE, file, tmp_path / "stolen")
     with keeper.asked("dance") as (_, stream), pytest.raises(WireError, match="there is no verb 'dance'"):
         receive_line(stream)

@@ -31,10 +31,13 @@ def fail(x: Tensor) -> None:  # noqa: ARG001
     ("make", "text"),
     [
         (lambda: Machine([]), 'a machine needs a device; none was given\n  try: Machine(["cpu:0"])'),
-        (lambda: Machine(["gpu0"]), "'gpu0' is no device; devices are called cuda:N or cpu:N\n  try: cuda:0, or cpu:0"),
+        (
+            lambda: Machine(["gpu0"]),
+            "'gpu0' is not a device; devices are called cuda:N or cpu:N\n  try: cuda:0, or cpu:0",
+        ),
         (
             lambda: Machine(["host"]),
-            "'host' is no device; devices are called cuda:N or cpu:N\n  try: host and disk are there by themselves",
+            "'host' is not a device; devices are called cuda:N or cpu:N\n  try: host and disk are there by themselves",
         ),
         (lambda: Machine(["cpu:0", "cpu:0"]), "cpu:0 was given 2 times\n  try: each device once"),
         (lambda: Machine(TWO, budget={"cpu:2": 1}), "unknown place 'cpu:2'; known: cpu:0, cpu:1, host, disk\n  try: "),
@@ -47,7 +50,7 @@ def fail(x: Tensor) -> None:  # noqa: ARG001
         (lambda: Link(bytes_per_second=0.0), "a link of 0.0 s and 0.0 bytes/s is none\n  try: Link("),
         (
             lambda: Machine(TWO, links={("cpu:0", "cpu:3"): Link(bytes_per_second=1.0)}),
-            "a link leads to cpu:3, which is no place\n  try: cpu:0, cpu:1, disk, host",
+            "a link leads to cpu:3, which is not a place\n  try: cpu:0, cpu:1, disk, host",
         ),
         (
             lambda: Machine(["cpu:0"], links={("cpu:0", "host"): Link(bytes_per_second=1.0)}),
@@ -77,7 +80,7 @@ def test_a_gpu_that_does_not_exist_is_told() -> None:
         ),
         (
             lambda machine, x: machine.submit(touch, x, machine.empty((2,), name="y"), reads=[x]),
-            "y is an argument of touch but is said to be neither read nor written\n  try: reads=[y] or writes=[y]",
+            "y is an argument of touch but is declared neither as read nor as written\n  try: reads=[y] or writes=[y]",
         ),
         (
             lambda machine, x: machine.submit(touch, x, reads=[x], place="cpu:7"),
@@ -98,11 +101,12 @@ def test_a_gpu_that_does_not_exist_is_told() -> None:
         ),
         (
             lambda machine, x: machine.copy(torch.ones(2), torch.ones(3)),  # noqa: ARG005
-            "[3] of torch.float32 cannot be copied into [2] of torch.float32\n  try: two tensors alike",
+            "[3] of torch.float32 cannot be copied into [2] of torch.float32\n"
+            "  try: two tensors of the same shape and dtype",
         ),
         (
             lambda machine, x: machine.report(),  # noqa: ARG005
-            "nothing was noted that a report could tell\n  try: Machine(..., trace=True)",
+            "nothing was recorded that a report could show\n  try: Machine(..., trace=True)",
         ),
         (
             lambda machine, x: machine.record(lambda: None),  # noqa: ARG005
@@ -225,7 +229,7 @@ def test_a_closed_machine_says_so() -> None:
 def test_data_of_another_machine_are_refused() -> None:
     with Machine(TWO) as one, Machine(TWO) as other:
         x = one.data(torch.ones(2), name="x")
-        with pytest.raises(ShardwiseError, match="x is of another machine"):
+        with pytest.raises(ShardwiseError, match="x belongs to another machine"):
             other.submit(touch, x, reads=[x])
 
 

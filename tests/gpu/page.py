@@ -11,33 +11,44 @@ RECORD = ROOT / "benchmarks" / "results" / "gpu_plans.json"
 _HEAD = """\
 # On GPUs
 
-    shardwise train tiny                                                 on the GPU that is there
+This page says how ranks use GPUs, how several ranks share one, what happens when a rank is lost, and which plans have
+run on a GPU.
+
+    shardwise train tiny                                                 on this machine's GPU
     shardwise check --plan dp=2,tp=2,pp=2,microbatches=2 --device cuda   eight ranks on one GPU, against one device
-    shardwise train tiny --devices 2 --plan dp=2 --share-gpus            the run of two GPUs, on one
+    shardwise train tiny --devices 2 --plan dp=2 --share-gpus            a run for two GPUs, on one
 
-**Which device.** A rank computes on the device of its module or its batch. `parallelize` and `train_step` move what was
-left elsewhere: a buffer, a batch that a loader made on the CPU, a module on the CPU whose batches are on the GPU. If
-everything is on the CPU, it stays there, unless the processes use NCCL: then each has its own GPU, or the one that it
-shares. A module on several GPUs is refused. All of this was tried with one GPU, not with `torchrun` on several.
+**Which device.** A rank computes on the device of its module or its batch. `parallelize` and `train_step` move what
+is on another device: a buffer, a batch that a loader made on the CPU, a module on the CPU whose batches are on the
+GPU. If everything is on the CPU, it stays there, unless the processes use NCCL. Then each process uses its own GPU,
+or the one that it shares. A module on several GPUs is refused. All of this was tested with one GPU, not with
+`torchrun` on several.
 
-**How ranks communicate.** Over NCCL groups. Between two stages there is a group of two for each direction, on its own
-stream. If only gloo connects the processes, values go through pinned host memory. Two CUDA settings are made at the
-start, unless they are set already: `CUDA_DEVICE_MAX_CONNECTIONS=32` and `CUDA_MODULE_LOADING=EAGER`. With the defaults
-a pipeline can deadlock: a receive is a kernel that runs until the other rank has sent, so neither another stream nor
-the loading of a kernel may wait for it.
+**How ranks communicate.** Ranks communicate over NCCL groups. Between two stages there is a group of two ranks for
+each direction, on its own stream. If only gloo connects the processes, values go through pinned host memory. Two CUDA
+variables are set at the start, unless they are set already: `CUDA_DEVICE_MAX_CONNECTIONS=32` and
+`CUDA_MODULE_LOADING=EAGER`. With their default values a pipeline can deadlock. A receive is a kernel that runs until
+the other rank has sent; if another stream or the loading of a kernel has to wait for it, the other rank may never
+send.
 
 **Ranks that share a GPU.** NCCL refuses two ranks on one device. With `--device cuda` (`check`), `--share-gpus`
-(`train`) or `gpus="shared"` (`spawn`, `Ranks`), each rank appears to NCCL as a machine of its own, and NCCL uses
+(`train`) or `gpus="shared"` (`spawn`, `Ranks`), each rank appears to NCCL as a separate machine, and NCCL uses
 loopback sockets. Use this to check plans. It is slow, and says nothing about speed.
 
-**When a rank is lost.** With NCCL the GPU waits for a collective, and the host does not. So every rank also reports how
-far its GPU has got. A rank that dies is named at once by whoever started the ranks. A rank that stalls or never arrives
-is named after 20 s (`limit_seconds`). Then communicators are aborted, so that no kernel keeps running, and every rank
-raises `RankError` with the position of all ranks. A process whose host still does not return is ended with the same
-message (status 70). Do not save weights from memory after a `RankError`: aborted kernels can leave anything there.
-torch's own reaction, to abort the process first, is switched off (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`, unless it is set
-already). [Below](#ranks-that-are-lost) is what was tried on an H200. A group that cannot connect is given up after 60
-s; the message lists the interfaces of the machine and what to set. So far that has been provoked on CPUs only.
+**When a rank is lost.** With NCCL the GPU waits for a collective, and the host does not. So every rank also reports
+how far its GPU has progressed.
+
+- A rank that dies is named immediately by the process that started the ranks. A rank that stalls or never arrives is
+  named after 20 s (`limit_seconds`).
+- Then communicators are aborted, so that no kernel keeps running, and every rank raises `RankError` with the position
+  of all ranks. A process whose host still does not return is ended with the same message (status 70).
+- Do not save weights from memory after a `RankError`: aborted kernels can leave any values there.
+- By default torch would abort the process first. This is switched off (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`, unless it
+  is set already).
+- A group that cannot connect is abandoned after 60 s; the message lists the interfaces of the machine and what to
+  set. This has been tested on CPUs only.
+
+[Below](#ranks-that-are-lost) are the cases that were tested on an H200.
 
 ## Every plan, against one device
 
@@ -49,16 +60,15 @@ s; the message lists the interfaces of the machine and what to set. So far that 
 - the NCCL calls of ranks, compared with what CPUs record ([nccl.md](nccl.md));
 - bad input, commands as a user types them, and all tests that need a GPU.
 
-It needs torch and, for some models, `transformers` and `pytest`. It installs nothing, and says what it skips. It writes
-`build/gpu_tests.jsonl` and this page. `make test-gpu SECONDS=560` stops in time, with status 3, and continues when it
-is called again. `python -m tests.gpu --only faults` runs one part.
+It needs torch and, for some models, `transformers` and `pytest`. It installs nothing, and prints what it skips. It
+writes `build/gpu_tests.jsonl` and this page. `make test-gpu SECONDS=560` stops within that time, with status 3, and
+continues when it is called again. `python -m tests.gpu --only faults` runs one part.
 
-How to read a row: the plan is trained for 3 steps of AdamW in fp32 and compared with plain torch on one GPU. Errors are
-relative, and the worst over all steps, tensors and ranks: of the loss, of a gradient, of the gradient norm and of a
-weight. The limit is 1e-5; 1e-7 is the last bit of fp32. Models are small. Ours are named after what is special about
-them (`tied`: the embedding is also the head; `experts`: a mixture of experts; `latent`: DeepSeek's attention;
-`windows`: sliding-window attention), those of Hugging Face after their family.
-"""
+How to read a row: the plan is trained for 3 steps of AdamW in fp32 and compared with plain torch on one GPU. Errors
+of the loss, of gradients, of the gradient norm and of weights are relative; each is the worst over all steps, tensors
+and ranks. The limit is 1e-5; 1e-7 is the last bit of fp32. Models are small. Ours are named after what is special
+about them (`tied`: the embedding is also the head; `experts`: a mixture of experts; `latent`: DeepSeek's attention;
+`windows`: sliding-window attention), those of Hugging Face after their family."""
 
 
 def read() -> dict[str, Any]:
@@ -95,8 +105,8 @@ _BF16 = """\
 ## The same in bf16
 
 A plan in bf16 should be as close to fp32 as one device in bf16 is. Errors are relative to fp32 on one device: the root
-mean square over all tensors (for losses and norms, over the steps). The first number is the plan's, the one after the
-slash is that of one device in bf16. A plan passes if
+mean square over all tensors (for losses and norms, over the steps). The first number is that of the plan; the number
+after the slash is that of one device in bf16. A plan passes if
 
 - its mean error is at most twice that of one device;
 - no tensor's error is more than four times that of the same tensor, or of the mean tensor, on one device;
@@ -134,7 +144,7 @@ def _of_families(rows: list[dict[str, Any]]) -> str:
     passed = sum(row["problem"] is None for row in rows)
     intro = (
         "## Models of Hugging Face\n\nOne small, unmodified model of each family, and the error of its gradients: in"
-        " fp32 that of the worst tensor, in bf16 the mean, and after the slash that of one device."
+        " fp32 the error of the worst tensor; in bf16 the mean error, and after the slash that of one device."
         f" {passed} of {len(rows)} passed."
     )
     return "\n\n".join([intro, "\n".join([head, rule, *lines])])
@@ -142,7 +152,7 @@ def _of_families(rows: list[dict[str, Any]]) -> str:
 
 def _of_faults(rows: list[dict[str, Any]]) -> str:
     """What happened to which rank, and how soon it was named."""
-    head = "| started by | plan | what | rank | named after | what is said |\n|---|---|---|---|---|---|"
+    head = "| started by | plan | fault | rank | named after | message |\n|---|---|---|---|---|---|"
     lines = []
     for row in rows:
         took = "never" if row["seconds"] is None else f"{row['seconds']:.1f} s"
@@ -151,21 +161,21 @@ def _of_faults(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {row['how']} | `{row['plan']}` | {row['fault']} | {row['rank']} | {took} | {said} |")
     intro = (
         "## Ranks that are lost\n\nA rank is killed (SIGKILL), stopped (SIGSTOP), raises, is late (sleeps during a"
-        " step) or is absent (does not come to a step). The seconds are from then until whoever started the ranks was"
-        " told. To save time, most runs have a limit of 4 s instead of 20."
+        ' step) or is absent (does not take part in a step). "Named after" is the time until the process that'
+        " started the ranks reports the fault. To save time, most runs have a limit of 4 s instead of 20."
     )
     return "\n\n".join([intro, f"{head}\n" + "\n".join(lines)])
 
 
-_PARTS = {"nccl": "programs of NCCL", "input": "bad input", "commands": "commands", "pytest": "tests"}
+_PARTS = {"nccl": "NCCL programs", "input": "bad input", "commands": "commands", "pytest": "tests"}
 
 
 def _of_others(rows: list[dict[str, Any]]) -> str:
     """What ends with a status, and how long it took."""
-    head = "| what | which | result | took |\n|---|---|---|---|"
+    head = "| part | cases | result | duration |\n|---|---|---|---|"
     lines = []
     for row in rows:
-        which = f"`{row['name']}`" if row["part"] == "pytest" else "all of them"
+        which = f"`{row['name']}`" if row["part"] == "pytest" else "all"
         # pytest ends with 5 where it finds nothing to run.
         result = {0: "passed", 5: "nothing to run"}.get(row["status"], f"failed with status {row['status']}")
         told = "; ".join([result, *([row["since"]] if "since" in row else [])])

@@ -60,5 +60,5 @@ def test_every_expert_multiplies_its_rows() -> None:
 def test_more_experts_than_there_are_cannot_be_chosen() -> None:
     with pytest.raises(ShardwiseError, match="9 experts cannot be chosen of 8"):
         kernels.route(torch.randn(2, 8), 9)
-    with pytest.raises(ShardwiseError, match="no scores are called 'sofmax'"):
+    with pytest.raises(ShardwiseError, match="unknown scores 'sofmax'"):
         kernels.route(torch.randn(2, 8), 2, scores="sofmax")

@@ -40,5 +40,5 @@ def test_numbers_that_are_none_pass_through() -> None:
 
 
 def test_an_activation_that_nobody_knows_is_named_with_the_nearest() -> None:
-    with pytest.raises(ShardwiseError, match="no activation is called 'sillu'"):
+    with pytest.raises(ShardwiseError, match="unknown activation 'sillu'"):
         kernels.gated(torch.ones(2), torch.ones(2), "sillu")  # type: ignore[arg-type]

@@ -139,7 +139,7 @@ def problems(value: Any, fact: Any, place: str, found: list[tuple[Schema, Any]])
         return []
     if isinstance(fact, dict):
         if not isinstance(value, dict):
-            return [f"{place} is no table"]
+            return [f"{place} is not a table"]
         wrong = [f"{place}.{key} does not exist" for key in value if key not in fact]
         inner = [problems(value[key], fact[key], f"{place}.{key}", found) for key in value if key in fact]
         return [*wrong, *(each for part in inner for each in part)]

@@ -127,7 +127,7 @@ def test_nodes_and_devices_come_from_the_plan_and_the_cluster(here: Path, capsys
         ),
         (
             "--on local -- train tiny",
-            "error: nothing says how many devices a node has\n"
+            "error: the number of devices per node is not given\n"
             "  try: --devices-per-node 8, --cluster 2x8xh100, or a --plan\n",
         ),
         (
@@ -141,12 +141,13 @@ def test_nodes_and_devices_come_from_the_plan_and_the_cluster(here: Path, capsys
         ),
         (
             "--on slurm --devices-per-node 4 -- serve model --plan tp=8",
-            "error: serve runs on one node, and 2 nodes x 4 GPUs are asked for\n"
+            "error: serve runs on one node, and 2 nodes x 4 GPUs are requested\n"
             "  try: a plan of at most 4 ranks; --replicas on Kubernetes serves more requests\n",
         ),
         (
             "--on local -- serve model --api-key secret",
-            "error: an --api-key would stand in the script, for all to read\n  try: export SHARDWISE_API_KEY=KEY\n",
+            "error: an --api-key would be in the script, where everyone can read it\n"
+            "  try: export SHARDWISE_API_KEY=KEY\n",
         ),
         ("--on hosts -- train tiny --plan dp=2", "error: no hosts are named\n  try: --hosts A,B\n"),
         (
@@ -155,7 +156,7 @@ def test_nodes_and_devices_come_from_the_plan_and_the_cluster(here: Path, capsys
         ),
         (
             "--on local --save-before 0.1s -- train tiny --plan dp=1",
-            "error: --save-before 0.1s: ranks need a moment\n  try: --save-before 2min\n",
+            "error: --save-before 0.1s: ranks need time to save\n  try: --save-before 2min\n",
         ),
         (
             "--on local --sweep steps=1,2 -- train tiny --plan dp=1",

@@ -74,18 +74,18 @@ def losses() -> dict[int, float]:
         ),
         (
             "--devices-per-node 1 -- train tiny --plan dp=8",
-            "error: 8 nodes x 1 process are asked for, and the partition short has 4 nodes\n"
+            "error: 8 nodes x 1 process are requested, and the partition short has 4 nodes\n"
             "  try: a plan for at most 4 devices, or another --partition\n",
         ),
         (
             "--device gpu --nodes 1 -- train tiny --plan dp=4",
-            "error: 1 node x 4 GPUs are asked for, and nodes of the partition short have 2 GPUs\n"
+            "error: 1 node x 4 GPUs are requested, and nodes of the partition short have 2 GPUs\n"
             "  try: --devices-per-node 2\n",
         ),
         (
             "--time 3h -- train tiny --plan dp=1",
-            "error: 180 min are asked for, and the partition short gives 60 min\n"
-            "  try: --time 60min: the job goes back to the queue, and goes on from its checkpoint\n",
+            "error: 180 min are requested, and the partition short gives 60 min\n"
+            "  try: --time 60min: the job is requeued, and continues from its checkpoint\n",
         ),
         (
             "--partition closed -- train tiny --plan dp=1",

@@ -100,7 +100,7 @@ def test_dropout_is_read_from_the_configuration() -> None:
 def test_an_unknown_family_is_answered_with_how_to_give_the_module() -> None:
     problem, remedy = read_error({"model_type": "qwen4"})
     assert problem.startswith(
-        "the configuration is of the family 'qwen4', and which layers that has is not known here; known: bert, bloom,"
+        "the configuration is of the family 'qwen4', whose layers are not known here; known: bert, bloom,"
     )
     assert remedy == (
         '"model_type": "qwen3" if it has the layers of qwen3, '
@@ -136,9 +136,9 @@ def test_a_file_that_is_none_is_answered_with_what_one_looks_like(tmp_path: Path
     assert read_error(tmp_path / "config.json")[0].endswith("config.json cannot be read: No such file or directory")
     broken = tmp_path / "broken.json"
     broken.write_text("{", encoding="utf-8")
-    assert read_error(broken)[0].startswith("broken.json is no JSON")
+    assert read_error(broken)[0].startswith("broken.json is not valid JSON")
     broken.write_text("[1]", encoding="utf-8")
     assert read_error(broken) == (
-        "broken.json holds no object of keys and values",
+        "broken.json is not a JSON object",
         "a config.json as Hugging Face writes it, with a model_type like llama",
     )

@@ -245,14 +245,17 @@ def test_a_module_that_asks_for_numbers_is_told_how_else_to_be_traced() -> None:
     with pytest.raises(ShardwiseError) as caught:
         trace_model(Asks(), torch.zeros(2, 4))
     assert caught.value.problem == (
-        "Asks asks for numbers while it runs (aten._local_scalar_dense.default), and a trace has none"
+        "Asks reads values while it runs (aten._local_scalar_dense.default), and a trace has none"
     )
-    assert caught.value.remedy == "trace_model(module, batch, fake=False), which runs it in earnest on a small batch"
+    assert (
+        caught.value.remedy
+        == "trace_model(module, batch, fake=False), which runs it with real tensors on a small batch"
+    )
     assert trace_model(Asks(), torch.ones(2, 4), fake=False).num_parameters == 20
 
 
 def test_a_module_without_anything_to_train_and_a_batch_without_samples_are_refused() -> None:
-    with pytest.raises(ShardwiseError, match="nothing that the module gives depends on a parameter that trains"):
+    with pytest.raises(ShardwiseError, match="no output of the module depends on a parameter that requires a gradient"):
         trace_model(nn.Linear(4, 4).requires_grad_(False), torch.zeros(2, 4))
     with pytest.raises(ShardwiseError, match="the example batch holds no tensor with a dimension for its samples"):
         trace_model(nn.Linear(4, 4), torch.zeros(()))

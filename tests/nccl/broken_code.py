@@ -209,15 +209,15 @@ def _unconnected(_: int) -> Iterator[None]:
 
 
 BROKEN: dict[str, Broken] = {
-    "a gather of weights whose ticket waits for nothing": Broken(
+    "a gather of weights whose wait does nothing": Broken(
         model="tied", plan="dp=2,zero=3", finds=("use", "freed"),
         patch=instead(backend_exchange.BackendExchange, "_start_gather", _gathers_and_forgets),
     ),
-    "sums over replicas that are started and not waited for": Broken(
+    "reductions over replicas that are started and not waited for": Broken(
         model="tied", plan="dp=2,zero=1,microbatches=2", finds=("use", "reuse", "unwaited"),
         patch=instead(backend_exchange.BackendExchange, "_started", _starts_and_forgets),
     ),
-    "collectives of layers whose result is taken at once": Broken(
+    "collectives of layers whose result is used without a wait": Broken(
         model="tied", plan="tp=2", finds=("use", "unwaited"), patch=instead(collectives.Pending, "finish", _unfinished)
     ),
     "a hop of the ring that is not waited for": Broken(
@@ -236,37 +236,37 @@ BROKEN: dict[str, Broken] = {
         model="tied", plan="pp=2,microbatches=2", finds=("freed", "unwaited"),
         patch=instead(outbox.StreamOutbox, "drain", lambda _: _emptied),
     ),
-    "memory of gradients given back before they are summed": Broken(
+    "memory of gradients released before they are reduced": Broken(
         model="untied", plan="dp=2,zero=2,microbatches=2", finds=("reuse",),
         patch=instead(ScatteredGradients, "_sum", _gives_back_at_once),
     ),
     "weights freed while they are gathered": Broken(
         model="tied", plan="dp=2,zero=3", finds=("freed",), patch=instead(Weights, "_bring", _frees_what_comes)
     ),
-    "weights from the host that are not followed": Broken(
+    "weights from the host whose copy is not waited for": Broken(
         model="tied", plan="cp=2,zero=2,offload.parameters=1,offload.optimizer=1", finds=("use", "reuse"),
         patch=instead(SwappedStorage, "follow", lambda own: _not_followed(own)),
     ),
     "links that are not connected before the first step": Broken(
         model="tied", plan="pp=2,schedule=dualpipe,microbatches=4", finds=("circle",), patch=_unconnected
     ),
-    "buckets that one rank sums in another order": Broken(
+    "buckets that one rank reduces in another order": Broken(
         model="tied", plan="dp=2,zero=3", finds=("size", "order"),
         patch=on_rank_1(Reducer, "begin", _in_reverse), stalls=True,
     ),
-    "groups of the mesh that one rank makes in another order": Broken(
+    "groups of the mesh that one rank creates in another order": Broken(
         model="tied", plan="dp=2,tp=2,sp=true,zero=1", finds=("groups",),
         patch=on_rank_1(mesh, "_make_groups", _last_first), stalls=True,
     ),
-    "rows for experts that one rank sends to a wrong one": Broken(
+    "rows for experts that one rank sends to the wrong rank": Broken(
         model="experts", plan="dp=2,ep=2", finds=("size",),
         patch=on_rank_1(Dispatch, "_agree", _one_row_more), stalls=True,
     ),
-    "a sum of flags that one rank leaves out": Broken(
+    "an all-reduce of flags that one rank leaves out": Broken(
         model="tied", plan="dp=2,zero=1,microbatches=2", finds=("missing", "order", "size"),
         patch=on_rank_1(UnusedParameters, "start", _asks_nobody), stalls=True,
     ),
-    "a sum that one rank makes in bf16": Broken(
+    "an all-reduce that one rank makes in bf16": Broken(
         model="tied", plan="dp=2,zero=1,microbatches=2", finds=("type",),
         patch=on_rank_1(backend_exchange.BackendExchange, "sum_to_all", _in_halves), stalls=True,
     ),

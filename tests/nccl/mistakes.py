@@ -156,13 +156,13 @@ def unwaited(programs: Programs, rank: int, wanted: Wanted) -> Programs:
 # Collectives that are not the same on all ranks.
 
 
-@mistake("two collectives of a communicator in another order on one rank", "shards", "order", "size")
+@mistake("two collectives of a communicator, issued in another order on one rank", "shards", "order", "size")
 def _(programs: Programs) -> Programs:
     rank = programs[1]
     return swapped(programs, 1, place(rank, is_issue("all_gather")), place(rank, is_issue("reduce_scatter")))
 
 
-@mistake("two sums of buckets of different size in another order on one rank", "shards", "size")
+@mistake("two reduce-scatters of buckets of different sizes, issued in another order on one rank", "shards", "size")
 def _(programs: Programs) -> Programs:
     places = [number for number, event in enumerate(programs[0].events) if is_issue("reduce_scatter")(event)]
     counts = [_operation(programs[0].events[each]).count for each in places]
@@ -175,13 +175,13 @@ def _(programs: Programs) -> Programs:
     return dropped(programs, 1, place(programs[1], is_issue("all_gather")))
 
 
-@mistake("the last sum of a training, left out by one rank", "sums", "missing")
+@mistake("the last collective of a run, left out by one rank", "sums", "missing")
 def _(programs: Programs) -> Programs:
     numbers = [n for n, e in enumerate(programs[1].events) if e.operation is not None and not e.operation.on_host]
     return dropped(programs, 1, numbers[-1])
 
 
-@mistake("a sum that one rank asks for twice", "sums", "size", "order", "missing")
+@mistake("a reduce-scatter that one rank issues twice", "sums", "size", "order", "missing")
 def _(programs: Programs) -> Programs:
     at = place(programs[0], is_issue("reduce_scatter"))
     events = list(programs[0].events)
@@ -189,23 +189,23 @@ def _(programs: Programs) -> Programs:
     return with_events(programs, 0, events)
 
 
-@mistake("a gather of one number more on one rank", "shards", "size")
+@mistake("a gather with one element more on one rank", "shards", "size")
 def _(programs: Programs) -> Programs:
     at = place(programs[1], is_issue("all_gather"))
     return changed(programs, 1, at, count=_operation(programs[1].events[at]).count + 1)
 
 
-@mistake("a sum in bf16 on one rank", "sums", "type")
+@mistake("a reduce-scatter in bf16 on one rank", "sums", "type")
 def _(programs: Programs) -> Programs:
     return changed(programs, 1, place(programs[1], is_issue("reduce_scatter")), dtype="bfloat16")
 
 
-@mistake("a maximum in place of a sum on one rank", "sums", "reduction")
+@mistake("a maximum in place of a sum as the reduction on one rank", "sums", "reduction")
 def _(programs: Programs) -> Programs:
     return changed(programs, 0, place(programs[0], is_issue("reduce_scatter")), reduction="max")
 
 
-@mistake("a sum to all in place of a sum to shards on one rank", "sums", "order")
+@mistake("an all-reduce in place of a reduce-scatter on one rank", "sums", "order")
 def _(programs: Programs) -> Programs:
     return changed(programs, 1, place(programs[1], is_issue("reduce_scatter")), kind="all_reduce")
 
@@ -220,7 +220,7 @@ def _(programs: Programs) -> Programs:
     return changed(programs, 1, at, communicator=other)
 
 
-@mistake("a rank that uses a communicator of others", "grid", "member")
+@mistake("a rank that uses a communicator to which it does not belong", "grid", "member")
 def _(programs: Programs) -> Programs:
     at = place(programs[3], is_issue("all_gather"))
     other = next(each.number for each in programs[3].communicators if 3 not in each.members and 0 in each.members)
@@ -232,7 +232,7 @@ def _(programs: Programs) -> Programs:
     return dropped(programs, 2, place(programs[2], is_issue("all_gather"), 1))
 
 
-@mistake("a sum of the host that one rank leaves out", "pipeline", "missing", "size", "type")
+@mistake("a host all-reduce that one rank leaves out", "pipeline", "missing", "size", "type")
 def _(programs: Programs) -> Programs:
     return dropped(programs, 1, place(programs[1], is_issue("all_reduce", on_host=True)))
 
@@ -253,7 +253,7 @@ def _(programs: Programs) -> Programs:
     return changed(programs, 0, at, sent=_operation(programs[0].events[at]).sent[::-1])
 
 
-@mistake("counts of rows that one rank does not tell", "experts", "order", "type", "size", "missing")
+@mistake("counts of rows that one rank does not send", "experts", "order", "type", "size", "missing")
 def _(programs: Programs) -> Programs:
     return dropped(programs, 1, place(programs[1], is_issue("all_to_all")))
 
@@ -266,19 +266,19 @@ def makes(program: Program) -> list[int]:
     return [number for number, event in enumerate(program.events) if event.kind is Kind.MAKE]
 
 
-@mistake("two groups made in another order on one rank", "grid", "groups")
+@mistake("two groups created in another order on one rank", "grid", "groups")
 def _(programs: Programs) -> Programs:
     one, other, *_ = makes(programs[2])
     return swapped(programs, 2, one, other)
 
 
-@mistake("a group that a rank does not make, because it is not in it", "grid", "groups")
+@mistake("a group that a rank does not create, because it is not a member", "grid", "groups")
 def _(programs: Programs) -> Programs:
     at = next(n for n in makes(programs[3]) if 3 not in _made(programs[3].events[n]).members)
     return with_events(programs, 3, [e for n, e in enumerate(programs[3].events) if n != at])
 
 
-@mistake("a group that one rank makes of other ranks", "grid", "groups")
+@mistake("a group that one rank creates with other members", "grid", "groups")
 def _(programs: Programs) -> Programs:
     at = makes(programs[1])[0]
     events = list(programs[1].events)
@@ -286,7 +286,7 @@ def _(programs: Programs) -> Programs:
     return with_events(programs, 1, events)
 
 
-@mistake("a link that one end makes over gloo", "pipeline", "groups")
+@mistake("a link that one end creates over gloo", "pipeline", "groups")
 def _(programs: Programs) -> Programs:
     at = next(n for n in makes(programs[1]) if _made(programs[1].events[n]).backend == "nccl")
     events = list(programs[1].events)
@@ -294,7 +294,7 @@ def _(programs: Programs) -> Programs:
     return with_events(programs, 1, events)
 
 
-@mistake("a group that one rank makes when the others have begun to use another", "grid", "circle")
+@mistake("a group that one rank creates when the others already use another", "grid", "circle")
 def _(programs: Programs) -> Programs:
     at = makes(programs[1])[-1]
     waits = [n for n, e in enumerate(programs[1].events) if n > at and e.kind is Kind.WAIT]
@@ -321,7 +321,7 @@ def _(programs: Programs) -> Programs:
     return transfer_changed(programs, 0, place(programs[0], is_issue("send")), peer=0)
 
 
-@mistake("a message of one number less than is received", "pipeline", "size")
+@mistake("a message with one element less than is received", "pipeline", "size")
 def _(programs: Programs) -> Programs:
     at = place(programs[0], is_issue("send"))
     count = _operation(programs[0].events[at]).transfers[0].count
@@ -359,7 +359,7 @@ def _(programs: Programs) -> Programs:
 # Circles.
 
 
-@mistake("hops of a ring that are sent first and received then, not at once", "ring", "circle")
+@mistake("hops of a ring that are sent first and received afterwards, not at the same time", "ring", "circle")
 def _(programs: Programs) -> Programs:
     for rank in (0, 1):
         events = list(programs[rank].events)
@@ -399,7 +399,7 @@ def _crossed(programs: Programs, behind: Sequence[int]) -> Programs:
     return programs
 
 
-@mistake("two communicators in opposite order on ranks of a grid, both under way at once", "grid", "circle")
+@mistake("two communicators in opposite order on ranks of a grid, both pending at the same time", "grid", "circle")
 def _(programs: Programs) -> Programs:
     assert not _found(_crossed(programs, ())), "in one order they are right"
     return _crossed(programs, (1, 2))
@@ -426,7 +426,11 @@ def _(programs: Programs) -> Programs:
     return programs
 
 
-@mistake("a rank that waits for a gradient before it sends what that is made from", "pipeline", "circle")
+@mistake(
+    "a rank that waits for a gradient before it sends the activation that the gradient is computed from",
+    "pipeline",
+    "circle",
+)
 def _(programs: Programs) -> Programs:
     receive = place(programs[0], is_issue("receive"))
     wait = place(programs[0], is_wait(programs[0].events[receive].number))
@@ -436,7 +440,11 @@ def _(programs: Programs) -> Programs:
     return with_events(programs, 0, [*others, *sends, *events[wait + 1 :]])
 
 
-@mistake("a rank that waits for a sum before another has what it sums from it", "pipeline", "circle")
+@mistake(
+    "a rank that waits for the all-reduce of the loss before it sends the activation that the loss is computed from",
+    "pipeline",
+    "circle",
+)
 def _(programs: Programs) -> Programs:
     """The sum of the loss, asked for and waited for by the first stage before it sends anything."""
     loss = place(programs[0], is_issue("all_reduce", on_host=True))
@@ -454,7 +462,7 @@ def _(programs: Programs) -> Programs:
     return unwaited(programs, 0, is_issue("all_gather"))
 
 
-@mistake("a sum to shards that nobody waits for", "shards", "use", "reuse", "freed", "unwaited")
+@mistake("a reduce-scatter that nobody waits for", "shards", "use", "reuse", "freed", "unwaited")
 def _(programs: Programs) -> Programs:
     return unwaited(programs, 1, is_issue("reduce_scatter"))
 
@@ -474,17 +482,17 @@ def _(programs: Programs) -> Programs:
     return unwaited(programs, 0, is_issue("all_to_all"))
 
 
-@mistake("a sum over layers that nobody waits for", "grid", "use", "reuse", "freed")
+@mistake("a reduction in a layer that nobody waits for", "grid", "use", "reuse", "freed")
 def _(programs: Programs) -> Programs:
     return unwaited(programs, 3, is_issue("reduce_scatter"))
 
 
-@mistake("a sum of the host that is read before it is waited for", "pipeline", "use", "unwaited")
+@mistake("a host all-reduce that is read before it is waited for", "pipeline", "use", "unwaited")
 def _(programs: Programs) -> Programs:
     return unwaited(programs, 0, is_issue("all_reduce", on_host=True))
 
 
-@mistake("a wait behind the first use", "shards", "use", "reuse", "freed")
+@mistake("a wait after the first use", "shards", "use", "reuse", "freed")
 def _(programs: Programs) -> Programs:
     _, wait, touch = used_operation(programs, 0, is_issue("all_gather"))
     return moved(programs, 0, wait, touch + 1)
@@ -507,12 +515,12 @@ def _(programs: Programs) -> Programs:
     return with_events(programs, 0, events)
 
 
-@mistake("gradients written to while they are summed", "sums", "reuse")
+@mistake("gradients written to while they are reduced", "sums", "reuse")
 def _(programs: Programs) -> Programs:
     return touched(programs, 0, place(programs[0], is_issue("reduce_scatter")), Kind.WRITE)
 
 
-@mistake("a piece of a sum that is added to its shard before it is there", "shards", "use", "reuse")
+@mistake("a piece of a reduction that is added to its shard before it has arrived", "shards", "use", "reuse")
 def _(programs: Programs) -> Programs:
     at, wait, touch = used_operation(programs, 1, is_issue("reduce_scatter"))
     del wait
@@ -534,17 +542,17 @@ def _(programs: Programs) -> Programs:
     return touched(programs, 0, place(programs[0], is_issue("send")), Kind.FREE)
 
 
-@mistake("an activation written over before it is sent", "pipeline", "reuse")
+@mistake("an activation overwritten before it is sent", "pipeline", "reuse")
 def _(programs: Programs) -> Programs:
     return touched(programs, 1, place(programs[1], is_issue("send")), Kind.WRITE)
 
 
-@mistake("keys of a ring written over while they are sent", "ring", "reuse")
+@mistake("keys of a ring overwritten while they are sent", "ring", "reuse")
 def _(programs: Programs) -> Programs:
     return touched(programs, 1, place(programs[1], is_issue("batch")), Kind.WRITE, writes=False)
 
 
-@mistake("work that is dropped", "sums", "unwaited")
+@mistake("a work handle that is dropped", "sums", "unwaited")
 def _(programs: Programs) -> Programs:
     numbers = [e.number for e in programs[0].events if is_issue("all_reduce")(e)]
     return without(programs, 0, is_wait(numbers[0]))
@@ -556,7 +564,7 @@ def _(programs: Programs) -> Programs:
     return without(programs, 0, is_wait(programs[0].events[at].number))
 
 
-@mistake("a sum on a stream that does not wait for what is computed", "sums", "stream")
+@mistake("a reduce-scatter on a stream that does not wait for the computation", "sums", "stream")
 def _(programs: Programs) -> Programs:
     at = place(programs[0], is_issue("reduce_scatter"))
     events = list(programs[0].events)
@@ -564,7 +572,7 @@ def _(programs: Programs) -> Programs:
     return with_events(programs, 0, events)
 
 
-@mistake("two sums of the same memory on two communicators, the second not after the first", "grid", "reuse")
+@mistake("two reductions of the same memory on two communicators, in no defined order", "grid", "reuse")
 def _(programs: Programs) -> Programs:
     """Each is right on its own: the first is waited for behind the second."""
     names = {each.number: each.name for each in programs[0].communicators}
@@ -582,7 +590,7 @@ def _(programs: Programs) -> Programs:
     return programs
 
 
-@mistake("weights from the host that are sent before they have come", "host", "reuse", "use")
+@mistake("weights from the host that are sent before they have arrived", "host", "reuse", "use")
 def _(programs: Programs) -> Programs:
     """What is computed does not follow the copy that brings what a gather sends."""
     for at, event in enumerate(programs[0].events):

@@ -13,16 +13,19 @@ PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 KINDS: tuple[Kind, ...] = ("loss", "gradient", "norm", "weight")
 
 _HEAD = f"""\
-# What composes
+# Combinations of axes: tested and refused
 
-Every plan below is trained in fp32 for {NUM_STEPS} steps with AdamW, one process per rank, over gloo. It is compared
-with plain torch on one device, which trains on whole batches: each loss and gradient norm, every gradient of the last
-step before clipping, the weights after it, and an evaluation, by the names of the original module. A second run gives
-the same numbers bit for bit. `shardwise check --plan P` compares more than that, for any plan and for your own module:
-[check.md](check.md) says what it covers, and which faults it has found.
+This page lists the plans that are compared with one device, the errors that were measured, and the combinations that
+are refused.
 
-Errors are relative, |ours - theirs| / |theirs|, and the worst over all tensors and ranks. The limit is 1e-5. The models
-are small (`tests/parity/models.py`). Ours have tied embeddings and a vocabulary of 257 unless their name says
+Every plan below is trained in fp32 for {NUM_STEPS} steps with AdamW, one process per rank, over gloo, and compared
+with plain torch on one device, which trains on whole batches. The comparison covers each loss and gradient norm, every
+gradient of the last step before clipping, the weights after that step, and an evaluation, by the names of the original
+module. A second run gives the same numbers bit for bit. `shardwise check --plan P` compares more, for any plan and for
+your own module: [check.md](check.md) says what it covers, and which faults it has found.
+
+Errors are relative, |ours - theirs| / |theirs|; each is the worst over all tensors and ranks. The limit is 1e-5. The
+models are small (`tests/parity/models.py`). Ours have tied embeddings and a vocabulary of 257 unless their name says
 otherwise; llama, hf-gpt2, mixtral and qwen3-moe come from `transformers`.
 
 This page is generated. `pytest tests/parity/test_matrix.py --write-composition` measures every plan and writes it;
@@ -31,24 +34,22 @@ This page is generated. `pytest tests/parity/test_matrix.py --write-composition`
 _REFUSED = """\
 ## What is refused
 
-Some plans are refused before anything starts. The planner uses the same table (`planner/composition.py`), and each
-refusal names the nearest plan that runs. One example of each rule:
+Some plans are refused before anything starts. The planner applies the same rules (`planner/composition.py`), and each
+refusal names the nearest plan that runs. This table has one example of each rule:
 """
 
 
 _CHECK = """\
 ## Checking a plan
 
-    shardwise check --plan dp=2,tp=2,zero=1                       a small transformer with what the plan needs
-    shardwise check --plan pp=4,microbatches=8 --model qwen3-8b   a known model, scaled down
     shardwise check --plan dp=2 --module my_package.nets:factory  yours: factory() returns a module, a batch and a loss
     shardwise check --plan dp=2,tp=2,pp=2 --device cuda           on GPUs, which ranks share if there are too few
 
-It starts the ranks on this machine, trains the same steps on one device, and compares the quantities above at
-every step, and also the weights as each forward uses them. It prints the tensors with the largest errors, the first
-tensor that differs in the order of the computation, and the ranks that hold it, with their stage and shard. The exit
-status is 1 if something differs. `--json` has `ok`, `max_relative_error` (`loss`, `gradient`, `norm`, `weight`,
-`evaluation`), `first_difference`, `covered` and `left_out`.
+`shardwise check` starts the ranks on this machine, trains the same steps on one device, and compares the quantities
+above at every step, and also the weights as each forward uses them. It prints the tensors with the largest errors, the
+first tensor that differs in the order of the computation, and the ranks that hold it, with their stage and shard. The
+exit status is 1 if something differs. `--json` has `ok`, `max_relative_error` (`loss`, `gradient`, `norm`, `weight`,
+`evaluation`), `first_difference`, `covered` and `left_out`. More examples are in [check.md](check.md).
 
 `--inject FAULT` breaks the run on purpose, to show that the check would notice:
 """

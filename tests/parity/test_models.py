@@ -95,7 +95,7 @@ def test_a_users_module_is_made_and_its_batches_are_used_in_turn() -> None:
         ("no_such_module:factory", "--module no_such_module:factory cannot be imported: No module named"),
         (f"{HERE}:regresion", f"unknown function of {HERE} 'regresion'; known: "),
         (f"{HERE}:module_alone", f"{HERE}:module_alone returns Net, and not a module, a batch and a loss"),
-        (f"{HERE}:no_dictionary", f"the batch of {HERE}:no_dictionary is no dictionary"),
+        (f"{HERE}:no_dictionary", f"the batch of {HERE}:no_dictionary is not a dictionary"),
     ],
 )
 def test_a_module_that_cannot_be_had_is_a_sentence(where: str, problem: str) -> None:

@@ -64,17 +64,21 @@ ASKED = (
 
 _INTRODUCTION = """# Twenty configurations
 
-What `shardwise plan` answers for common models and clusters, beside what was published for the same model, devices and
-batch. Published layouts are written as our plans and priced for our own engine. It keeps fp32 masters beside 16-bit
-weights, and gathered inputs, so it may not fit where another program does; the column says by how much.
-The measured times are those of the named program, with its own kernels. LoRA is `--lora 16`.
+This page compares the answers of `shardwise plan` for common models and clusters with what was published for the same
+model, devices and batch.
 
-The answer is the simplest plan within 3 % of the fastest. Contexts shorter than any that were published, and anything
-on the host, have to gain more ([planning.md](planning.md)). A 405B on 1,024 H100 gets a pipeline twice as deep as
-Meta's: four tensor parallel ranks wait less for their sums than eight, which Megatron hides in part and our engine does
-not. With `tp=8,pp=16` the step is predicted 8.6 % longer, and with half of the activations on the host 2.7 % shorter.
-Mixtures of experts are priced by the launches that were counted in the layers of our engine; no such step was timed on
-GPUs. With a small batch (Moonlight), the launches decide.
+- **Published layouts** are written as our plans and priced for our own engine. Our engine keeps fp32 master weights
+  beside 16-bit weights, and gathered inputs. So a layout may not fit here although it fits in the other program; the
+  column "the same in our engine" then says how much memory is missing.
+- **Measured times** are those of the named program, with its own kernels.
+- **LoRA** is `--lora 16`.
+- **The answer** is the simplest plan within 3 % of the fastest. Plans with sequence shards shorter than any that were
+  published, and plans that use the host, have to gain more ([planning.md](planning.md)).
+- **A 405B on 1,024 H100** gets a pipeline twice as deep as Meta's. Four tensor parallel ranks wait less for their
+  all-reduces than eight. Megatron partly hides this wait, and our engine does not. With `tp=8,pp=16` the step is
+  predicted 8.6 % longer, and with half of the activations on the host 2.7 % shorter.
+- **Mixtures of experts** are priced by the kernel launches that were counted in the layers of our engine; no such step
+  was timed on GPUs. With a small batch (Moonlight), launches determine the step time.
 
     python -m tests.planner.configurations        # writes this page
 

@@ -66,7 +66,7 @@ error: unknown thing to measure 'link'; known: devices, links, collectives
         "probe --devices 0",
         1,
         """
-error: --devices 0: there is at least 1
+error: --devices 0: it must be at least 1
   try: --devices 2
 """,
     ),
@@ -138,7 +138,7 @@ error: --rate 1,fast: rates are positive numbers of requests a second
         "bench --requests 0 --show",
         1,
         """
-error: --requests 0: there is at least 1
+error: --requests 0: it must be at least 1
   try: --requests 16
 """,
     ),
@@ -146,7 +146,7 @@ error: --requests 0: there is at least 1
         "bench http:// --workload tiny",
         1,
         """
-error: http:// is no address of a server
+error: http:// is not the address of a server
   try: http://127.0.0.1:8000
 """,
     ),
@@ -440,7 +440,7 @@ error: --memory has 2 limits for 4 ranks
         "schedule 1f1b --stages 4 --microbatches 8 --memory lots",
         1,
         """
-error: --memory: 'lots' is no number
+error: --memory: 'lots' is not a number
   try: --memory 4, or a limit for each rank
 """,
     ),
@@ -465,7 +465,7 @@ error: --times: there are three times, F,I,W, but '1,1' has 2
         "schedule 1f1b --stages 4 --microbatches 8 --times 1,x,1",
         1,
         """
-error: --times: 'x' is no number
+error: --times: 'x' is not a number
   try: --times 1,1.2,0.8
 """,
     ),
@@ -562,7 +562,7 @@ error: three.csv has times for 3 stages, but there are 4 ranks
         "schedule 1f1b --stages 2 --microbatches 8 --stage-times wrong.csv",
         1,
         """
-error: wrong.csv, line 2: 'one' is no number
+error: wrong.csv, line 2: 'one' is not a number
   try: 1,1.2,0.8
 """,
     ),
@@ -594,7 +594,7 @@ error: times are given for 4 stages, but auto cuts a model into at most 2
         "schedule 1f1b --stages 2 --microbatches 8 --stage-times wrong.json",
         1,
         """
-error: wrong.json, stage 1: 1 is no list of times
+error: wrong.json, stage 1: 1 is not a list of times
   try: [1, 1.2, 0.8] or {"F": 1, "I": 1.2, "W": 0.8}
 """,
     ),
@@ -687,7 +687,7 @@ error: microbatch 1 never goes forward (microbatches: 3)
         "schedule stuck.schedule --stages 4",
         1,
         """
-error: stuck.schedule is a file and says itself how many stages, microbatches and chunks it has
+error: stuck.schedule is a file that already gives its stages, microbatches and chunks
   try: shardwise schedule stuck.schedule
 """,
     ),
@@ -696,7 +696,7 @@ error: stuck.schedule is a file and says itself how many stages, microbatches an
         "schedule --compare 1f1b --stages 4 --microbatches 8",
         1,
         """
-error: --compare is about all schedules and does not go with 1f1b
+error: --compare covers all schedules and cannot be combined with 1f1b
   try: --compare without 1f1b
 """,
     ),
@@ -704,7 +704,7 @@ error: --compare is about all schedules and does not go with 1f1b
         "schedule --compare --stages 4 --microbatches 8 --save all.svg",
         1,
         """
-error: --compare is about all schedules and does not go with --save
+error: --compare covers all schedules and cannot be combined with --save
   try: --compare without --save
 """,
     ),
@@ -906,7 +906,7 @@ error: swapped-shard cannot be injected under dp=2: every tensor is whole where 
         "check --plan dp=1 --nccl",
         1,
         """
-error: the plan dp=1 has one rank, which asks NCCL for nothing
+error: the plan dp=1 has one rank, which issues no NCCL operations
   try: --plan dp=2
 """,
     ),
@@ -979,7 +979,7 @@ error: there is no recipe runs/absent
         "train tiny --verify-steps -1",
         1,
         """
-error: --verify-steps -1: 0 is never
+error: --verify-steps -1: it must be 0 (never) or more
   try: --verify-steps 100
 """,
     ),
@@ -1011,7 +1011,7 @@ error: unknown option '--lr'; known: --help, --plan, --devices, --cluster, --sha
         "train tiny --copies-every -1",
         1,
         """
-error: --copies-every -1: it is a number of steps
+error: --copies-every -1: it must be a number of steps
   try: --copies-every 0 for none
 """,
     ),
@@ -1035,7 +1035,7 @@ error: unknown option '--resume'; known: --help, --plan, --devices, --cluster, -
         "train folder",
         1,
         """
-error: folder is a folder, and no recipe
+error: folder is a folder, not a recipe
   try: shardwise train --folder folder
 """,
     ),
@@ -1075,7 +1075,7 @@ error: not understood: tp=2
         "train tiny --set batch=7 --plan dp=2",
         1,
         """
-error: a batch of 7 rows cannot be shared out evenly under dp=2
+error: a batch of 7 rows cannot be divided evenly under dp=2
   try: --set batch=6 or --set batch=8
 """,
     ),
@@ -1083,7 +1083,7 @@ error: a batch of 7 rows cannot be shared out evenly under dp=2
         "train tiny --devices 0",
         1,
         """
-error: --devices 0: there is at least 1
+error: --devices 0: it must be at least 1
   try: --devices 1
 """,
     ),
@@ -1115,7 +1115,7 @@ error: there is nothing to read
         "data absent.txt",
         1,
         """
-error: absent.txt is not there
+error: absent.txt does not exist
   try: a file of text, .jsonl or .parquet, or stdlib
 """,
     ),
@@ -1123,7 +1123,7 @@ error: absent.txt is not there
         "data --check three.csv",
         1,
         """
-error: three.csv is no token file: its header, from byte 0 on, does not say so
+error: three.csv is not a token file: its header, from byte 0 on, does not say so
   try: shardwise data INPUT --save FILE makes a token file
 """,
     ),
@@ -1147,7 +1147,7 @@ error: SOURCE is missing
         "convert folder target",
         1,
         """
-error: folder has neither index.json nor config.json nor .metadata, so it is no checkpoint that we read
+error: folder has neither index.json nor config.json nor .metadata, so it is not a checkpoint that Shardwise can read
   try: a run, one of its checkpoints, or a Hugging Face folder
 """,
     ),
@@ -1183,8 +1183,8 @@ def test_the_error_says_what_is_wrong_and_what_to_type(
         (["schedule", "\0.schedule"], "error: the schedule file \0.schedule cannot be read: it is not text\n"),
         (["schedule", "n" * 400 + ".schedule"], f"error: the schedule file {'n' * 400}.schedule cannot be read: "),
         (["--times", ""], "error: --times: there are three times, F,I,W, but '' has 0\n"),
-        (["--hop", " "], "error: --hop: '' is no number\n"),
-        (["--memory", ""], "error: --memory: '' is no number\n"),
+        (["--hop", " "], "error: --hop: '' is not a number\n"),
+        (["--memory", ""], "error: --memory: '' is not a number\n"),
         (["--stage-times", ""], "error: the stage times in . cannot be read: Is a directory\n"),
         (["--save", ""], "error: . cannot be written: it is a folder\n"),
         (["--save", f"{'n' * 400}.svg"], f"error: {'n' * 400}.svg cannot be written: File name too long\n"),

@@ -29,8 +29,8 @@ def test_every_attempt_has_a_word_of_its_own_whoever_comes_first(store: Store) -
 
 
 def test_who_is_missing_is_named_and_an_attempt_that_failed_so_holds_up_none(store: Store) -> None:
-    with pytest.raises(ShardwiseError, match="not all ranks are there after 0 s: ranks 1, 2 have not come"):
+    with pytest.raises(ShardwiseError, match="not all ranks have arrived after 0 s: ranks 1, 2 have not come"):
         agree_on_attempt(store, 0, 3, 0.05)
-    with pytest.raises(ShardwiseError, match="not all ranks are there after 0 s: rank 0 has not called rank 1"):
+    with pytest.raises(ShardwiseError, match="not all ranks have arrived after 0 s: rank 0 has not called rank 1"):
         agree_on_attempt(store, 1, 3, 0.05)
     assert len(attempt(store, [2, 0, 1])) == 1

@@ -103,7 +103,7 @@ def test_every_kind_computes_or_moves_bytes_or_lets_go() -> None:
         *(
             (
                 text,
-                f"'{text}' is no instruction: it must be a stage, a kind and a microbatch",
+                f"'{text}' is not an instruction: it must be a stage, a kind and a microbatch",
                 "2F0, 1I3, 0SEND_F2>1, 1RECV_F2<0, 4F3&3B1 or 2STEP0",
             )
             for text in ("", "F0", "2F", "F", "2f0", "-1F0", "2F0 ", "2F0>", "2 F 0", "2F0.5", "2F0>-1")

@@ -77,9 +77,9 @@ def test_what_is_free_costs_and_holds_nothing() -> None:
 @pytest.mark.parametrize(
     ("times", "pair", "problem", "remedy"),
     [
-        ((-1, 1, 1), None, "the time of F is -1, but a time is 0 or more", "--times 1,1,1"),
-        ((1, float("nan"), 1), None, "the time of I is nan, but a time is 0 or more", "--times 1,1,1"),
-        ((1, 1, float("inf")), None, "the time of W is inf, but a time is 0 or more", "--times 1,1,1"),
+        ((-1, 1, 1), None, "the time of F is -1, but a time must be 0 or more", "--times 1,1,1"),
+        ((1, float("nan"), 1), None, "the time of I is nan, but a time must be 0 or more", "--times 1,1,1"),
+        ((1, 1, float("inf")), None, "the time of W is inf, but a time must be 0 or more", "--times 1,1,1"),
         ((0, 0, 0), None, "the times of F, I and W are all 0: nothing to schedule", "--times 1,1,1"),
         (
             (1, 1, 1),

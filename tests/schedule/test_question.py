@@ -85,8 +85,8 @@ def test_one_limit_serves_every_rank_and_several_are_for_each() -> None:
         ({"num_chunks": 0}, "0 chunks: a rank has at least 1", "--chunks 2"),
         ({"times": "1,1"}, "--times: there are three times, F,I,W, but '1,1' has 2", "--times 1,1.2,0.8"),
         ({"times": ""}, "--times: there are three times, F,I,W, but '' has 0", "--times 1,1.2,0.8"),
-        ({"times": "1,one,1"}, "--times: 'one' is no number", "--times 1,1.2,0.8"),
-        ({"times": "1,nan,1"}, "--times: 'nan' is no number", "--times 1,1.2,0.8"),
+        ({"times": "1,one,1"}, "--times: 'one' is not a number", "--times 1,1.2,0.8"),
+        ({"times": "1,nan,1"}, "--times: 'nan' is not a number", "--times 1,1.2,0.8"),
         ({"times": "-1,1,1"}, "--times: -1 is below 0", "--times 1,1.2,0.8"),
         ({"times": "inf,1,1"}, "--times: inf is neither 0 nor between 1e-12 and 1e+12", "--times 1,1.2,0.8"),
         ({"times": "1,1e-300,1"}, "--times: 1e-300 is neither 0 nor between 1e-12 and 1e+12", "--times 1,1.2,0.8"),
@@ -101,14 +101,14 @@ def test_one_limit_serves_every_rank_and_several_are_for_each() -> None:
             "--times and --stage-times both say how long stages take",
             "only one of them",
         ),
-        ({"hop": ""}, "--hop: '' is no number", "--hop 0.05"),
+        ({"hop": ""}, "--hop: '' is not a number", "--hop 0.05"),
         ({"hop": "-0.1"}, "--hop: -0.1 is below 0", "--hop 0.05"),
         (
             {"hop": "1,2"},
             "--hop has 2 times, but between 2 ranks the number of boundaries is 1",
             "--hop 0.05, or a time for each boundary",
         ),
-        ({"memory": "much"}, "--memory: 'much' is no number", "--memory 2, or a limit for each rank"),
+        ({"memory": "much"}, "--memory: 'much' is not a number", "--memory 2, or a limit for each rank"),
         ({"memory": "1,2,3"}, "--memory has 3 limits for 2 ranks", "--memory 2, or a limit for each rank"),
         ({"memory": "-2"}, "--memory: -2 is below 0", "--memory 2, or a limit for each rank"),
         (
@@ -138,28 +138,28 @@ def test_what_cannot_be_is_told_with_the_number_and_what_to_type(
             "2 lines like 1,1.2,0.8, one for each rank",
         ),
         ("1,1,1\n1,1\n", "times.csv, line 2: there are three times, F,I,W, but '1,1' has 2", "1,1.2,0.8"),
-        ("# slow\n1,x,1\n", "times.csv, line 2: 'x' is no number", "1,1.2,0.8"),
+        ("# slow\n1,x,1\n", "times.csv, line 2: 'x' is not a number", "1,1.2,0.8"),
         ("1,1,1\n1,-2,1\n", "times.csv, line 2: -2 is below 0", "1,1.2,0.8"),
         (
             "1,1,1\n0,0,0\n",
             "times.csv, line 2: the times of F, I and W are all 0: nothing to schedule",
             "--times 1,1,1",
         ),
-        ("[[1, 1, null]]", "times.csv, stage 0: 'None' is no number", "1,1.2,0.8"),
+        ("[[1, 1, null]]", "times.csv, stage 0: 'None' is not a number", "1,1.2,0.8"),
         (
             "[[1, 1, 1], 5]",
-            "times.csv, stage 1: 5 is no list of times",
+            "times.csv, stage 1: 5 is not a list of times",
             '[1, 1.2, 0.8] or {"F": 1, "I": 1.2, "W": 0.8}',
         ),
         (
             '[{"F": 1, "B": 2}]',
-            'times.csv, stage 0: {"F": 1, "B": 2} is no list of times',
+            'times.csv, stage 0: {"F": 1, "B": 2} is not a list of times',
             '[1, 1.2, 0.8] or {"F": 1, "I": 1.2, "W": 0.8}',
         ),
-        ('{"F": 1}', "times.csv is no JSON list of times: it is one object", "[[1, 1.2, 0.8], [1, 1.2, 0.8]]"),
+        ('{"F": 1}', "times.csv is not a JSON list of times: it is one object", "[[1, 1.2, 0.8], [1, 1.2, 0.8]]"),
         (
             "[[1, 1",
-            "times.csv is no JSON list of times: Expecting ',' delimiter: line 1 column 7 (char 6)",
+            "times.csv is not a JSON list of times: Expecting ',' delimiter: line 1 column 7 (char 6)",
             "[[1, 1.2, 0.8], [1, 1.2, 0.8]]",
         ),
     ],
@@ -173,7 +173,7 @@ def test_what_is_wrong_in_a_file_of_times_is_told_with_its_line(
 
 
 def test_json_nested_without_end_is_no_list_of_times(tmp_path: Path) -> None:
-    with pytest.raises(ShardwiseError, match=r"times.csv is no JSON list of times: maximum recursion depth"):
+    with pytest.raises(ShardwiseError, match=r"times.csv is not a JSON list of times: maximum recursion depth"):
         read_stage_times(file_of(tmp_path, "[" * 100_000), 2)
 
 

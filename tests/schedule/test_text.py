@@ -143,13 +143,13 @@ def test_pipes_are_read_with_their_ties() -> None:
         ),
         (
             "name: a\nrank 0: F0",
-            "x, line 2, rank 0, instruction 1: 'F0' is no instruction: it must be a stage, a kind and a microbatch",
+            "x, line 2, rank 0, instruction 1: 'F0' is not an instruction: it must be a stage, a kind and a microbatch",
             "2F0, 1I3, 0SEND_F2>1, 1RECV_F2<0, 4F3&3B1 or 2STEP0",
         ),
         (
             f"rank 0: 0F{'1' * 5000}",
-            f"x, line 1, rank 0, instruction 1: '0F{'1' * 38}...' is no instruction: it must be a stage, a kind and a "
-            "microbatch",
+            f"x, line 1, rank 0, instruction 1: '0F{'1' * 38}...' is not an instruction: it must be a stage, a kind "
+            "and a microbatch",
             "2F0, 1I3, 0SEND_F2>1, 1RECV_F2<0, 4F3&3B1 or 2STEP0",
         ),
         (

@@ -90,7 +90,7 @@ def test_salts_share_nothing() -> None:
 @pytest.mark.parametrize(
     ("request_", "problem"),
     [
-        (ask(()), "a prompt without tokens has nothing to be continued"),
+        (ask(()), "a prompt needs at least one token"),
         (ask((1,), num_tokens=0), "max_tokens=0 asks for no token"),
         (ask(range(60)), "60 tokens of prompt and 12 to come are 72, and this model takes 64"),
         (ask((1, 97)), "token 97 is outside the vocabulary of 97"),

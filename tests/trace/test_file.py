@@ -51,10 +51,10 @@ def test_a_trace_that_is_cut_short_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("document", "problem"),
     [
-        ({"traceEvents": []}, "is no trace of Shardwise"),
+        ({"traceEvents": []}, "is not a trace of Shardwise"),
         ({"format": "shardwise trace", "version": 9}, "version 9, and this Shardwise reads 1"),
         ({"format": "shardwise trace", "version": 1, "num_ranks": 2}, "is a damaged trace"),
-        ([], "is no trace of Shardwise"),
+        ([], "is not a trace of Shardwise"),
     ],
 )
 def test_what_is_no_trace_is_refused(document: object, problem: str, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def changed_events(**columns: object) -> dict[str, object]:
         (changed_activities(kind=[4] * len(ON_GPUS.activities)), "is not a valid ActivityKind"),
         (changed_activities(rank=[2] * len(ON_GPUS.activities)), "a rank that is none of the 2"),
         ({**to_document(ON_GPUS), "windows": []}, "activities of a GPU in a step that was not measured"),
-        (changed_events(end=5), "the column end, which is no list"),
+        (changed_events(end=5), "the column end, which is not a list"),
         (changed_events(end=[float("nan"), 1.75]), "something from 0.0 to nan"),
         (changed_events(end=[-1.0, 1.75]), "something from 0.0 to -1.0"),
         (changed_events(after=[None, 7]), "event 1, which waits for event 7 of 2"),

@@ -159,7 +159,7 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(ShardwiseError, match="has the format 'other', and this Shardwise reads"):
         Reader(folder)
     shutil.rmtree(folder)
-    with pytest.raises(ShardwiseError, match="is no checkpoint"):
+    with pytest.raises(ShardwiseError, match="is not a checkpoint"):
         Reader(folder)
 
 

@@ -93,7 +93,7 @@ def test_weights_may_change_their_type_on_the_way(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("absent", "is not there"),
+        ("absent", "does not exist"),
         ("empty", "has neither index.json nor config.json"),
         ("run", "has no checkpoint yet"),
     ],

@@ -118,15 +118,15 @@ def test_text_lines_parquet_and_folders_are_read(tmp_path: Path) -> None:
     [
         ("e.txt", b"", "is empty, at byte 0"),
         ("e.jsonl", b"", "is empty, at byte 0"),
-        ("f.jsonl", b'{"text": "a"}\n{"text": \n', r"line 2 of .*f\.jsonl, at byte 14, is no JSON"),
+        ("f.jsonl", b'{"text": "a"}\n{"text": \n', r"line 2 of .*f\.jsonl, at byte 14, is not valid JSON"),
         (
             "g.jsonl",
             b'{"txt": "a"}\n',
             r"line 1 of .*g\.jsonl, at byte 0, has no text under 'text': it has the keys txt",
         ),
         ("h.jsonl", b'{"text": "\\ud800"}\n', r"line 1 of .*h\.jsonl, at byte 0, has half a character"),
-        ("i.jsonl", b'{"text": "a"}\n\xff\xfe\n', r"line 2 of .*i\.jsonl, at byte 14, is no JSON"),
-        ("j.jsonl", b"[" * 100_000, r"line 1 of .*j\.jsonl, at byte 0, is no JSON"),
+        ("i.jsonl", b'{"text": "a"}\n\xff\xfe\n', r"line 2 of .*i\.jsonl, at byte 14, is not valid JSON"),
+        ("j.jsonl", b"[" * 100_000, r"line 1 of .*j\.jsonl, at byte 0, is not valid JSON"),
     ],
 )
 def test_bad_inputs_are_told_with_their_place(name: str, content: bytes, problem: str, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_damage_to_a_token_file_is_told_with_its_place(tmp_path: Path) -> None:
         ShardwiseError, match=f"has 5000 bytes, and by its header it would have {len(whole)}.* byte 5000"
     ):
         open_tokens(path)
-    for content, problem in ((b"", "is empty, at byte 0"), (b"text" * 2000, "is no token file")):
+    for content, problem in ((b"", "is empty, at byte 0"), (b"text" * 2000, "is not a token file")):
         path.write_bytes(content)
         with pytest.raises(ShardwiseError, match=problem):
             open_tokens(path)

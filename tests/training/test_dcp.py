@@ -179,7 +179,7 @@ def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(
         metadata.write_bytes(content)
         assert main(["convert", str(tmp_path / "dcp"), str(tmp_path / "new")]) == 1
         told = capsys.readouterr().err
-        assert f"error: {metadata} names posix.system, which is nothing of torch's metadata" in told
+        assert f"error: {metadata} names posix.system, which is not part of torch's metadata" in told
         assert not done.exists()
         assert not (tmp_path / "new").exists()
 
@@ -198,7 +198,7 @@ def test_attributes_are_found_of_nothing_but_enumerations(tmp_path: Path) -> Non
     every: list[object] = [set, {}, torch.Size([1]), torch.float32]
     for given in every:
         (tmp_path / ".metadata").write_bytes(pickle.dumps(_Gets(given, "__class__")))
-        with pytest.raises(ShardwiseError, match=re.escape("names builtins.getattr, which is nothing of torch's")):
+        with pytest.raises(ShardwiseError, match=re.escape("names builtins.getattr, which is not part of torch's")):
             read_metadata(tmp_path, ".metadata")
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Gets(TensorProperties, "__init__")))
     with pytest.raises(ShardwiseError, match="a TensorProperties, where a Metadata should be"):
@@ -215,7 +215,7 @@ def test_no_name_outside_of_the_list_is_found(name: str, tmp_path: Path) -> None
     words = (f"\x8c{chr(len(each))}{each}" for each in (module, attribute))
     # STACK_GLOBAL, by hand: also with dots in it, which Python follows.
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + "".join(words).encode("latin-1") + b"\x93.")
-    with pytest.raises(ShardwiseError, match=re.escape(f"names {name}, which is nothing of torch's metadata")):
+    with pytest.raises(ShardwiseError, match=re.escape(f"names {name}, which is not part of torch's metadata")):
         TorchFolder(tmp_path)
 
 

@@ -50,7 +50,7 @@ def test_it_is_told_over_http_and_no_more_when_it_is_closed() -> None:
         assert "shardwise_train_info" in samples(answer.read().decode())
     with pytest.raises(HTTPError):
         urlopen(f"{address}/other", timeout=10)
-    with pytest.raises(ShardwiseError, match=f"metrics cannot be told at 127.0.0.1:{exporter.port}: Address already"):
+    with pytest.raises(ShardwiseError, match=f"metrics cannot be served at 127.0.0.1:{exporter.port}: Address already"):
         check_exporter(Watching(port=exporter.port))
     exporter.close()
     with pytest.raises(URLError, match="refused"):

@@ -51,7 +51,7 @@ def test_every_line_is_json_whatever_the_numbers_are(tmp_path: Path) -> None:
     metrics.close()
 
     def refused(word: str) -> None:
-        raise ValueError(f"{word} is no JSON")
+        raise ValueError(f"{word} is not valid JSON")
 
     line = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(line, parse_constant=refused) == {"step": 1, "loss": None, "gradient_norm": None, "rate": 0.5}

@@ -54,4 +54,4 @@ def test_a_training_runs_folder_is_not_overwritten(capsys: pytest.CaptureFixture
 
 def test_at_least_one_step_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "tiny", "--steps", "0"]) == 1
-    assert "--steps 0: there is at least 1" in capsys.readouterr().err
+    assert "--steps 0: it must be at least 1" in capsys.readouterr().err

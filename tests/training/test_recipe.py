@@ -43,16 +43,16 @@ def test_text_becomes_the_type_of_its_key() -> None:
         ("optimizer.rate", "high", "optimizer.rate in --set wants a number, and is 'high'", "optimizer.rate=0.1"),
         ("data.masks", "1", "data.masks in --set wants true or false, and is '1'", "data.masks=true"),
         ("optimizer.schedule", "cosin", "unknown optimizer.schedule 'cosin'", "optimizer.schedule=cosine"),
-        ("steps", "0", "steps=0: there is at least 1", "steps=1"),
+        ("steps", "0", "steps=0: it must be at least 1", "steps=1"),
         ("optimizer.clip", "-1", "optimizer.clip=-1.0 is negative", "optimizer.clip=0"),
-        ("bucket_bytes", "0", "bucket_bytes=0: there is at least 1", "bucket_bytes=1"),
+        ("bucket_bytes", "0", "bucket_bytes=0: it must be at least 1", "bucket_bytes=1"),
         ("model.dropout", "1", "model.dropout=1.0 is a share from 0 to 1", "model.dropout=0.1"),
         ("data.held_out", "1", "data.held_out=1.0 is a share from 0 to 1", "data.held_out=0.1"),
         ("model.heads", "3", "model.width=128 does not give model.heads=3 heads of an even size each", "model.width="),
-        ("optimizer.rate", "nan", "optimizer.rate=nan is no finite number", "optimizer.rate="),
-        ("optimizer.clip", "inf", "optimizer.clip=inf is no finite number", "optimizer.clip="),
+        ("optimizer.rate", "nan", "optimizer.rate=nan is not a finite number", "optimizer.rate="),
+        ("optimizer.clip", "inf", "optimizer.clip=inf is not a finite number", "optimizer.clip="),
         ("model.kv_heads", "3", "model.kv_heads=3 does not divide model.heads=4", "model.kv_heads=1"),
-        ("model.kv_heads", "0", "model.kv_heads=0: there is at least 1", "model.kv_heads=1"),
+        ("model.kv_heads", "0", "model.kv_heads=0: it must be at least 1", "model.kv_heads=1"),
     ],
 )
 def test_mistakes_are_sentences_with_a_remedy(key: str, value: str, problem: str, remedy: str) -> None:
@@ -72,7 +72,7 @@ def test_wrong_types_and_unknown_keys_of_a_file_are_told_with_its_name(tmp_path:
     with pytest.raises(ShardwiseError, match=r"unknown key 'optimiser\.rate'.*\(in mine\.toml\)"):
         read_recipe(path)
     path.write_text("steps = \n")
-    with pytest.raises(ShardwiseError, match="is no TOML"):
+    with pytest.raises(ShardwiseError, match="is not valid TOML"):
         read_recipe(path)
     with pytest.raises(ShardwiseError, match="cannot be read: No such file"):
         get_recipe(str(tmp_path / "absent.toml"))

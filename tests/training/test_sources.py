@@ -59,7 +59,7 @@ def test_the_column_may_be_named_and_what_is_wrong_is_told(tmp_path: Path) -> No
         list(documents_of(str(tmp_path / "t.parquet"), field="id"))
     whole = (tmp_path / "t.parquet").read_bytes()
     (tmp_path / "cut.parquet").write_bytes(whole[:-10])
-    with pytest.raises(ShardwiseError, match="is no Parquet file"):
+    with pytest.raises(ShardwiseError, match="is not a Parquet file"):
         list(documents_of(str(tmp_path / "cut.parquet")))
     damaged = bytearray(whole)
     end = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")  # Where the schema begins.
@@ -110,9 +110,9 @@ def test_tokenizers_that_are_none_and_text_that_is_none_are_told(
     (tmp_path / "bad.json").write_text("{}")
     (tmp_path / "latin.txt").write_bytes("schön".encode("latin-1"))
     for words, problem in (
-        (["--tokenizer", str(tmp_path / "bad.json")], "is no tokenizer"),
+        (["--tokenizer", str(tmp_path / "bad.json")], "is not a tokenizer"),
         (["--tokenizer", str(tmp_path / "absent")], "there is no tokenizer at"),
-        (["--tokenizer", str(tmp_path / "hf")], "is no UTF-8 at its byte 3"),
+        (["--tokenizer", str(tmp_path / "hf")], "is not valid UTF-8 at byte 3"),
     ):
         assert main(["data", str(tmp_path / "latin.txt"), *words]) == 1
         assert problem in capsys.readouterr().err

@@ -221,7 +221,7 @@ def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--devices", "0"], "--devices 0: there is at least 1"),
+        (["--devices", "0"], "--devices 0: it must be at least 1"),
         (["--plan", "dp=3", "--devices", "2"], "plan dp=3 needs 3 ranks but there are 2"),
         (["--set", "steps"], "--set steps has no value"),
         (["--set", "data.source=absent.tokens", "--devices", "1"], "the token file absent.tokens cannot be read"),

@@ -66,7 +66,7 @@ class Cluster:
         for pool in self.pools:
             if pool.num_nodes < 1 or pool.node.devices_per_node < 1:
                 raise ShardwiseError(
-                    f"{pool.num_nodes} nodes of {pool.node.devices_per_node} {pool.device.name}: both are at least 1",
+                    f"{pool.num_nodes} nodes of {pool.node.devices_per_node} {pool.device.name}: both must be above 0",
                     remedy=f"8x{pool.device.name}",
                 )
 
@@ -118,7 +118,8 @@ def _parse_pool(part: str, text: str) -> Pool:
     nodes, devices = int(match["nodes"] or 1), int(match["devices"])
     if nodes < 1 or devices < 1:
         raise ShardwiseError(
-            f"the cluster {part!r} has {nodes * devices} devices: there is at least 1", remedy=f"8x{match['device']}"
+            f"the cluster {part!r} has {nodes * devices} devices: it must have at least 1",
+            remedy=f"8x{match['device']}",
         )
     if match["nodes"] is None:
         nodes, devices = _in_nodes(match["device"], devices)
@@ -135,6 +136,6 @@ def _in_nodes(name: str, devices: int) -> tuple[int, int]:
         return devices // usual, usual
     size = max(each for each in range(1, usual + 1) if devices % each == 0)
     raise ShardwiseError(
-        f"{devices}x{name} is no whole number of nodes, of which each has {usual} devices",
+        f"{devices}x{name} is not a whole number of nodes; a node has {usual} devices",
         remedy=f"{devices // size}x{size}x{name} or {-(-devices // usual)}x{usual}x{name}",
     )

@@ -79,7 +79,9 @@ def from_toml(text: str, *, source: str = "the cluster file") -> Cluster:
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ShardwiseError(f"{source} is no TOML: {error}", remedy='[[pool]] and device = "h100-80g"') from None
+        raise ShardwiseError(
+            f"{source} is not valid TOML: {error}", remedy='[[pool]] and device = "h100-80g"'
+        ) from None
     for key in tree:
         if key not in ("pool", "pairs"):
             raise unknown(f"key in {source}", key, ["pool", "pairs"])
@@ -107,7 +109,7 @@ def find_cluster(text: str) -> Cluster:
 
 def _read_pool(entry: Any, source: str) -> Pool:
     if not isinstance(entry, dict):
-        raise ShardwiseError(f"a pool in {source} is no table: {entry!r}", remedy="[[pool]]")
+        raise ShardwiseError(f"a pool in {source} is not a table: {entry!r}", remedy="[[pool]]")
     for key in entry:
         if key not in _KEYS:
             raise unknown(f"key of a pool in {source}", key, _KEYS)
@@ -153,7 +155,7 @@ def _read_part(usual: _Part, entry: Mapping[str, Any], name: str, source: str) -
     """Return the usual part with the values that a table replaces."""
     table = entry.get(name, {})
     if not isinstance(table, dict):
-        raise ShardwiseError(f"{name} = {table!r} in {source} is no table", remedy=f"[pool.{name}]")
+        raise ShardwiseError(f"{name} = {table!r} in {source} is not a table", remedy=f"[pool.{name}]")
     known = asdict(usual)
     if name == "device_is":
         known = {key: value for key, value in known.items() if key not in ("name", "kernels")}
@@ -173,7 +175,7 @@ def _read_part(usual: _Part, entry: Mapping[str, Any], name: str, source: str) -
 def _tables(entry: Mapping[str, Any], key: str, source: str) -> list[dict[str, Any]]:
     found = entry.get(key, [])
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise ShardwiseError(f"{key} in {source} is no list of tables", remedy=f"[[pool.{key}]]")
+        raise ShardwiseError(f"{key} in {source} is not a list of tables", remedy=f"[[pool.{key}]]")
     return found
 
 
@@ -235,7 +237,7 @@ def _read_pairs(table: Any, cluster: Cluster, source: str) -> Pairs:
     """Read the measurements of all pairs: a square matrix with a row for each device."""
     count, names = cluster.num_devices, [each.name for each in fields(Pairs)]
     if not isinstance(table, dict):
-        raise ShardwiseError(f"pairs in {source} is no table", remedy="[pairs]")
+        raise ShardwiseError(f"pairs in {source} is not a table", remedy="[pairs]")
     for key in table:
         if key not in names:
             raise unknown(f"key of pairs in {source}", key, names)

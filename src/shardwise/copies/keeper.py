@@ -98,7 +98,7 @@ class KeptFiles:
         """Return the path of the requested file. Only files of a generation are allowed."""
         generation, file = parse_generation(str(asked.get("generation"))), str(asked.get("file"))
         if generation is None or Path(file).name != file or not file.startswith("rank-"):
-            raise WireError(f"{asked.get('generation')}/{file} is no file of a copy")
+            raise WireError(f"{asked.get('generation')}/{file} is not a file of a copy")
         return self._memory.path(generation, file)
 
 

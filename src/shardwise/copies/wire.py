@@ -30,9 +30,9 @@ def receive_line(stream: BinaryIO) -> dict[str, Any]:
     try:
         content = json.loads(line)
     except ValueError:
-        raise WireError("a line is no JSON") from None
+        raise WireError("a line is not valid JSON") from None
     if not isinstance(content, dict):
-        raise WireError("a line is no object")
+        raise WireError("a line is not an object")
     if "error" in content:
         raise WireError(str(content["error"]))
     return content

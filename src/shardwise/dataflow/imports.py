@@ -79,7 +79,7 @@ class Imports:
             if found is None:
                 known = ", ".join(map(str, self._places)) or "none"
                 raise ShardwiseError(
-                    f"{name} is on {tensor.device}, which is no place of this machine (GPUs: {known})",
+                    f"{name} is on {tensor.device}, which is not a place of this machine (GPUs: {known})",
                     remedy=f'Machine(["{tensor.device}"]), or machine.data(tensor.cpu())',
                 )
             # Wait for what the user's current stream still does to the tensor.

@@ -127,7 +127,7 @@ def set_accesses(call: Call, reads: Sequence[Data] | None, writes: Sequence[Data
     for data in used:
         if data not in call.reads and data not in call.writes:
             raise ShardwiseError(
-                f"{data.name} is an argument of {call.name} but is said to be neither read nor written",
+                f"{data.name} is an argument of {call.name} but is declared neither as read nor as written",
                 remedy=f"reads=[{data.name}] or writes=[{data.name}]",
             )
 

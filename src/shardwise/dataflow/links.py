@@ -81,7 +81,7 @@ def _read(places: Sequence[Place], given: GivenLinks) -> dict[Pair, Link]:
     for ends in given:
         for name in ends:
             if name not in known:
-                raise ShardwiseError(f"a link leads to {name}, which is no place", remedy=", ".join(sorted(known)))
+                raise ShardwiseError(f"a link leads to {name}, which is not a place", remedy=", ".join(sorted(known)))
     found = {}
     for one, other in pairs:
         link = given.get((one.name, other.name)) or given.get((other.name, one.name))

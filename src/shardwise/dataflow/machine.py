@@ -78,7 +78,7 @@ class Machine(Dispatcher):
         if target.shape != source.shape or target.dtype != source.dtype:
             raise ShardwiseError(
                 f"{list(source.shape)} of {source.dtype} cannot be copied into {list(target.shape)} of {target.dtype}",
-                remedy="two tensors alike",
+                remedy="two tensors of the same shape and dtype",
             )
         at, by = self._place_of(target, to), self._place_of(source, of)
         return self.mover.copy(target, at, source, by, after, "tensor")
@@ -121,7 +121,9 @@ class Machine(Dispatcher):
             if place.kind is Kind.GPU and place.device == tensor.device:
                 return place
         if tensor.device.type != "cpu":
-            raise ShardwiseError(f"{tensor.device} is no place of this machine", remedy=f'Machine(["{tensor.device}"])')
+            raise ShardwiseError(
+                f"{tensor.device} is not a place of this machine", remedy=f'Machine(["{tensor.device}"])'
+            )
         return self.host
 
 

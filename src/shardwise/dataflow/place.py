@@ -143,7 +143,7 @@ def _check_names(names: Sequence[str]) -> None:
         match = _NAME.fullmatch(name)
         if match is None:
             remedy = "host and disk are there by themselves" if name in ("host", "disk") else "cuda:0, or cpu:0"
-            raise ShardwiseError(f"{name!r} is no device; devices are called cuda:N or cpu:N", remedy=remedy)
+            raise ShardwiseError(f"{name!r} is not a device; devices are called cuda:N or cpu:N", remedy=remedy)
         if match[1] == "cuda" and int(match[2]) >= num_gpus:
             remedy = 'Machine(["cpu:0", "cpu:1"])' if num_gpus == 0 else f"cuda:{num_gpus - 1}"
             raise ShardwiseError(f"{name} does not exist: this machine has {counted(num_gpus, 'GPU')}", remedy=remedy)

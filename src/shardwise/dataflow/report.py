@@ -63,7 +63,7 @@ def make_report(machine: Dispatcher, name: str) -> Report:
     """Wait for all work and report everything since the machine was made."""
     journal = machine.mover.journal
     if journal is None:
-        raise ShardwiseError("nothing was noted that a report could tell", remedy="Machine(..., trace=True)")
+        raise ShardwiseError("nothing was recorded that a report could show", remedy="Machine(..., trace=True)")
     machine.wait()
     journal.settle()
     names = tuple(machine.place_names)

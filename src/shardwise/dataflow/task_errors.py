@@ -58,7 +58,7 @@ def compiled_on_cpu(call: Call, place: str) -> ShardwiseError:
 
 
 def _of_another_machine(data: Data) -> ShardwiseError:
-    return ShardwiseError(f"{data.name} is of another machine", remedy=f"machine.data({data.name}.get())")
+    return ShardwiseError(f"{data.name} belongs to another machine", remedy=f"machine.data({data.name}.get())")
 
 
 def blame_task(name: str, kernel: str, place: str, code: CodeType, line: int, error: Exception) -> Exception:

@@ -58,7 +58,7 @@ def make_terms(
     ignore_index: int, label_smoothing: float, softcap: float | None, z_loss: float, reduction: str
 ) -> Terms:
     if reduction not in REDUCTIONS:
-        raise ShardwiseError(f"no reduction is called {reduction!r}", remedy=" or ".join(REDUCTIONS))
+        raise ShardwiseError(f"unknown reduction {reduction!r}", remedy=" or ".join(REDUCTIONS))
     if not 0.0 <= label_smoothing <= 1.0:
         raise ShardwiseError(f"label_smoothing={label_smoothing} is not between 0 and 1", remedy="label_smoothing=0.1")
     if softcap is not None and softcap <= 0:

@@ -53,7 +53,7 @@ def route(
     weights sum to `scale`.
     """
     if scores not in ("softmax", "sigmoid"):
-        raise ShardwiseError(f"no scores are called {scores!r}", remedy="softmax or sigmoid")
+        raise ShardwiseError(f"unknown scores {scores!r}", remedy="softmax or sigmoid")
     if not 1 <= num_chosen <= logits.shape[-1]:
         raise ShardwiseError(
             f"{num_chosen} experts cannot be chosen of {logits.shape[-1]}", remedy=f"num_chosen={logits.shape[-1]}"

@@ -34,7 +34,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation = "silu", *, kernels:
     """Return `activation(gate) * up`, of the same shape; halves of one tensor are read in place."""
     if activation not in ACTIVATIONS:
         raise ShardwiseError(
-            f"no activation is called {activation!r}", remedy=nearest(activation, list(ACTIVATIONS)) or "silu"
+            f"unknown activation {activation!r}", remedy=nearest(activation, list(ACTIVATIONS)) or "silu"
         )
     is_alike = gate.shape == up.shape and gate.dtype == up.dtype
     if kernels and is_alike and takes_kernel("gated", gate, up):

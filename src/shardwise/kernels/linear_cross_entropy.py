@@ -72,7 +72,7 @@ def linear_cross_entropy(
     """
     if reduction == "none":
         raise ShardwiseError(
-            "the head with its loss gives one number: its gradients are made before those of single tokens are known",
+            "linear_cross_entropy returns one number: gradients are computed before those of single tokens are known",
             remedy="reduction='sum' with token_weight=..., or cross_entropy(x @ weight.T, labels, reduction='none')",
         )
     terms = make_terms(ignore_index, label_smoothing, softcap, z_loss, reduction)
@@ -88,7 +88,8 @@ def linear_cross_entropy(
         )
     elif ranks is not None:
         raise ShardwiseError(
-            "words over ranks have a kernel and no definition here", remedy="shardwise.sharding.tensor.vocabulary"
+            "a vocabulary split over ranks has a kernel, and no definition here",
+            remedy="shardwise.sharding.tensor.vocabulary",
         )
     else:
         losses = plain_losses(linear(x, weight), labels, class_weight, terms)

@@ -36,10 +36,12 @@ def rotary(
     [length, dim / 2], indexed by the positions. `in_place` may be used where no gradient is needed.
     """
     if in_place and torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
-        raise ShardwiseError("rotary(in_place=True) overwrites what gradients are wanted of", remedy="in_place=False")
+        raise ShardwiseError(
+            "rotary(in_place=True) overwrites tensors that require a gradient", remedy="in_place=False"
+        )
     if in_place and interleaved:
         raise ShardwiseError(
-            "pairs that lie beside each other come out half a head apart, which is not in place",
+            "adjacent pairs are written half a head apart, which cannot be done in place",
             remedy="in_place=False",
         )
     if kernels and takes_kernel("rotary", query, key, cosine, sine, positions, lacks=lambda: _lacks(query, cosine)):

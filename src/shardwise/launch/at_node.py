@@ -224,7 +224,7 @@ def end(folder: Path, status: int, script: str | None = None, nodes: Sequence[st
     if hosts and set(nodes) - set(hosts):
         return "again"
     if hosts and script is None:
-        print(f"started again without {', '.join(hosts)}, it goes on from its last checkpoint", file=sys.stderr)
+        print(f"started again without {', '.join(hosts)}, it continues from its last checkpoint", file=sys.stderr)
         return "over"
     if hosts and script is not None and _hand_over_without(folder, left_out(events), script):
         return "over"

@@ -40,7 +40,7 @@ def placed(arguments: argparse.Namespace, work: Work, layout: Layout) -> Work:
 def layout_of(arguments: argparse.Namespace, work: Work) -> Layout:
     hosts = _hosts(arguments)
     if arguments.on == "local" and (arguments.nodes or 1) > 1:
-        raise ShardwiseError(f"--nodes {arguments.nodes} on local: that is one", remedy="--on hosts --hosts A,B")
+        raise ShardwiseError(f"--nodes {arguments.nodes}: --on local is one machine", remedy="--on hosts --hosts A,B")
     if hosts and arguments.nodes not in (None, len(hosts)):
         raise ShardwiseError(f"--nodes {arguments.nodes}, and {len(hosts)} hosts are named", remedy="leave --nodes out")
     return lay_out(
@@ -54,7 +54,7 @@ def layout_of(arguments: argparse.Namespace, work: Work) -> Layout:
 
 def target_of(arguments: argparse.Namespace, work: Work, layout: Layout) -> Target:
     if arguments.restarts < 0:
-        raise ShardwiseError(f"--restarts {arguments.restarts}: there are 0 or more", remedy="--restarts 0")
+        raise ShardwiseError(f"--restarts {arguments.restarts}: it must be 0 or more", remedy="--restarts 0")
     if arguments.sweep and (arguments.on != "slurm" or work.kind != "train"):
         raise ShardwiseError("--sweep is an array of trainings on Slurm", remedy="--on slurm ... -- train")
     if arguments.on == "slurm":
@@ -76,7 +76,8 @@ def target_of(arguments: argparse.Namespace, work: Work, layout: Layout) -> Targ
 def _least(asked: int | None, hosts: tuple[str, ...]) -> int:
     if asked is not None and not 1 <= asked <= len(hosts):
         raise ShardwiseError(
-            f"--least-hosts {asked}: from 1 to the {len(hosts)} that are named", remedy=f"--least-hosts {len(hosts)}"
+            f"--least-hosts {asked}: it must be from 1 to {len(hosts)}, the number of hosts named",
+            remedy=f"--least-hosts {len(hosts)}",
         )
     return asked or 1
 
@@ -97,14 +98,16 @@ def _kubernetes(arguments: argparse.Namespace, work: Work, layout: Layout) -> On
 def _save_seconds(arguments: argparse.Namespace) -> int:
     save = round(parse_seconds(arguments.save_before))
     if save < 1:
-        raise ShardwiseError(f"--save-before {arguments.save_before}: ranks need a moment", remedy="--save-before 2min")
+        raise ShardwiseError(
+            f"--save-before {arguments.save_before}: ranks need time to save", remedy="--save-before 2min"
+        )
     return save
 
 
 def _slurm_job(arguments: argparse.Namespace) -> SlurmJob:
     minutes = None if arguments.time is None else math.ceil(parse_seconds(arguments.time) / 60)
     if minutes is not None and minutes < 1:
-        raise ShardwiseError(f"--time {arguments.time}: Slurm counts from 1 min", remedy="--time 4h")
+        raise ShardwiseError(f"--time {arguments.time}: the shortest limit of Slurm is 1 min", remedy="--time 4h")
     save = _save_seconds(arguments)
     if minutes is not None and save >= minutes * 60:
         raise ShardwiseError(
@@ -116,7 +119,7 @@ def _slurm_job(arguments: argparse.Namespace) -> SlurmJob:
         options.insert(0, f"--partition={arguments.partition}")
     wrong = [each for each in options if not each.startswith("-")]
     if wrong:
-        raise ShardwiseError(f"--slurm {wrong[0]} is no option of sbatch", remedy=f"--slurm=--{wrong[0]}")
+        raise ShardwiseError(f"--slurm {wrong[0]} is not an option of sbatch", remedy=f"--slurm=--{wrong[0]}")
     return SlurmJob(
         python=arguments.python, num_minutes=minutes, save_seconds=save, num_restarts=arguments.restarts,
         port=arguments.port, switches=arguments.switches, cpus_per_task=arguments.cpus, options=tuple(options),

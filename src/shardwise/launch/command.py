@@ -136,7 +136,7 @@ def _followed(arguments: argparse.Namespace, submitted: Submitted, data: dict[st
         # With --json, stdout has the answer only.
         state = follow(submitted, sys.stderr if arguments.json else sys.stdout)
     except KeyboardInterrupt:
-        raise ShardwiseError(f"job {submitted.job} goes on", remedy=submitted.stop) from None
+        raise ShardwiseError(f"job {submitted.job} continues", remedy=submitted.stop) from None
     status = 0 if submitted.is_good(state) else 1
     return Answer(data={**data, "state": state}, render=lambda canvas: canvas.print(state.lower()), status=status)
 

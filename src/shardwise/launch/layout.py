@@ -34,11 +34,11 @@ def lay_out(
     """Return the requested layout. A plan must have exactly as many ranks as there are devices."""
     for option, count in (("--nodes", num_nodes), ("--devices-per-node", devices_per_node)):
         if count is not None and count < 1:
-            raise ShardwiseError(f"{option} {count}: there is at least 1", remedy=f"{option} 1")
+            raise ShardwiseError(f"{option} {count}: it must be at least 1", remedy=f"{option} 1")
     if cluster is not None:
         if len(cluster.pools) > 1:
             raise ShardwiseError(
-                f"{cluster} has nodes that differ, and a job asks for equal ones",
+                f"{cluster} has nodes that differ, and a job can only request equal ones",
                 remedy=f"--cluster {cluster.pools[0]}",
             )
         pool = cluster.pools[0]
@@ -48,7 +48,8 @@ def lay_out(
     num_ranks = None if work.plan is None else work.plan.num_ranks
     if num_ranks is None and devices_per_node is None:
         raise ShardwiseError(
-            "nothing says how many devices a node has", remedy="--devices-per-node 8, --cluster 2x8xh100, or a --plan"
+            "the number of devices per node is not given",
+            remedy="--devices-per-node 8, --cluster 2x8xh100, or a --plan",
         )
     nodes, devices = _complete(num_ranks, num_nodes, devices_per_node)
     layout = Layout(num_nodes=nodes, devices_per_node=devices, has_gpus=has_gpus)
@@ -64,7 +65,7 @@ def lay_out(
         )
     if work.kind == "serve" and nodes > 1:
         raise ShardwiseError(
-            f"serve runs on one node, and {layout} are asked for",
+            f"serve runs on one node, and {layout} are requested",
             remedy=f"a plan of at most {devices} ranks; --replicas on Kubernetes serves more requests",
         )
     return layout

@@ -55,7 +55,7 @@ def take_part(
     if len(taking) < least:
         raise ShardwiseError(
             f"{counted(len(taking), 'host')} of {len(hosts)} can take part, and --least-hosts is {least}: {why}",
-            remedy="the same launch when they are back: it goes on from its last checkpoint",
+            remedy="the same launch when they are back: it continues from its last checkpoint",
         )
     return taking, why
 

@@ -122,10 +122,10 @@ def check_cluster(work: Work, layout: Layout, cluster: OfCluster) -> None:
             remedy="--secret NAME, made by: kubectl create secret generic NAME --from-literal=key=...",
         )
     if cluster.replicas < 1:
-        raise ShardwiseError(f"--replicas {cluster.replicas}: there is at least 1", remedy="--replicas 1")
+        raise ShardwiseError(f"--replicas {cluster.replicas}: it must be at least 1", remedy="--replicas 1")
     if layout.num_nodes > 1 and work.kind == "serve":
         raise ShardwiseError(
-            f"serve runs in one pod, and {layout} are asked for", remedy="--replicas, for more requests"
+            f"serve runs in one pod, and {layout} are requested", remedy="--replicas, for more requests"
         )
 
 

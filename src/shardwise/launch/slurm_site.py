@@ -85,19 +85,19 @@ def check_partition(partitions: list[Partition], name: str | None, layout: Layou
         raise ShardwiseError(f"the partition {chosen.name} takes no jobs now", remedy=_ASK_SITE)
     if layout.num_nodes > chosen.num_nodes:
         raise ShardwiseError(
-            f"{layout} are asked for, and the partition {chosen.name} has {counted(chosen.num_nodes, 'node')}",
+            f"{layout} are requested, and the partition {chosen.name} has {counted(chosen.num_nodes, 'node')}",
             remedy=f"a plan for at most {chosen.num_nodes * layout.devices_per_node} devices, or another --partition",
         )
     if layout.has_gpus and layout.devices_per_node > chosen.gpus_per_node:
         raise ShardwiseError(
-            f"{layout} are asked for, and nodes of the partition {chosen.name} have "
+            f"{layout} are requested, and nodes of the partition {chosen.name} have "
             f"{counted(chosen.gpus_per_node, 'GPU')}",
             remedy=f"--devices-per-node {chosen.gpus_per_node}" if chosen.gpus_per_node else "--device cpu",
         )
     if num_minutes is not None and chosen.most_minutes is not None and num_minutes > chosen.most_minutes:
         raise ShardwiseError(
-            f"{num_minutes} min are asked for, and the partition {chosen.name} gives {chosen.most_minutes} min",
-            remedy=f"--time {chosen.most_minutes}min: the job goes back to the queue, and goes on from its checkpoint",
+            f"{num_minutes} min are requested, and the partition {chosen.name} gives {chosen.most_minutes} min",
+            remedy=f"--time {chosen.most_minutes}min: the job is requeued, and continues from its checkpoint",
         )
 
 

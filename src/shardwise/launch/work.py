@@ -103,10 +103,10 @@ def _training(arguments: argparse.Namespace, words: list[str], module: Any, fold
 def _serving(arguments: argparse.Namespace, words: list[str], folder: str | None) -> Work:
     if arguments.api_key is not None:
         raise ShardwiseError(
-            "an --api-key would stand in the script, for all to read", remedy="export SHARDWISE_API_KEY=KEY"
+            "an --api-key would be in the script, where everyone can read it", remedy="export SHARDWISE_API_KEY=KEY"
         )
     if arguments.port == 0:
-        raise ShardwiseError("--port 0: others must know where it listens", remedy="--port 8000")
+        raise ShardwiseError("--port 0: clients must know the port", remedy="--port 8000")
     if arguments.model is None:
         raise ShardwiseError("serve needs the model that is served on the machines", remedy="-- serve MODEL")
     plan = None if arguments.plan == "auto" else Plan.parse(arguments.plan)

@@ -63,9 +63,9 @@ def _load(path: Path) -> Mapping[str, Any]:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise ShardwiseError(f"the configuration {path} cannot be read: {why}", remedy=_EXAMPLE) from None
     except json.JSONDecodeError as error:
-        raise ShardwiseError(f"{file.name} is no JSON: {error}", remedy=_EXAMPLE) from None
+        raise ShardwiseError(f"{file.name} is not valid JSON: {error}", remedy=_EXAMPLE) from None
     if not isinstance(values, Mapping):
-        raise ShardwiseError(f"{file.name} holds no object of keys and values", remedy=_EXAMPLE)
+        raise ShardwiseError(f"{file.name} is not a JSON object", remedy=_EXAMPLE)
     return values
 
 
@@ -76,6 +76,6 @@ def _unknown_family(kind: object, called: str) -> ShardwiseError:
     near = nearest(kind, READERS)
     meant = f'"model_type": "{near}" if it has the layers of {near}, or ' if near else ""
     return ShardwiseError(
-        f"{called} is of the family {kind!r}, and which layers that has is not known here; known: {', '.join(READERS)}",
+        f"{called} is of the family {kind!r}, whose layers are not known here; known: {', '.join(READERS)}",
         remedy=meant + GIVE_THE_MODULE,
     )

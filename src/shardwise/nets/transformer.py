@@ -113,7 +113,7 @@ class Transformer(nn.Module):
             )
         if documents is not None and num_before:
             raise ShardwiseError(
-                f"packed documents cannot go on from a cache of {num_before} tokens", remedy="one sequence a row"
+                f"packed documents cannot continue from a cache of {num_before} tokens", remedy="one sequence a row"
             )
 
 

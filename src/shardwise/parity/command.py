@@ -27,13 +27,14 @@ Between steps the state is saved and loaded into a new engine, at the end under
 another plan. A few steps in bf16 follow, or in fp8 if the plan has
 precision=fp8.
 
-The model is small: one with what the plan needs, a known model scaled down
-(--model), or your own with its loss and optimizer (--module). --device cuda
-runs on GPUs over NCCL; ranks share them if there are too few. --inject breaks
-the run on purpose, to show that the check notices.
+The model is a small transformer with the layers that the plan needs, a known
+model scaled down (--model), or your own with its loss and optimizer (--module).
+--device cuda runs on GPUs over NCCL; ranks share them if there are too few.
+--inject breaks the run on purpose, to show that the check notices.
 
-With --nccl nothing is compared: the NCCL calls of all ranks are recorded, on
-the CPU too, and proven to match, to end, and to use no memory too early.
+With --nccl nothing is compared. Instead the NCCL calls of all ranks are
+recorded, on the CPU or on GPUs. They are proven to match, to be free of
+deadlock, and to use no memory too early.
 """
 
 EXAMPLE = """
@@ -86,7 +87,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         settings = default_settings(plan) if arguments.model is None else named_settings(arguments.model, plan)
         if plan.ep > 1 and settings.mixture is None:
             raise ShardwiseError(
-                f"{arguments.model} has no experts for ep={plan.ep} to share out",
+                f"{arguments.model} has no experts for ep={plan.ep} to distribute",
                 remedy=f"--plan {replace(plan, ep=1)}",
             )
         make, vocabulary = problem_of(settings, plan, steps), settings.vocabulary
@@ -229,7 +230,7 @@ def _draw_first(first: Mapping[str, Any], canvas: Canvas) -> None:
 
 def _draw_proof(data: Mapping[str, Any], canvas: Canvas) -> None:
     canvas.print(f"{data['plan']} on {counted(data['ranks'], 'rank')}, {counted(data['steps'], 'step')}")
-    canvas.print(f"{data['model']}; what ranks ask of NCCL, recorded on {data['device']}")
+    canvas.print(f"{data['model']}; the NCCL operations of its ranks, recorded on {data['device']}")
     canvas.print()
     canvas.print(
         f"{counted(data['operations'], 'operation')} on {counted(data['communicators'], 'communicator')} and"
@@ -239,7 +240,9 @@ def _draw_proof(data: Mapping[str, Any], canvas: Canvas) -> None:
     took = f"in {format_seconds(data['seconds'])}"
     if data["ok"]:
         canvas.print(
-            canvas.paint(f"all ranks ask for the same, it can end, and no memory is used early, {took}", "green")
+            canvas.paint(
+                f"all ranks issue the same operations, none can deadlock, and no memory is used early, {took}", "green"
+            )
         )
         return
     canvas.print(canvas.paint(f"{counted(len(data['problems']), 'problem')}, {took}", "bold red"))

@@ -53,7 +53,7 @@ def _checked(made: Any, where: str, num_steps: int) -> Problem:
     options = _options(parts[3] if len(parts) > 3 else {}, where)
     batches = [given] if isinstance(given, Mapping) else list(given)
     if not batches or not all(isinstance(each, Mapping) for each in batches):
-        raise ShardwiseError(f"the batch of {where} is no dictionary", remedy='{"input_ids": ids, "labels": labels}')
+        raise ShardwiseError(f"the batch of {where} is not a dictionary", remedy='{"input_ids": ids, "labels": labels}')
     left_out = _without_other_dropout(module)
     # All is computed in fp32 at least, as rounding would hide errors.
     wide = [{name: _wide(entry) for name, entry in each.items()} for each in batches]

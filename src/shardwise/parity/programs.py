@@ -84,7 +84,7 @@ def check_programs(plan: Plan, make: MakeProblem, *, device: str = "cpu") -> Pro
     """
     check_plan(plan)
     if plan.num_ranks == 1:
-        raise ShardwiseError(f"the plan {plan} has one rank, which asks NCCL for nothing", remedy="--plan dp=2")
+        raise ShardwiseError(f"the plan {plan} has one rank, which issues no NCCL operations", remedy="--plan dp=2")
     with torch.random.fork_rng(devices=[]), small_matrices():
         check_given(make().module, plan, num_steps=0, device=device)
     rehearses = device == "cpu"

@@ -98,7 +98,9 @@ class Plan:
         try:
             tree = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise ShardwiseError(f"{source} is no TOML: {error}", remedy='lines like: schedule = "zb-v"') from None
+            raise ShardwiseError(
+                f"{source} is not valid TOML: {error}", remedy='lines like: schedule = "zb-v"'
+            ) from None
         reasons = _table(tree.pop("reasons", {}), "reasons")
         offload = _table(tree.pop("offload", {}), "offload")
         return _make({**tree, **{f"offload.{key}": value for key, value in offload.items()}}, reasons=reasons)
@@ -250,7 +252,7 @@ def _quoted(text: str) -> str:
 
 def _table(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ShardwiseError(f"{name} = {value!r} in the plan is no table", remedy=f"[{name}]")
+        raise ShardwiseError(f"{name} = {value!r} in the plan is not a table", remedy=f"[{name}]")
     return value
 
 

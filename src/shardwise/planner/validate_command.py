@@ -13,7 +13,7 @@ from shardwise.units import counted, format_percent
 DESCRIPTION = """
 Predict the step of every run in a table from its layout, and compare with what
 was measured: errors of time and memory, how often running out of memory was
-foreseen, and how good our first choice was in sweeps of layouts.
+predicted, and in sweeps of layouts, how close our first choice is to the best.
 
 The table is a CSV file with one run per line, or the name of a table that
 comes with Shardwise.

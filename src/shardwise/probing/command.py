@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         if word not in _SUBJECTS:
             raise unknown("thing to measure", word, _SUBJECTS)
     if arguments.devices is not None and arguments.devices < 1:
-        raise ShardwiseError(f"--devices {arguments.devices}: there is at least 1", remedy="--devices 2")
+        raise ShardwiseError(f"--devices {arguments.devices}: it must be at least 1", remedy="--devices 2")
     save = _save_path(arguments.save, subjects)
     from shardwise.probing.measure import probe  # Loads torch.
     from shardwise.training.run import count_devices

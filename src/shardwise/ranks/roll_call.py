@@ -63,5 +63,5 @@ def _wait(missing: Callable[[], str | None], patience: float) -> None:
     deadline = time.monotonic() + patience
     while (why := missing()) is not None:
         if time.monotonic() > deadline:
-            raise ShardwiseError(f"not all ranks are there after {patience:.0f} s: {why}")
+            raise ShardwiseError(f"not all ranks have arrived after {patience:.0f} s: {why}")
         time.sleep(_LOOK_SECONDS)

@@ -170,7 +170,7 @@ class Ranks:
         except (EOFError, ConnectionError) as error:
             self._kill()
             raise ShardwiseError(
-                f"the server that ranks are forked from has ended ({type(error).__name__}), perhaps for want of memory",
+                f"the server that ranks are forked from has ended ({type(error).__name__}), perhaps out of memory",
                 remedy="run it again: another is started then; dmesg says whether the system has ended it",
             ) from error
 
@@ -219,7 +219,7 @@ class Ranks:
         status = self._processes[rank].exitcode
         if status == _STARTS_AGAIN_STATUS:
             raise ShardwiseError(
-                "the script starts ranks whenever it is read, and every rank that is starting reads it",
+                "the script starts ranks whenever it is imported, and every rank imports it",
                 remedy='if __name__ == "__main__": before what starts them',
             )
         told = self._find_told(status)

@@ -100,7 +100,7 @@ def _get_schedule(arguments: argparse.Namespace) -> tuple[Schedule, Question]:
     schedule = load_schedule(path)
     if (arguments.stages, arguments.microbatches, arguments.chunks) != (None, None, None):
         raise ShardwiseError(
-            f"{path.name} is a file and says itself how many stages, microbatches and chunks it has",
+            f"{path.name} is a file that already gives its stages, microbatches and chunks",
             remedy=f"shardwise schedule {name}",
         )
     return schedule, _get_question(arguments, schedule.num_ranks, schedule.num_microbatches)
@@ -203,7 +203,7 @@ def _compare(arguments: argparse.Namespace) -> Answer:
     if arguments.name is not None or arguments.save:
         extra = arguments.name if arguments.name is not None else "--save"
         raise ShardwiseError(
-            f"--compare is about all schedules and does not go with {extra}", remedy=f"--compare without {extra}"
+            f"--compare covers all schedules and cannot be combined with {extra}", remedy=f"--compare without {extra}"
         )
     question = _get_question(arguments, arguments.stages, arguments.microbatches)
     outcomes: list[tuple[str, Outcome]] = []

@@ -122,7 +122,7 @@ def _parse_single(text: str) -> Instruction:
     match = _PATTERN.fullmatch(text)
     if match is None:
         raise ShardwiseError(
-            f"'{text}' is no instruction: it must be a stage, a kind and a microbatch",
+            f"'{text}' is not an instruction: it must be a stage, a kind and a microbatch",
             remedy="2F0, 1I3, 0SEND_F2>1, 1RECV_F2<0, 4F3&3B1 or 2STEP0",
         )
     stage, word, microbatch, mark, peer = match.groups()

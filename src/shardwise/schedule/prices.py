@@ -43,7 +43,9 @@ class StageTimes:
     def __post_init__(self) -> None:
         for name, value in (("F", self.forward), ("I", self.input_gradient), ("W", self.weight_gradient)):
             if not 0 <= value < float("inf"):
-                raise ShardwiseError(f"the time of {name} is {value}, but a time is 0 or more", remedy="--times 1,1,1")
+                raise ShardwiseError(
+                    f"the time of {name} is {value}, but a time must be 0 or more", remedy="--times 1,1,1"
+                )
         if self.total <= 0:
             raise ShardwiseError("the times of F, I and W are all 0: nothing to schedule", remedy="--times 1,1,1")
         low, high = max(self.forward, self.backward), self.total

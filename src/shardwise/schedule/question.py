@@ -142,14 +142,14 @@ def _json_rows(text: str, path: Path) -> list[tuple[str, list[str]]]:
             raise ValueError("it is one object")
     except (ValueError, RecursionError) as error:
         raise ShardwiseError(
-            f"{path.name} is no JSON list of times: {error}", remedy="[[1, 1.2, 0.8], [1, 1.2, 0.8]]"
+            f"{path.name} is not a JSON list of times: {error}", remedy="[[1, 1.2, 0.8], [1, 1.2, 0.8]]"
         ) from None
     rows = []
     for number, entry in enumerate(entries):
         values = [entry[key] for key in "FIW"] if isinstance(entry, dict) and set(entry) == set("FIW") else entry
         if not isinstance(values, list):
             raise ShardwiseError(
-                f"{path.name}, stage {number}: {json.dumps(entry)[:40]} is no list of times",
+                f"{path.name}, stage {number}: {json.dumps(entry)[:40]} is not a list of times",
                 remedy='[1, 1.2, 0.8] or {"F": 1, "I": 1.2, "W": 0.8}',
             )
         rows.append((f"stage {number}", [str(value) for value in values]))
@@ -201,7 +201,7 @@ def _number(word: str, what: str, remedy: str) -> float:
     except ValueError:
         number = nan
     if isnan(number):
-        raise ShardwiseError(f"{what}: '{word}' is no number", remedy=remedy)
+        raise ShardwiseError(f"{what}: '{word}' is not a number", remedy=remedy)
     if number < 0:
         raise ShardwiseError(f"{what}: {word} is below 0", remedy=remedy)
     if number != 0 and not _LEAST <= number <= _MOST:

@@ -56,7 +56,7 @@ def read_lines(text: str) -> Iterator[Line]:
             custom_id, url, body = str(given["custom_id"]), str(given.get("url", "/v1/completions")), given.get("body")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ShardwiseError(
-                f"line {number} is no request in JSON with a custom_id: {row[:60]}", remedy=_EXAMPLE
+                f"line {number} is not a JSON request with a custom_id: {row[:60]}", remedy=_EXAMPLE
             ) from None
         yield Line(name=str(number - 1), custom_id=custom_id, url=url, body=body)
 

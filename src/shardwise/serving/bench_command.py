@@ -21,7 +21,7 @@ The requests of a --workload are always the same. They are sent all at once, or
 at random times with each of the given rates.
 
 TARGET is the address of a server with OpenAI's API that returns token ids, or
-a model to serve meanwhile. --save writes a page with curves.
+a model, which is served during the run. --save writes a page with curves.
 """
 
 EXAMPLE = """

@@ -16,7 +16,7 @@ DESCRIPTION = """
 Chat with a model: each line that you type is a message, and the answer is
 printed as it arrives. An empty line or the end of the input ends the chat.
 
-TARGET is the address of a server, or a model to serve meanwhile (default: the
+TARGET is the address of a server, or a model to serve for the chat (default: the
 newest run under runs/).
 """
 

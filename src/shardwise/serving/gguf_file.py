@@ -77,7 +77,7 @@ def settings_from(reader: Any, tensors: dict[str, Any], path: Path) -> Settings:
         return default if found is None else found
 
     if _find(reader, f"{kind}.rope.scaling.type") not in (None, "none"):
-        raise ShardwiseError(f"{path} has stretched positions, which are not read", remedy="its Hugging Face folder")
+        raise ShardwiseError(f"{path} has scaled positions, which are not supported", remedy="its Hugging Face folder")
     width, num_heads = int(entry("embedding_length")), int(entry("attention.head_count"))
     return Settings(
         vocabulary=int(tensors["token_embd.weight"].shape[1]),

@@ -132,7 +132,7 @@ def check(request: Request, max_length: int, vocabulary_size: int) -> None:
     """Refuse a request that can never be answered."""
     num_prompt, most = len(request.prompt), request.sampling.max_tokens
     if not num_prompt:
-        raise ShardwiseError("a prompt without tokens has nothing to be continued", remedy="at least one token")
+        raise ShardwiseError("a prompt needs at least one token", remedy="a prompt with text")
     if most < 1:
         raise ShardwiseError(f"max_tokens={most} asks for no token", remedy="max_tokens=1 or more")
     if num_prompt + most > max_length:

@@ -41,7 +41,9 @@ def load_sharded(
     num_replicas = found.dp // found.ep
     shard = Shard(tp=found.tp, pp=found.pp, ep=found.ep, counts=found.layers)
     if found.cp > 1:
-        raise ShardwiseError(f"the plan {plan} has cp={found.cp}, and serving cuts no sequences", remedy="tp, pp or ep")
+        raise ShardwiseError(
+            f"the plan {plan} has cp={found.cp}, and serving does not split sequences", remedy="tp, pp or ep"
+        )
     settings, kind, identity = describe_source(source, random_weights=random_weights, dtype=dtype)
     check_shard(settings, shard)
     model = Model(source=source, random_weights=random_weights, settings=settings, dtype=kind, shard=shard,

@@ -88,7 +88,7 @@ class Shard:
 def check_shard(settings: Settings, shard: Shard) -> None:
     """Refuse a model that cannot be sharded this way."""
     if shard.tp > 1 and shard.ep > 1:
-        raise ShardwiseError("serving cuts a layer by tp or by ep, not by both", remedy="tp=2, or ep=2")
+        raise ShardwiseError("serving splits a layer by tp or by ep, not by both", remedy="tp=2, or ep=2")
     if shard.pp > settings.num_layers:
         raise ShardwiseError(f"pp={shard.pp} is more than {settings.num_layers} layers", remedy="a smaller pp")
     if shard.counts is not None and (sum(shard.counts) != settings.num_layers or 0 in shard.counts):

@@ -38,14 +38,15 @@ def load_trace(path: Path) -> Trace:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ShardwiseError(f"the trace {path} cannot be read: {why}", remedy="the folder of a run") from None
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
         is_short = error.pos >= len(text.rstrip()) - 1 or "Unterminated" in error.msg
+        what = "is cut short" if is_short else "is not valid JSON"
         raise ShardwiseError(
-            f"the trace {path} {'is cut short' if is_short else 'is no JSON'} at character {error.pos} of {len(text)}",
+            f"the trace {path} {what} at character {error.pos} of {len(text)}",
             remedy="a run whose profile ended, or shardwise profile again",
         ) from None
     return from_document(document, source=path.name)
@@ -81,7 +82,7 @@ def from_document(document: Any, *, source: str = "the trace") -> Trace:
     """Return the trace of a document made by `to_document`."""
     if not isinstance(document, Mapping) or document.get("format") != _FORMAT:
         raise ShardwiseError(
-            f"{source} is no trace of Shardwise: its format is not '{_FORMAT}'", remedy="the trace.json of a run"
+            f"{source} is not a trace of Shardwise: its format is not '{_FORMAT}'", remedy="the trace.json of a run"
         )
     if document.get("version") != _VERSION:
         raise ShardwiseError(
@@ -135,7 +136,7 @@ def _check_columns(columns: Mapping[str, Any], expected: Mapping[str, set[type]]
     for name, kinds in expected.items():
         column = columns[name]
         if not isinstance(column, list):
-            raise ValueError(f"the column {name}, which is no list")
+            raise ValueError(f"the column {name}, which is not a list")
         wrong = set(map(type, column)) - kinds
         if wrong:
             raise ValueError(f"a {wrong.pop().__name__} in the column {name}")

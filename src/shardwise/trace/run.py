@@ -102,7 +102,7 @@ def load_run(path: Path) -> Run:
         return Run(name=path.name.removesuffix(".json"), trace=load_trace(path))
     if not (path / TRACE).is_file():
         raise ShardwiseError(
-            f"the folder {path} has no {TRACE}, so nothing is known of what happened in it",
+            f"the folder {path} has no {TRACE}, so there is no record of its steps",
             remedy="shardwise profile, which measures some steps and writes it",
         )
     predicted = load_trace(path / PREDICTED) if (path / PREDICTED).is_file() else None

@@ -75,7 +75,7 @@ def _known_gpu() -> Device:
     called = torch.cuda.get_device_name()
     name = find_device(called)
     if name is None:
-        raise ShardwiseError(f"the catalogue knows no GPU {called}", remedy="a cluster.toml written by hand")
+        raise ShardwiseError(f"the catalogue has no GPU {called}", remedy="a cluster.toml that describes it")
     known = DEVICES[name]
     rate = matmul_flops(torch.device("cuda"), torch.bfloat16, size=8192)
     return replace(known, matmul_efficiency=min(rate / known.peak("bf16"), 1.0))

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--share-gpus", action="store_true", help="allow more ranks than GPUs; slow, for checking a plan"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the recipe")
-    parser.add_argument("--folder", metavar="FOLDER", help="folder of the run; a run that is there is resumed")
+    parser.add_argument("--folder", metavar="FOLDER", help="folder of the run; an existing run is resumed")
     parser.add_argument(
         "--verify-steps", type=int, default=0, metavar="N",
         help="every N steps, repeat one on another replica and compare weights of replicas (default: never)",
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     from shardwise.training.run import count_devices, train  # Loads torch.
 
     if arguments.devices is not None and arguments.devices < 1:
-        raise ShardwiseError(f"--devices {arguments.devices}: there is at least 1", remedy="--devices 1")
+        raise ShardwiseError(f"--devices {arguments.devices}: it must be at least 1", remedy="--devices 1")
     copies_every = _copies_every(arguments.copies_every)
     asked = ask(arguments, recipe, count_devices())
     recipe, num_devices = asked.recipe, asked.num_devices
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
     if arguments.folder is None and environment.find_world_size() is not None:
         raise ShardwiseError(
-            "processes that torchrun has started must be told in which folder they meet",
+            "processes started by torchrun need the folder of the run",
             remedy=f"--folder runs/{recipe.name}",
         )
     folder = Path(arguments.folder) if arguments.folder else new_folder(recipe)
@@ -130,7 +130,9 @@ def run(arguments: argparse.Namespace) -> Answer:
 def _copies_every(asked: int | None) -> int | None:
     """Return the steps between copies. Without a launcher that restarts ranks there are none, unless asked for."""
     if asked is not None and asked < 0:
-        raise ShardwiseError(f"--copies-every {asked}: it is a number of steps", remedy="--copies-every 0 for none")
+        raise ShardwiseError(
+            f"--copies-every {asked}: it must be a number of steps", remedy="--copies-every 0 for none"
+        )
     return 0 if asked is None and environment.find_world_size() is None else asked
 
 
@@ -161,7 +163,9 @@ def watching_of(arguments: argparse.Namespace) -> "Watching":
     from shardwise.training.job import Watching
 
     if arguments.verify_steps < 0:
-        raise ShardwiseError(f"--verify-steps {arguments.verify_steps}: 0 is never", remedy="--verify-steps 100")
+        raise ShardwiseError(
+            f"--verify-steps {arguments.verify_steps}: it must be 0 (never) or more", remedy="--verify-steps 100"
+        )
     return Watching(
         verify_every=arguments.verify_steps,
         leaves_out_slow=arguments.leave_out_slow,

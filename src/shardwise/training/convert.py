@@ -81,7 +81,9 @@ def convert(
 def find_source(source: Path) -> tuple[Path, str]:
     """Return the folder to read, and its kind. For a run it is the last checkpoint."""
     if not source.exists():
-        raise ShardwiseError(f"{source} is not there", remedy="a run, one of its checkpoints, or a Hugging Face folder")
+        raise ShardwiseError(
+            f"{source} does not exist", remedy="a run, one of its checkpoints, or a Hugging Face folder"
+        )
     if (source / CHECKPOINTS).is_dir():
         last = find_last(source / CHECKPOINTS)
         if last is None:
@@ -91,7 +93,7 @@ def find_source(source: Path) -> tuple[Path, str]:
         if (source / file).is_file():
             return source, kind
     raise ShardwiseError(
-        f"{source} has neither {INDEX} nor {CONFIG} nor {METADATA}, so it is no checkpoint that we read",
+        f"{source} has neither {INDEX} nor {CONFIG} nor {METADATA}, so it is not a checkpoint that Shardwise can read",
         remedy="a run, one of its checkpoints, or a Hugging Face folder",
     )
 

@@ -113,7 +113,7 @@ def read_metadata(folder: Path, name: str) -> Metadata:
         return _metadata_of(found)
     except _RefusedError as error:
         raise ShardwiseError(
-            f"{path} names {error}, which is nothing of torch's metadata; it is a pickle, and might run that",
+            f"{path} names {error}, which is not part of torch's metadata; the file is a pickle, and could run it",
             remedy=_REMEDY,
         ) from None
     except Exception as error:  # A pickle that is damaged may raise anything.

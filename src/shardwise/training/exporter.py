@@ -149,7 +149,7 @@ def _serve(host: str, port: int, facts: Facts | None) -> ThreadingHTTPServer:
         server = ThreadingHTTPServer((host, port), Handler)
     except OSError as error:
         raise ShardwiseError(
-            f"metrics cannot be told at {host}:{port}: {error.strerror}", remedy=f"--metrics-port {port + 1}"
+            f"metrics cannot be served at {host}:{port}: {error.strerror}", remedy=f"--metrics-port {port + 1}"
         ) from None
     server.daemon_threads = True
     if facts is not None:

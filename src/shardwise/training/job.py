@@ -53,6 +53,6 @@ def check_rows(job: Job) -> None:
         shared = [f"{key}={getattr(plan, key)}" for key in ("dp", "microbatches") if getattr(plan, key) > 1]
         sizes = [str(each) for each in (rows - rows % pieces, rows - rows % pieces + pieces) if each]
         raise ShardwiseError(
-            f"a batch of {rows} rows cannot be shared out evenly under {','.join(shared)}",
+            f"a batch of {rows} rows cannot be divided evenly under {','.join(shared)}",
             remedy=" or ".join(f"--set batch={size}" for size in sizes),
         )

@@ -34,8 +34,8 @@ Measure some steps of a training run: every instruction, wait and collective on
 every rank, and on a GPU every kernel, collective and copy, by stream.
 
 Takes the options of `shardwise train`, saves no checkpoint, and ends with a
-report page and the findings of the doctor. --calibrate writes what was
-measured as a cluster.toml for the planner.
+report page and the findings of the doctor. --calibrate writes the measurements
+as a cluster.toml for the planner.
 """
 
 EXAMPLE = """
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=5, metavar="N", help="steps to measure, each also with a trace (default: 5)"
     )
-    parser.add_argument("--calibrate", metavar="FILE", help="write what was measured as a cluster.toml")
+    parser.add_argument("--calibrate", metavar="FILE", help="write the measurements as a cluster.toml")
 
 
 def meant_by(option: str, value: str) -> str | None:
@@ -59,7 +59,7 @@ def meant_by(option: str, value: str) -> str | None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     if arguments.steps < 1:
-        raise ShardwiseError(f"--steps {arguments.steps}: there is at least 1", remedy="--steps 5")
+        raise ShardwiseError(f"--steps {arguments.steps}: it must be at least 1", remedy="--steps 5")
     if arguments.show:
         return train_command.run(arguments)
     if arguments.calibrate is not None:

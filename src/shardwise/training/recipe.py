@@ -189,9 +189,11 @@ def read_recipe(path: Path) -> Recipe:
         with os_errors_as(f"the recipe {path} cannot be read", remedy="shardwise train bytes, or a file that is there"):
             tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise ShardwiseError(f"the recipe {path} is no text: {error}", remedy="a TOML file in UTF-8") from None
+        raise ShardwiseError(f"the recipe {path} is not text: {error}", remedy="a TOML file in UTF-8") from None
     except tomllib.TOMLDecodeError as error:
-        raise ShardwiseError(f"the recipe {path} is no TOML: {error}", remedy="lines like: steps = 100") from None
+        raise ShardwiseError(
+            f"the recipe {path} is not valid TOML: {error}", remedy="lines like: steps = 100"
+        ) from None
     return Recipe(name=path.stem).changed(fields.dotted(tree), source=path.name)
 
 
@@ -203,7 +205,7 @@ def get_recipe(word: str) -> Recipe:
     if path.is_dir():
         has_run = (path / "recipe.toml").is_file()
         raise ShardwiseError(
-            f"{word} is the folder of a run, and no recipe" if has_run else f"{word} is a folder, and no recipe",
+            f"{word} is the folder of a run, not a recipe" if has_run else f"{word} is a folder, not a recipe",
             remedy=f"shardwise train --folder {word}" + (", which goes on with it" if has_run else ""),
         )
     if "/" in word and not path.suffix and not path.exists():
@@ -223,12 +225,12 @@ def _check(recipe: Recipe) -> None:
     leaves = fields.leaves(recipe)
     for key, (value, _, _) in leaves.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise ShardwiseError(f"{key}={value} is no finite number", remedy=f"{key}=0.1")
+            raise ShardwiseError(f"{key}={value} is not a finite number", remedy=f"{key}=0.1")
     for key, (value, _, bound) in leaves.items():
         if value is None or (key == "optimizer.final" and value == 1):
             continue
         if bound == "positive" and value < 1:
-            raise ShardwiseError(f"{key}={value}: there is at least 1", remedy=f"{key}=1")
+            raise ShardwiseError(f"{key}={value}: it must be at least 1", remedy=f"{key}=1")
         if bound == "not negative" and value < 0:
             raise ShardwiseError(f"{key}={value} is negative", remedy=f"{key}=0")
         if bound == "share" and not 0 <= value < 1:

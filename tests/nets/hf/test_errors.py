@@ -138,14 +138,14 @@ def test_a_config_that_cannot_be_computed_is_refused(changed: dict[str, Any], te
 
 def test_folders_that_are_no_models_are_told_from_broken_ones(tmp_path: Path) -> None:
     assert said(tmp_path).startswith(
-        "FOLDER has no config.json, so it is no Hugging Face model\n  try: the folder that"
+        "FOLDER has no config.json, so it is not a Hugging Face model\n  try: the folder that"
     )
     save_theirs("llama", tmp_path, max_shard_size="20KB")
     files = sorted(tmp_path.glob("*.safetensors"))
     files[1].write_bytes(files[1].read_bytes()[:-10])
     assert f"FOLDER/{files[1].name} is not whole: " in said(tmp_path)
     files[1].unlink()
-    assert said(tmp_path).startswith(f"model.safetensors.index.json names FOLDER/{files[1].name}, which is not there")
+    assert said(tmp_path).startswith(f"model.safetensors.index.json names FOLDER/{files[1].name}, which does not exist")
     (tmp_path / "model.safetensors.index.json").unlink()
     assert said(tmp_path).startswith(
         "FOLDER has neither model.safetensors nor model.safetensors.index.json, and weights"
@@ -189,5 +189,5 @@ def test_a_family_that_cannot_say_the_settings_is_refused(tmp_path: Path) -> Non
         save(model, tmp_path / "new", family="quen3")
     assert isinstance(model.settings.attention, Heads)
     strange = replace(model.settings, attention=replace(model.settings.attention, output_bias=True))
-    with pytest.raises(ShardwiseError, match=r"no family that we write can say all of Settings\(vocabulary=97"):
+    with pytest.raises(ShardwiseError, match=r"no family that we write can express all of Settings\(vocabulary=97"):
         save(Transformer(strange), tmp_path / "new")

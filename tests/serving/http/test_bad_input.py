@@ -29,7 +29,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str | None]] = [
     (
         "completions",
         {"prompt": "\ud800"},
-        "prompt has half a surrogate pair (\\ud800), which is no character",
+        "prompt has half a surrogate pair (\\ud800), which is not a character",
         "prompt",
     ),
     (
@@ -158,13 +158,13 @@ def test_a_wrong_field_is_named_with_the_reason(here: Running, case: int) -> Non
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (b'{"prompt": "\xff"}', "the body is no UTF-8 at its byte 12"),
-        (b"{", "the body is no JSON: "),
-        (b"", "the body is no JSON: "),
+        (b'{"prompt": "\xff"}', "the body is not valid UTF-8 at byte 12"),
+        (b"{", "the body is not valid JSON: "),
+        (b"", "the body is not valid JSON: "),
         (b"[1]", "the body must be a JSON object"),
-        (b'{"prompt": NaN}', "the body is no JSON: NaN is no number in JSON"),
-        (b"[" * 100_000, "the body is no JSON: it is nested too deeply"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", "the body is no JSON: "),
+        (b'{"prompt": NaN}', "the body is not valid JSON: NaN is not a number in JSON"),
+        (b"[" * 100_000, "the body is not valid JSON: it is nested too deeply"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "the body is not valid JSON: "),
         (b'{"prompt": "a", "temperature": 1e999}', "temperature is inf; it must be at most 2"),
     ],
 )

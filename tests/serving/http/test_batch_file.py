@@ -57,5 +57,5 @@ def test_a_line_that_cannot_be_answered_says_why_and_the_others_are_answered(giv
 
 
 def test_a_file_that_is_no_requests_is_refused() -> None:
-    with pytest.raises(ShardwiseError, match="line 2 is no request in JSON with a custom_id"):
+    with pytest.raises(ShardwiseError, match="line 2 is not a JSON request with a custom_id"):
         list(read_lines('{"custom_id": 1}\n[1]\n'))

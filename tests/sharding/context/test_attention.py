@@ -95,7 +95,7 @@ def test_an_exchange_sends_shared_keys_only_where_they_are_needed(ranks: Ranks) 
 
 def test_heads_are_shared_out_evenly_and_too_few_are_refused() -> None:
     assert [len(run) for run in share_heads(7, 3)] == [3, 2, 2]
-    with pytest.raises(ShardwiseError, match="2 heads cannot be shared out over cp=4 ranks") as error:
+    with pytest.raises(ShardwiseError, match="2 heads cannot be distributed over cp=4 ranks") as error:
         share_heads(2, 4)
     assert error.value.remedy == "cp=2, or the ring, which does not cut heads"
 

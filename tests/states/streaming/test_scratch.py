@@ -206,14 +206,14 @@ def test_a_disk_that_fills_says_so_before_anything_moves(tmp_path: Path, monkeyp
     needed = 2 * weight_bytes(net)
     budget = {"cpu:0": int(0.8 * needed), "cpu": int(0.2 * needed)}
     with pytest.raises(
-        ShardwiseError, match=r"8.0 KiB for weights that are trained cannot be had in .*: No space left"
+        ShardwiseError, match=r"8.0 KiB for weights that are trained cannot be reserved in .*: No space left"
     ):
         sw.place(net, BESIDE, budget=budget, host="stream", folder=tmp_path, moments=0)
     assert not list(tmp_path.iterdir())
     assert {name: each.data_ptr() for name, each in net.named_parameters()} == places
     assert torch.equal(net(ids()), plain(ids()))
     (tmp_path / "taken").touch()
-    with pytest.raises(ShardwiseError, match=r"cannot be had in .*taken: (File exists|Not a directory)"):
+    with pytest.raises(ShardwiseError, match=r"cannot be reserved in .*taken: (File exists|Not a directory)"):
         sw.place(net, BESIDE, budget=budget, host="stream", folder=tmp_path / "taken", moments=0)
 
 

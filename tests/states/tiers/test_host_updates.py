@@ -209,7 +209,7 @@ def test_bf16_weights_follow_an_fp32_master(machine: Machine) -> None:
 
 def test_what_is_no_fraction_is_refused(machine: Machine) -> None:
     net = Net(2)
-    with pytest.raises(ShardwiseError, match="on_host=2 is no fraction"):
+    with pytest.raises(ShardwiseError, match="on_host=2 is not a fraction"):
         HostUpdates(net, list(net.blocks), adamw, machine, "cpu:0", on_host=2)
 
 

@@ -68,8 +68,8 @@ def _called(module: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], 
         return torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise ShardwiseError(
-            f"{type(module).__name__} asks for numbers while it runs ({error.func}), and a trace has none",
-            remedy="trace_model(module, batch, fake=False), which runs it in earnest on a small batch",
+            f"{type(module).__name__} reads values while it runs ({error.func}), and a trace has none",
+            remedy="trace_model(module, batch, fake=False), which runs it with real tensors on a small batch",
         ) from None
 
 
@@ -80,7 +80,7 @@ def _loss(output: Any) -> Tensor:
     losses = [each for each in losses if each.requires_grad]
     if not losses:
         raise ShardwiseError(
-            "nothing that the module gives depends on a parameter that trains",
+            "no output of the module depends on a parameter that requires a gradient",
             remedy="a module in which requires_grad is true for some parameters",
         )
     return torch.stack([each.float().sum() for each in losses]).sum()

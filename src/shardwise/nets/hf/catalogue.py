@@ -45,7 +45,7 @@ def config_for(settings: Settings, family: str | None = None) -> tuple[Family, d
             unable[each.name] = error.problem
     if family is None and not able:
         raise ShardwiseError(
-            f"no family that we write can say all of {settings}", remedy=f"settings as in {', '.join(FAMILIES)}"
+            f"no family that we write can express all of {settings}", remedy=f"settings as in {', '.join(FAMILIES)}"
         )
     chosen = next(iter(able)) if family is None else family
     if chosen in unable:

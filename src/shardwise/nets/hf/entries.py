@@ -67,7 +67,7 @@ def read_entries(folder: Path) -> Entries:
     path = folder / CONFIG
     if not path.is_file():
         raise ShardwiseError(
-            f"{folder} has no {CONFIG}, so it is no Hugging Face model",
+            f"{folder} has no {CONFIG}, so it is not a Hugging Face model",
             remedy="the folder that save_pretrained wrote, or a downloaded snapshot",
         )
     try:

@@ -67,7 +67,7 @@ class Files:
         if name not in self._open:
             path = self.folder / name
             if not path.is_file():
-                raise ShardwiseError(f"{INDEX} names {path}, which is not there", remedy="download it again")
+                raise ShardwiseError(f"{INDEX} names {path}, which does not exist", remedy="download it again")
             try:
                 self._open[name] = safe_open(path, framework="pt", device="cpu")
             except SafetensorError as error:

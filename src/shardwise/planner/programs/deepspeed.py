@@ -104,7 +104,9 @@ def read(text: str, machine: Machine) -> Job:
     try:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ShardwiseError(f"the file is no JSON: {error}", remedy='{"zero_optimization": {"stage": 3}}') from None
+        raise ShardwiseError(
+            f"the file is not valid JSON: {error}", remedy='{"zero_optimization": {"stage": 3}}'
+        ) from None
     zero, dp = tree.get("zero_optimization", {}), machine.num_devices
     size, steps, batch = (
         _number(tree, name)

@@ -32,7 +32,7 @@ def make_requests(name: str, *, vocabulary: int | None = None, count: int | None
     if name not in SHAPES:
         raise unknown("workload", name, SHAPES)
     if count is not None and count < 1:
-        raise ShardwiseError(f"--requests {count}: there is at least 1", remedy="--requests 16")
+        raise ShardwiseError(f"--requests {count}: it must be at least 1", remedy="--requests 16")
     number, (shortest, longest), (fewest, most) = SHAPES[name]
     draw = random.Random(0)
     prompts = [[draw.randint(0, _LARGEST_TOKEN) for _ in range(draw.randint(shortest, longest))] for _ in range(number)]

@@ -26,7 +26,7 @@ class Address:
     def __init__(self, url: str, key: str | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ShardwiseError(f"{url} is no address of a server", remedy="http://127.0.0.1:8000")
+            raise ShardwiseError(f"{url} is not the address of a server", remedy="http://127.0.0.1:8000")
         self.url, self._key, self._is_secure = url.rstrip("/").removesuffix("/v1"), key, parts.scheme == "https"
         self._host, self._port = parts.hostname, parts.port or (443 if self._is_secure else 80)
         self._path = parts.path.rstrip("/").removesuffix("/v1")
@@ -54,7 +54,7 @@ class Address:
             reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._is_secure or None)
         except OSError as error:
             raise ShardwiseError(
-                f"nobody answers at {self.url}: {error.strerror or error}", remedy="shardwise serve MODEL"
+                f"no server answers at {self.url}: {error.strerror or error}", remedy="shardwise serve MODEL"
             ) from None
         try:
             raw = b"" if body is None else json.dumps(body).encode()

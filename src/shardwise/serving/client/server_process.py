@@ -45,5 +45,5 @@ def _ready(serving: "subprocess.Popen[str]") -> dict[str, Any]:
     try:
         error = json.loads(line + serving.stdout.read())["error"]
     except (ValueError, KeyError):
-        raise ShardwiseError("the server has ended before it was ready", remedy="shardwise serve MODEL") from None
+        raise ShardwiseError("the server ended before it was ready", remedy="shardwise serve MODEL") from None
     raise ShardwiseError(error["problem"], remedy=error["remedy"])

@@ -286,7 +286,7 @@ def _check_unicode(value: Any, param: str) -> None:
             value.encode()
         except UnicodeEncodeError as error:
             raise ApiError(
-                400, f"{param} has half a surrogate pair (\\u{ord(value[error.start]):x}), which is no character",
+                400, f"{param} has half a surrogate pair (\\u{ord(value[error.start]):x}), which is not a character",
                 param=param, code="invalid_value",
             ) from None  # fmt: skip
     elif isinstance(value, Mapping):

@@ -36,10 +36,10 @@ async def read_json(request: HttpRequest) -> dict[str, Any]:
     try:
         body = json.loads(raw.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is no UTF-8 at its byte {error.start}", code="invalid_json") from None
+        raise ApiError(400, f"the body is not valid UTF-8 at byte {error.start}", code="invalid_json") from None
     except (ValueError, RecursionError) as error:
         said = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ApiError(400, f"the body is no JSON: {said[:200]}", code="invalid_json") from None
+        raise ApiError(400, f"the body is not valid JSON: {said[:200]}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return body
@@ -68,7 +68,7 @@ def _too_large() -> ApiError:
 
 
 def _no_constant(word: str) -> None:
-    raise ValueError(f"{word} is no number in JSON")
+    raise ValueError(f"{word} is not a number in JSON")
 
 
 async def unless_it_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -26,7 +26,7 @@ _REFUSALS = {
     "404": "no such model",
     "408": "the body came too slowly",
     "413": "the body is too large",
-    "415": "the body is no JSON",
+    "415": "the body is not valid JSON",
     "429": "too many wait already",
     "503": "the engine has failed, or the server is stopping",
 }

@@ -33,7 +33,7 @@ def load_gguf(path: Path) -> tuple[Any, str | None, dict[str, str]]:
     try:
         reader = GGUFReader(str(path))
     except (ValueError, OSError, IndexError) as error:
-        raise ShardwiseError(f"{path} is no GGUF file: {error}", remedy="a file that ends in .gguf") from None
+        raise ShardwiseError(f"{path} is not a GGUF file: {error}", remedy="a file that ends in .gguf") from None
     read = {name: field.contents() for name, field in reader.fields.items() if name.startswith("tokenizer.")}
     if "tokenizer.ggml.tokens" not in read:
         raise ShardwiseError(f"{path} has no tokenizer", remedy="a GGUF file of a language model")

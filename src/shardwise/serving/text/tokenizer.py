@@ -128,7 +128,7 @@ def load_tokenizer(source: str | Path) -> Text:
         loaded = Tokenizer.from_file(str(file))
     except Exception as error:  # The library raises nothing narrower.
         raise ShardwiseError(
-            f"{file} is no tokenizer: {error}", remedy="a tokenizer.json of Hugging Face's tokenizers"
+            f"{file} is not a tokenizer: {error}", remedy="a tokenizer.json of Hugging Face's tokenizers"
         ) from None
     template, named = _read_settings(file.parent)
     return LibraryText(loaded, name=str(file), template=template, named=named)
@@ -142,7 +142,7 @@ def _read_settings(folder: Path) -> tuple[str | None, dict[str, str]]:
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ShardwiseError(f"{file} is no JSON: {error}", remedy="the file as it was published") from None
+            raise ShardwiseError(f"{file} is not valid JSON: {error}", remedy="the file as it was published") from None
     named = {}
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = config.get(key)

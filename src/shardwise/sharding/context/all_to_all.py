@@ -44,7 +44,7 @@ def share_heads(num_heads: int, num_ranks: int) -> list[range]:
     """Return the heads that each rank computes."""
     if num_heads < num_ranks:
         raise ShardwiseError(
-            f"{num_heads} heads cannot be shared out over cp={num_ranks} ranks: some would have none",
+            f"{num_heads} heads cannot be distributed over cp={num_ranks} ranks: some would have none",
             remedy=f"cp={num_heads}, or the ring, which does not cut heads",
         )
     counts = [num_heads // num_ranks + (rank < num_heads % num_ranks) for rank in range(num_ranks)]

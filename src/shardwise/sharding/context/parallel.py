@@ -231,7 +231,7 @@ class ContextParallel:
         if drop is None:
             raise ShardwiseError(
                 f"attention drops weights with probability {dropout:g}, and which of them is for an engine to say",
-                remedy="parallelize, or attention dropout 0; dropout elsewhere is no matter",
+                remedy="parallelize, or attention dropout 0; dropout elsewhere is no problem",
             )
         return drop
 

@@ -148,7 +148,7 @@ class HostUpdates:
         staging_bytes: int | None = None,
     ) -> None:
         if not 0 <= on_host <= 1:
-            raise ShardwiseError(f"on_host={on_host} is no fraction", remedy="a number from 0 for none to 1 for all")
+            raise ShardwiseError(f"on_host={on_host} is not a fraction", remedy="a number from 0 for none to 1 for all")
         self._clip, self._parameters = clip, list(module.parameters())
         by_unit = make_update_buckets(module, set(blocks))
         self._buckets = list(by_unit.values())

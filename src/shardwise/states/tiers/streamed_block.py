@@ -209,7 +209,7 @@ def _make_file(folder: Path, num_bytes: int) -> tuple[Tensor, int]:
 
 def _refused(folder: Path, num_bytes: int, error: Exception) -> ShardwiseError:
     return ShardwiseError(
-        f"{format_bytes(num_bytes)} for weights that are trained cannot be had in {folder}:"
+        f"{format_bytes(num_bytes)} for weights that are trained cannot be reserved in {folder}:"
         f" {getattr(error, 'strerror', None) or error}",
         remedy="a folder on a disk with room for what the host has none for, or a larger budget for the host",
     )

@@ -51,7 +51,7 @@ class StoredFile:
         try:
             self._places: dict[str, Any] = json.loads(header[_LENGTH.size :])
         except ValueError:
-            raise self._damage("its header is no JSON") from None
+            raise self._damage("its header is not valid JSON") from None
         self._compared: dict[str, set[int]] = {}
 
     def _read_header(self, file: Any, outline: FileOutline | None) -> bytes:

@@ -128,7 +128,7 @@ def _bring(generation: Generation, file: str, path: Path, keepers: list[Keeper])
             return
         except FAILURES as error:
             problem = f"{keeper.node}: {error}"
-    raise ShardwiseError(f"{file} of the copy of step {generation.step} cannot be had: {problem}")
+    raise ShardwiseError(f"{file} of the copy of step {generation.step} cannot be read: {problem}")
 
 
 def _read_piece(path: Path, generation: Generation) -> dict[str, Any]:

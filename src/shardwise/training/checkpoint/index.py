@@ -199,7 +199,7 @@ def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint. Raise if it is damaged."""
     path, like = folder / INDEX, "a folder like runs/NAME/checkpoints/step-00000100"
     try:
-        with os_errors_as(f"{folder} is no checkpoint: {path.name} cannot be read", remedy=like):
+        with os_errors_as(f"{folder} is not a checkpoint: {path.name} cannot be read", remedy=like):
             raw = path.read_bytes()
         content = json.loads(raw)
         said = content.get("format") if isinstance(content, dict) else None

@@ -28,7 +28,7 @@ def documents_of(source: str, *, field: str = "text") -> Iterator[bytes]:
         return
     path = Path(source)
     if not path.exists():
-        raise ShardwiseError(f"{source} is not there", remedy=f"a file of text, .jsonl or .parquet, or {STDLIB}")
+        raise ShardwiseError(f"{source} does not exist", remedy=f"a file of text, .jsonl or .parquet, or {STDLIB}")
     if path.is_dir():
         for each in sorted(path.rglob("*")):
             if each.is_file():
@@ -79,7 +79,7 @@ def _text_of(line: bytes, field: str, where: str) -> bytes:
     try:
         row: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ShardwiseError(f"{where} is no JSON: {error}", remedy=remedy) from None
+        raise ShardwiseError(f"{where} is not valid JSON: {error}", remedy=remedy) from None
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
         has = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
         raise ShardwiseError(f"{where} has no text under {field!r}: it has {has}", remedy=f"{remedy}, or --field NAME")
@@ -102,7 +102,7 @@ def _of_parquet(path: Path, field: str) -> Iterator[bytes]:
     try:
         file = parquet.ParquetFile(path)
     except (ArrowException, OSError) as error:
-        raise ShardwiseError(f"{path} is no Parquet file: {error}", remedy="a whole file") from None
+        raise ShardwiseError(f"{path} is not a Parquet file: {error}", remedy="a whole file") from None
     schema = file.schema_arrow
     if field not in schema.names:
         raise ShardwiseError(f"{path} has no column {field!r}; it has {', '.join(schema.names)}", remedy="--field NAME")

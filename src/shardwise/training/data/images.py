@@ -30,7 +30,7 @@ def find_size(source: str) -> int | None:
     found = _SOURCE.fullmatch(source)
     if found is None or not 8 <= int(found[1]) <= 4096:
         raise ShardwiseError(
-            f"data.source={source} is no size of images, from 8 to 4096 numbers a side", remedy="data.source=images:224"
+            f"data.source={source} is not an image size, from 8 to 4096 pixels a side", remedy="data.source=images:224"
         )
     return int(found[1])
 

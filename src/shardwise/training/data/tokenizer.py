@@ -38,7 +38,9 @@ class FileTokenizer:
         try:
             self._loaded: Any = Loaded.from_file(str(file))
         except Exception as error:  # The library raises nothing narrower.
-            raise ShardwiseError(f"{file} is no tokenizer: {error}", remedy=f"a tokenizer.json, or {BYTES}") from None
+            raise ShardwiseError(
+                f"{file} is not a tokenizer: {error}", remedy=f"a tokenizer.json, or {BYTES}"
+            ) from None
         self.name, self.vocabulary = str(file), int(self._loaded.get_vocab_size())
 
     def encode(self, document: bytes) -> Sequence[int]:
@@ -46,7 +48,7 @@ class FileTokenizer:
             text = document.decode()
         except UnicodeDecodeError as error:
             raise ShardwiseError(
-                f"a document that begins with {document[:20]!r} is no UTF-8 at its byte {error.start}",
+                f"a document that begins with {document[:20]!r} is not valid UTF-8 at byte {error.start}",
                 remedy=f"text in UTF-8, or the tokenizer {BYTES}",
             ) from None
         ids: Sequence[int] = self._loaded.encode(text, add_special_tokens=False).ids

@@ -239,5 +239,5 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     except (struct.error, ValueError, AttributeError):
         found = None
     if found != FORMAT:
-        raise ShardwiseError(f"{path} is no token file: its header, from byte 0 on, does not say so", remedy=remedy)
+        raise ShardwiseError(f"{path} is not a token file: its header, from byte 0 on, does not say so", remedy=remedy)
     return header, size

@@ -11,7 +11,7 @@ from itertools import groupby
 import numpy as np
 
 from shardwise.cost.step import HOST_TAKEN
-from shardwise.planner.account import Account, RankBytes, account, hold
+from shardwise.planner.account import Account, RankBytes, account, ends_of, hold
 from shardwise.planner.plan import AXES, Plan
 from shardwise.planner.question import Question
 from shardwise.planner.search.neighbours import Around, Candidate, Neighbour, leaner, price_plans
@@ -61,13 +61,21 @@ def with_reasons(around: Around, shown: Iterable[Account]) -> Account:
     reasons |= {key: "decided beforehand" for key in question.fixed if key in _KEYS and not key.startswith("offload.")}
     reasons["dp"] = f"what tp={plan.tp}, pp={plan.pp} and cp={plan.cp} leave of {counted(plan.num_ranks, 'device')}"
     if plan.layers is not None and "layers" not in reasons:
-        reasons["layers"] = "embedding and head weigh as much as layers do, and layers do not divide evenly"
+        reasons["layers"] = _why_uneven(best)
     for name in ("optimizer", "parameters", "activations"):
         if getattr(plan.offload, name):
             without = replace(plan, offload=replace(plan.offload, **{name: 0.0}))
             reasons[f"offload.{name}"] = _lack(best, f"offload.{name}=0", hold(question, without)) or ""
     ordered = {key: reasons[key] for key in _KEYS if reasons.get(key)}
     return replace(best, plan=replace(plan, reasons=ordered))
+
+
+def _why_uneven(best: Account) -> str:
+    """Return why stages have different numbers of layers: what both ends take, and a remainder, if there is one."""
+    begin, end = ends_of(best)
+    words = f"the embedding takes as long as {begin:.1f} layers, and the head as long as {end:.1f}"
+    left = sum(best.layers) % len(best.layers)
+    return words + (f"; {sum(best.layers)} layers do not divide over {len(best.layers)} stages" if left else "")
 
 
 def _without_layers(question: Question, plan: Plan) -> Plan:
@@ -109,6 +117,8 @@ class _Comparison:
         if not other.fits and not self._is_slow(other):
             exact = account(self.best.question, other.plan)
         longer, grown = self._longer(other, exact)
+        if exact is None and longer < -_SAME:  # Closed forms do not know of layers that do not divide.
+            longer, grown = self._longer(other, account(self.best.question, other.plan))
         if abs(longer) <= _SAME and getattr(self.best.plan, other.key) == _PLAIN.get(other.key):
             return None
         if abs(longer) <= _SAME and other.key in ("schedule", "chunks"):

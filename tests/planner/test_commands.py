@@ -167,6 +167,8 @@ def test_a_model_that_fits_nowhere_says_how_many_of_which_devices_it_would_take(
     assert main(words) == 1
     text = capsys.readouterr().err
     assert "llama3.1-405b with a batch of 16 x 2048 does not fit on 4xh100-80g: " in text
+    assert "needs 1.6 TiB on a rank that has 79.2 GiB, most of it for optimizer states, or 5." in text
+    assert "TiB on a host that has 1.7 TiB for it; hosts are assumed to have 2.0 TiB" in text
     _, _, remedy = text.partition("try: --cluster ")
     *clusters, adapters = remedy.strip().split(", or ")
     for cluster in clusters:

@@ -38,6 +38,8 @@ PART_WORDS = {
 }
 # A difference in seconds below which two plans count as equally fast.
 _SAME = 0.005
+# The least weight of an end of the model, in layers, that is told.
+_FELT = 0.05
 # Axes whose other sizes may need other choices to fit.
 _SIZES = ("tp", "pp", "cp")
 # Values as on one device, which need no reason if others are as fast.
@@ -72,10 +74,11 @@ def with_reasons(around: Around, shown: Iterable[Account]) -> Account:
 
 def _why_uneven(best: Account) -> str:
     """Return why stages have different numbers of layers: what both ends take, and a remainder, if there is one."""
-    begin, end = ends_of(best)
-    words = f"the embedding takes as long as {begin:.1f} layers, and the head as long as {end:.1f}"
-    left = sum(best.layers) % len(best.layers)
-    return words + (f"; {sum(best.layers)} layers do not divide over {len(best.layers)} stages" if left else "")
+    weights = dict(zip(("embedding", "head"), ends_of(best), strict=True))
+    words = [f"the {name} takes as long as {each:.1f} layers" for name, each in weights.items() if each >= _FELT]
+    count, stages = sum(best.layers), len(best.layers)
+    words += [f"{count} layers do not divide over {stages} stages"] if count % stages else []
+    return ", and ".join(words) or "kinds of layers take different times"
 
 
 def _without_layers(question: Question, plan: Plan) -> Plan:
@@ -106,19 +109,18 @@ class _Comparison:
 
     def clause(self, other: Candidate) -> str | None:
         """Return what a neighbour would cost or lack; None if that is no reason."""
-        exact = self.accounts.get(str(other.plan))
+        exact = self._exact(other) if other.fits else self.accounts.get(str(other.plan))
         # Closed forms are a little off: the memory of a neighbour that is near, or does not fit, is computed exactly.
         is_near = exact is None and other.seconds <= (1 + _SAME) * self.itself.seconds
-        lack = None if (other.fits or self._is_slow(other)) and not is_near else self._lack(other)
+        may_lack = is_near if exact is None else not exact.fits
+        lack = None if (other.fits or self._is_slow(other)) and not may_lack else self._lack(other)
         if lack is not None and other.key == "recompute" and self.best.plan.recompute == _PLAIN["recompute"]:
             return None  # More recomputation is for memory, and here it saves none.
         if lack is not None:
             return f"{lack}{self._made_to_fit(other)}"
-        if not other.fits and not self._is_slow(other):
+        if exact is None and not other.fits and not self._is_slow(other):
             exact = account(self.best.question, other.plan)
         longer, grown = self._longer(other, exact)
-        if exact is None and longer < -_SAME:  # Closed forms do not know of layers that do not divide.
-            longer, grown = self._longer(other, account(self.best.question, other.plan))
         if abs(longer) <= _SAME and getattr(self.best.plan, other.key) == _PLAIN.get(other.key):
             return None
         if abs(longer) <= _SAME and other.key in ("schedule", "chunks"):
@@ -127,6 +129,17 @@ class _Comparison:
         words = f"{other.name} {_in_time(longer)}{grown if longer > _SAME else simpler}"
         least = self._least_found(other)
         return words if least >= longer - _SAME else f"{words}, and the best with it {_in_time(least)}"
+
+    def _exact(self, other: Candidate) -> Account | None:
+        """Return the account of a neighbour: one that is shown; or a new one if it is said to be faster, or if its
+        pipeline is another. For pipelines closed forms may be off by much: layers are whole, stages have one each."""
+        shown = self.accounts.get(str(other.plan))
+        if shown is not None or self._is_slow(other):
+            return shown
+        plan, best = other.plan, self.best.plan
+        is_another = plan.pp > 1 and (plan.pp, plan.schedule, plan.chunks) != (best.pp, best.schedule, best.chunks)
+        is_faster = other.seconds < (1 - _SAME) * self.itself.seconds
+        return account(self.best.question, plan) if is_another or is_faster else None
 
     def _is_slow(self, other: Candidate) -> bool:
         """Return whether this is a slower precision, for which time is the reason, not memory."""
@@ -146,7 +159,7 @@ class _Comparison:
             return ""
         variants = price_plans(self.best.question, leaner(self.best.question, Neighbour(*other[:3])))
         nearest = min((each for each in variants if each.fits), key=lambda each: each.weighed, default=None)
-        longer = np.inf if nearest is None else self._longer(nearest, self.accounts.get(str(nearest.plan)))[0]
+        longer = np.inf if nearest is None else self._longer(nearest, self._exact(nearest))[0]
         least = self._least_found(other)
         if least < longer:
             return f", and the best with it {_in_time(least)}"

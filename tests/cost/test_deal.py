@@ -5,6 +5,7 @@ import pytest
 
 from shardwise.cost.deal import Deal, deal, mix
 from shardwise.cost.layouts import BALANCE, Layouts
+from shardwise.cost.pipeline import SCHEDULES
 
 
 def dealt(num_layers: int, pp: int, balance: str) -> Deal:
@@ -44,6 +45,14 @@ def test_front_fills_stages_from_the_first_and_the_last_has_what_is_left() -> No
 def test_by_weight_a_heavy_head_leaves_fewer_layers_beside_it() -> None:
     found = dealt(40, 4, "weight")
     assert float(found.last[0]) == pytest.approx(float(found.first[0]) - 2)
+
+
+@pytest.mark.parametrize(("num_layers", "pp", "chunks"), [(32, 7, 4), (32, 2, 16), (36, 8, 4), (16, 8, 1)])
+def test_every_chunk_has_a_layer_however_much_the_head_weighs(num_layers: int, pp: int, chunks: int) -> None:
+    layouts = Layouts.of(pp=pp, chunks=chunks, schedule=SCHEDULES.index("interleaved"), balance=BALANCE.index("ranks"))
+    first, middle, last, _ = (float(each[0]) for each in deal(num_layers, layouts, 0.0, 2.6))
+    assert last == pytest.approx(max((num_layers + 2.6) / pp - 2.6, chunks))
+    assert first + (pp - 2) * middle + last == pytest.approx(num_layers)
 
 
 def test_balances_are_dealt_together_as_one_by_one() -> None:

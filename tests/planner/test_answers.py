@@ -8,8 +8,9 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.cost.memory import fitting_odds
-from shardwise.planner.account import account, layouts_of
+from shardwise.planner.account import account, layouts_of, typed
 from shardwise.planner.changes import cheapest_changes
+from shardwise.planner.drawing import utilisation
 from shardwise.planner.goals import faster_pool
 from shardwise.planner.leave_out import _MEASURED, PRIORS, _fit
 from shardwise.planner.plan import Plan
@@ -55,6 +56,25 @@ def test_fit_takes_bf16_on_gpus_unless_told_and_says_so(capsys: pytest.CaptureFi
         assert "a host with" in found["assumes"]
         assert "AdamW(fused=True)" in found["assumes"]
         assert 0 <= found["odds_of_fitting"] <= 1
+
+
+def test_a_plan_in_fp32_is_printed_as_fit_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    # It was printed without its precision, which `fit` took for bf16: one that does not fit.
+    words = ["opt-6.7b", "--cluster", "1xh100", "--batch", "3", "--sequence", "128", "--json"]
+    assert main(["plan", *words]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["plan"] == "offload.optimizer=1,precision=fp32"
+    assert main(["fit", *words, "--plan", made["plan"]]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(made["seconds"])
+    assert typed(make_question("gpt2", cluster="2xcpu", batch=2, sequence=128), Plan(dp=2)) == "dp=2"
+
+
+def test_the_share_of_the_peak_counts_no_gradients_that_nobody_computes() -> None:
+    done = []
+    for rank in (None, 16):
+        found = account(make_question("llama3-8b", cluster="8xh200", batch=8, sequence=4096, lora=rank), Plan(dp=8))
+        done.append(utilisation(found) * found.seconds)
+    assert done[1] / done[0] == pytest.approx(0.7, abs=0.02)  # Two passes of three; attention has all, adapters little.
 
 
 def test_what_stays_on_the_device_is_proposed_before_what_leaves_it() -> None:

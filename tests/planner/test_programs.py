@@ -191,7 +191,7 @@ def test_plan_for_and_fit_from_agree(capsys: pytest.CaptureFixture[str], tmp_pat
     ("words", "problem"),
     [
         (["fit", "llama3-8b", "--cluster", "8xh100"], "neither --plan nor --from is given"),
-        (["fit", "llama3-8b", "--cluster", "8xh100", "--from", "hello there"], "what 'hello there' is for is not seen"),
+        (["fit", "llama3-8b", "--cluster", "8xh100", "--from", "hello there"], "no program is recognised in 'hello there'"),
         (["fit", "llama3-8b", "--cluster", "8xh100", "--from", "none.json"], "none.json cannot be read"),
         (
             ["plan", "llama3-8b", "--cluster", "8xh100", "--batch", "8", "--sequence", "64", "--for", "megatorn"],

@@ -23,7 +23,11 @@ def answer(seed: int, *, large: bool) -> str | None:
         found = find_plan(question)
     except ShardwiseError as error:
         return None if error.problem and error.remedy else f"an error without a remedy: {error}"
-    again = account(question, Plan.parse(str(found.plan)))
+    again = account(question, Plan.parse(found.best.text))
+    if "precision=" not in found.best.text and question.device.architecture != "cpu":
+        return f"{found.best.text} is another plan for `fit`, which takes 16 bits on GPUs"
+    if again.seconds != pytest.approx(found.best.seconds):
+        return f"{found.best.text} takes {again.seconds:.3g} s, and not {found.best.seconds:.3g} s"
     if not again.fits:
         return f"{found.plan} does not fit"
     if not composes(found.plan):

@@ -7,7 +7,9 @@ import numpy as np
 
 from shardwise.cost.layouts import BALANCE, Layouts
 from shardwise.cost.numbers import Floats, Number, choose
+from shardwise.cost.pipeline import SCHEDULES
 
+_LOOPED = [SCHEDULES.index(name) for name in ("interleaved", "looped-bfs")]
 _ENDS, _WEIGHT, _RANKS, _SLOTS, _FRONT = map(BALANCE.index, ("ends", "weight", "ranks", "slots", "front"))
 
 
@@ -75,8 +77,25 @@ def _shared(num_layers: int, layouts: Layouts, begin: Number, end: Number) -> De
     middle = np.where(pp > 2, (num_layers - first - last) / np.maximum(pp - 2, 1), slots)
     pieces = np.where(layouts.balance == _RANKS, 1.0, layouts.chunks)
     fullest = np.ceil(middle / pieces - 1e-9) * pieces
+    first, middle, last = _in_all_chunks(num_layers, layouts, first, middle, last)
     extra = np.where((pp <= 2) & weigh, 0.0, np.maximum(fullest - middle, 0.0))
     return Deal(first, middle, last, extra)
+
+
+def _in_all_chunks(
+    num_layers: int, layouts: Layouts, first: Floats, middle: Floats, last: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Give the first and the last rank a layer in each of their chunks, even if embedding or head weigh more than that.
+
+    Other ranks have fewer then. Schedules with both ends on one rank are left as they are.
+    """
+    is_looped = (layouts.balance == _RANKS) & np.isin(layouts.schedule, _LOOPED)
+    least = np.where(is_looped & (layouts.pp > 1), layouts.chunks, 0.0)
+    more_first, more_last = np.maximum(least - first, 0.0), np.maximum(least - last, 0.0)
+    alone = layouts.pp == 2
+    first, last = first + more_first - more_last * alone, last + more_last - more_first * alone
+    between = (num_layers - first - last) / np.maximum(layouts.pp - 2, 1)
+    return first, np.where((more_first + more_last > 0) & (layouts.pp > 2), between, middle), last
 
 
 def _whole(num_layers: int, layouts: Layouts) -> Deal:

@@ -65,6 +65,11 @@ class Account:
     host_bytes: float
     host_capacity: float
 
+    @property
+    def text(self) -> str:
+        """The plan as it can be typed."""
+        return typed(self.question, self.plan)
+
     @cached_property
     def fullest(self) -> RankBytes:
         """The rank with the least free memory."""
@@ -88,6 +93,12 @@ class Account:
     @property
     def tokens_per_second(self) -> float:
         return self.question.batch * self.question.sequence / self.seconds
+
+
+def typed(question: Question, plan: Plan) -> str:
+    """Return the short form of a plan with its precision: on GPUs, a text without one stands for 16 bits."""
+    is_said = plan.precision != Plan().precision or question.device.architecture == "cpu"
+    return str(plan) if is_said else f"{plan},precision={plan.precision}"
 
 
 def account(question: Question, plan: Plan) -> Account:
@@ -254,6 +265,13 @@ def _played(
     idle = played.seconds - played.work
     hops = min(parts["hops"], idle)
     return {**parts, "bubble": idle - hops, "hops": hops}
+
+
+def ends_of(found: Account) -> tuple[float, float]:
+    """Return how many layers take as long as the embedding, and as the head, under the plan of an account."""
+    pieces = _slowest(found.question, found.plan).pieces(layouts_of(found.question, found.plan))
+    model = found.question.model
+    return end_weights(pieces, model.num_layers, [count for _, count in layer_kinds(model)])
 
 
 def hold(question: Question, plan: Plan) -> tuple[RankBytes, ...]:

@@ -8,7 +8,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from shardwise.answer import Canvas
+from shardwise.cluster.cluster import Cluster
 from shardwise.cost.host import link_rate
+from shardwise.model.flops import flops
 from shardwise.model.share import Share
 from shardwise.planner.account import Account, RankBytes
 from shardwise.planner.search.reasons import PART_WORDS
@@ -51,11 +53,15 @@ def interval_text(account: Account) -> str:
 
 
 def utilisation(account: Account) -> float:
-    """Return the model FLOPs utilisation: unmasked attention counts, recomputation does not."""
-    question = account.question
-    forward = question.model.flops(Share(sequence=question.sequence, microbatch=1)).forward
+    """Return the model FLOPs utilisation: unmasked attention counts, and gradients of frozen weights, which nobody
+    computes, and recomputation do not."""
+    question, share = account.question, Share(sequence=account.question.sequence, microbatch=1)
+    counted = 0.0
+    for block, count in question.model.kinds:
+        for passes in (flops(operation, share) for operation in block.operations):
+            counted += count * min(passes.total, 3 * passes.forward)  # Flash kernels multiply scores twice.
     peak = sum(pool.num_devices * pool.device.peak(account.plan.precision) for pool in question.cluster.pools)
-    return 3.0 * float(forward) * question.batch / (account.seconds * peak)
+    return counted * question.batch / (account.seconds * peak)
 
 
 def draw_head(account: Account, canvas: Canvas) -> None:
@@ -67,10 +73,10 @@ def draw_head(account: Account, canvas: Canvas) -> None:
         f"{'device' if devices == 1 else 'devices'}, batch {question.batch} x {question.sequence}"
     )
     canvas.print()
-    rate = account.tokens_per_second
-    canvas.print(f"  plan    {canvas.paint(str(account.plan), 'bold green')}")
+    rate, unit = account.tokens_per_second, "samples" if question.sequence == 1 else "tokens"
+    canvas.print(f"  plan    {canvas.paint(account.text, 'bold green')}")
     canvas.print(
-        f"  step    {canvas.paint(interval_text(account), 'bold')}   {rate:,.0f} tokens/s, {rate / devices:,.0f} on "
+        f"  step    {canvas.paint(interval_text(account), 'bold')}   {rate:,.0f} {unit}/s, {rate / devices:,.0f} on "
         f"each device, {format_percent(utilisation(account))} of its peak"
     )
     left = f"{format_bytes(fullest.headroom)} left" if fullest.headroom >= 0 else _short_text(fullest, canvas)
@@ -88,7 +94,7 @@ def _odds_text(account: Account) -> str:
 
 
 def assumptions(account: Account) -> str:
-    """Return the assumptions of an answer that were not given: precision, optimizer, links, the host."""
+    """Return what an answer assumes: precision and optimizer; links and the host, which a file can change."""
     told = [f"precision={account.plan.precision}"]
     if account.plan.precision != "fp32":
         software = account.question.software_in(account.plan.precision)
@@ -97,20 +103,25 @@ def assumptions(account: Account) -> str:
         elif software.shards_both:
             told.append("weights in 16 bits with masters in fp32")
     if account.question.model.is_partly_frozen:
-        told.append(f"weights that do not train held in {account.plan.precision}, since not in 8 or 4 bits")
+        told.append(f"frozen weights in {account.plan.precision}, not in 8 or 4 bits")
     if account.question.device.architecture != "cpu":
         told.append("AdamW(fused=True)")  # Without temporary tensors of the size of what it updates.
-    for pool in account.question.cluster.pools:
+    machine = list(dict.fromkeys(_assumed_machine(account.question.cluster)))
+    return ", ".join(told) + (f"; {', '.join(machine)} (a cluster.toml can change these)" if machine else "")
+
+
+def _assumed_machine(cluster: Cluster) -> Iterator[str]:
+    """Yield the links and the host of each pool."""
+    for pool in cluster.pools:
         host, node = pool.node.host, pool.node
         if pool.domain > 1:
             within = "node" if pool.domain <= node.devices_per_node else "domain"
-            told.append(f"{node.link.name} {node.link.bytes_per_second / 1e9:g} GB/s in a {within} of {pool.domain}")
+            yield f"{node.link.name} {node.link.bytes_per_second / 1e9:g} GB/s in a {within} of {pool.domain}"
         if pool.num_devices > pool.domain:
-            told.append(f"{8 * node.fabric.bytes_per_second / 1e9:g} Gb/s a device between nodes")
+            yield f"{8 * node.fabric.bytes_per_second / 1e9:g} Gb/s per device between nodes"
         if pool.device.architecture != "cpu":
             rate = link_rate(host, node.devices_per_node) / 1e9
-            told.append(f"a host with {format_bytes(host.memory_bytes)} and {rate:.3g} GB/s to each device")
-    return ", ".join(dict.fromkeys(told)) + " (cluster.toml says otherwise)"
+            yield f"a host with {format_bytes(host.memory_bytes)} and {rate:.3g} GB/s to each device"
 
 
 def _short_text(rank: RankBytes, canvas: Canvas) -> str:
@@ -202,7 +213,7 @@ def draw_others(best: Account, others: Sequence[Account], canvas: Canvas) -> Non
     canvas.print(canvas.paint("of other kinds", "bold"))
     for each in others:
         longer, memory, words = compared(best, each)
-        canvas.print(f"  {longer:>8}  {interval_text(each)}  {each.plan}")
+        canvas.print(f"  {longer:>8}  {interval_text(each)}  {each.text}")
         canvas.print(canvas.paint(f"            memory {memory}; {words}", "dim"))
 
 
@@ -224,7 +235,7 @@ def compared(best: Account, other: Account) -> list[str]:
 def account_data(account: Account) -> dict[str, object]:
     """Return an account as plain data, for `--json`."""
     return {
-        "plan": str(account.plan),
+        "plan": account.text,
         "seconds": account.seconds,
         "interval": [account.low, account.high],
         "tokens_per_second": account.tokens_per_second,
@@ -261,8 +272,8 @@ def draw_findings(found: "Findings", canvas: Canvas) -> None:
     if found.fastest is not None:
         gain = 1.0 - found.fastest.seconds / found.best.seconds
         canvas.print(
-            f"{found.fastest.plan} is predicted {format_percent(gain)} faster, and is further from plain: the simplest "
-            "within 3 % is chosen, and what is on the host or beyond what anybody published has to gain more.\n"
+            f"{found.fastest.text} is predicted to be {format_percent(gain)} faster, but is less simple. The answer is "
+            "the simplest plan within 3 %; data on the host and contexts shorter than any published must gain more.\n"
         )
     draw_others(found.best, found.others, canvas)
     canvas.print()
@@ -274,7 +285,7 @@ def draw_pool(best: Account, alone: Account, canvas: Canvas) -> None:
     """Draw that one of several pools is faster without the others, and its plan."""
     gain = 1.0 - alone.seconds / best.seconds
     canvas.print(
-        f"\n{alone.question.cluster} alone is {format_percent(gain)} faster: {interval_text(alone)} with {alone.plan}. "
+        f"\n{alone.question.cluster} alone is {format_percent(gain)} faster: {interval_text(alone)} with {alone.text}. "
         "A step on several pools takes as long as on the slowest, each rank with as much of the batch."
     )
 

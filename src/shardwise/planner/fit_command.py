@@ -60,15 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     # These load numpy, which --help does not need; further imports below are for some answers only.
-    from shardwise.planner.account import account
+    from shardwise.planner.account import account, typed
     from shardwise.planner.composition import composes, nearest_plan
     from shardwise.planner.drawing import account_data
     from shardwise.planner.question import make_question
 
     if (arguments.plan is None) == (arguments.source is None):
-        said = "neither --plan nor --from is" if arguments.plan is None else "both --plan and --from are"
+        given = "neither --plan nor --from is" if arguments.plan is None else "both --plan and --from are"
         raise ShardwiseError(
-            f"{said} given, and one of them says what is to fit", remedy="--plan dp=8,zero=1, or --from ds_config.json"
+            f"{given} given, and one of them has the plan to check", remedy="--plan dp=8,zero=1, or --from ds_config.json"
         )
     if arguments.source is not None:
         from shardwise.planner.programs.answers import fit_answer
@@ -115,7 +115,8 @@ def run(arguments: argparse.Namespace) -> Answer:
             canvas.print()
             draw_seats(seats, canvas)
         if not runs:
-            canvas.print(f"\nThe engines do not run this plan yet. The nearest that they do: {nearest_plan(plan)}")
+            nearest = typed(question, nearest_plan(plan))
+            canvas.print(f"\nThe engines do not run this plan yet. The nearest that they do: {nearest}")
 
     return Answer(data=data, render=render, status=0 if found.fits else 1)
 
@@ -188,7 +189,7 @@ def _draw_changes(found: "Account", changes: "tuple[Change, ...]", canvas: Canva
     canvas.print("The cheapest changes that make it fit:")
     rows = [
         [f"  {change.words}", format_bytes(change.account.fullest.total), f"{100 * change.slower:+.1f} %",
-         str(change.account.plan)]
+         change.account.text]
         for change in changes
     ]  # fmt: skip
     table(["  change", "memory", "time", "the plan then"], rows, canvas)

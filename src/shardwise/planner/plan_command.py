@@ -100,7 +100,7 @@ def _train(arguments: argparse.Namespace) -> Answer:
             remedy="--lora without --for, or --for without --lora",
         )
     if arguments.batch is None:
-        raise ShardwiseError("how many samples a step has is not said", remedy="--batch 256")
+        raise ShardwiseError("the batch size, in samples per step, is not given", remedy="--batch 256")
     question = make_question(
         arguments.model,
         cluster=arguments.cluster,
@@ -139,7 +139,8 @@ def _train(arguments: argparse.Namespace) -> Answer:
         if alone is not None:
             draw_pool(found.best, alone.best, canvas)
         if price is not None:
-            canvas.print(f"\na step costs {price:.4g}")
+            million = 1e6 * price / (question.batch * question.sequence)
+            canvas.print(f"\na step costs {price:.3g}, and a million tokens {million:.3g}, in the currency of --prices")
         if saved is not None:
             canvas.print(f"\nsaved in {saved}")
 
@@ -163,7 +164,7 @@ def _find(arguments: argparse.Namespace, question: Any) -> tuple[Any, float | No
         )
     if goal == "fewest":
         if target is None:
-            raise ShardwiseError("the fewest devices for which step time is not said", remedy="--target 5s")
+            raise ShardwiseError("--goal fewest needs a limit on the step time", remedy="--target 5s")
         return fewest_devices(question, target), None
     if goal == "cheapest":
         priced = cheapest(question, _prices(arguments.prices), target)
@@ -175,7 +176,7 @@ def _prices(text: str | None) -> dict[str, float]:
     from shardwise.cluster.catalogue import get_device
 
     if text is None:
-        raise ShardwiseError("what an hour of a device costs is not said", remedy="--prices h100=2.50")
+        raise ShardwiseError("the price of a device-hour is not given", remedy="--prices h100=2.50")
     prices = {}
     for part in text.split(","):
         name, _, price = part.partition("=")

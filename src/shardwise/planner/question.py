@@ -300,7 +300,7 @@ def _sequence_of(model: Model, sequence: int | None) -> int:
         return model.sequence
     if sequence is None:
         raise ShardwiseError(
-            f"how long the sequences of {model.name} are is not said",
+            f"the sequence length for {model.name} is not given",
             remedy=f"--sequence {min(model.max_sequence or 4096, 4096)}",
         )
     if sequence < 1:

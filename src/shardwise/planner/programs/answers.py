@@ -65,12 +65,12 @@ def plan_answer(arguments: argparse.Namespace, question: Question) -> Answer:
         if made.problems:
             slower = best.seconds / found.best.seconds - 1.0
             whole = format_seconds(found.best.seconds)
-            canvas.print(f"  The best plan of all, {found.plan}, would take {whole} if it ran there;")
+            canvas.print(f"  The best plan of all, {found.best.text}, would take {whole} if it ran there;")
             much = f"{format_percent(abs(slower))} {'longer' if slower > 0 else 'less, and is less simple'}"
             much = much if round(1000 * abs(slower)) else "as long"
             canvas.print(f"  the best that {program.title} can run takes {much}.")
         canvas.print()
-        canvas.print(f"  plan  {canvas.paint(str(best.plan), 'bold green')}")
+        canvas.print(f"  plan  {canvas.paint(best.text, 'bold green')}")
         canvas.print(
             f"  step  {format_seconds(best.seconds)} ({format_seconds(best.low)} to {format_seconds(best.high)}), "
             f"{format_bytes(best.fullest.total)} of {format_bytes(best.fullest.capacity)} on the fullest rank"
@@ -130,7 +130,7 @@ def fit_answer(
     }
 
     def render(canvas: Canvas) -> None:
-        canvas.print(f"{program.title} is told: {job.plan}\n")
+        canvas.print(f"{program.title} is told: {found.text}\n")
         draw(found, changes, canvas)
         canvas.print()
         if better is None:
@@ -138,7 +138,7 @@ def fit_answer(
         else:
             gain = 1.0 - better.seconds / found.seconds
             faster = f", {100 * gain:.0f} % less" if found.fits else ""
-            canvas.print(f"Better: {better.plan}, {format_seconds(better.seconds)} a step{faster}.")
+            canvas.print(f"Better: {better.text}, {format_seconds(better.seconds)} a step{faster}.")
 
     return Answer(data=data, render=render, status=0 if found.fits else 1)
 

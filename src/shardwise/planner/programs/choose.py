@@ -52,8 +52,8 @@ def recognise(text: str) -> Program:
     if re.search(rf"pretrain_\w+\.py|--({'|'.join(TELLING)})(?![\w-])", text):
         return MEGATRON
     raise ShardwiseError(
-        f"what {text.strip()[:60]!r} is for is not seen: no argument of Megatron-LM, no [parallelism] of torchtitan, "
-        "no zero_optimization of DeepSpeed, no distributed_type of Accelerate",
+        f"no program is recognised in {text.strip()[:60]!r}: it has no argument of Megatron-LM or vLLM, no "
+        "[parallelism] of torchtitan, no zero_optimization of DeepSpeed and no distributed_type of Accelerate",
         remedy="--from ds_config.json, or --from 'pretrain_gpt.py --tensor-model-parallel-size 8'",
     )
 

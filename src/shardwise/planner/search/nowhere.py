@@ -8,6 +8,9 @@ import numpy as np
 
 from shardwise.cluster.catalogue import DEVICES
 from shardwise.cluster.cluster import Cluster, make_pool
+from shardwise.cost.memory import StepBytes
+from shardwise.cost.numbers import Floats
+from shardwise.cost.step import HOST_TAKEN
 from shardwise.errors import ShardwiseError
 from shardwise.model.adapters import with_lora
 from shardwise.planner.plan import largest_divisor
@@ -30,6 +33,8 @@ from shardwise.units import format_bytes
 _MOST_DEVICES = 16_384
 # The number of axes to try for a larger cluster, those with the least memory first.
 _LEANEST = 64
+# Descriptions of parts of memory whose names do not say it.
+_PARTS = {"loss": "the loss", "optimizer": "optimizer states", "masters": "master weights", "scores": "attention"}
 # The rank of adapters to suggest instead.
 _USUAL_RANK = 16
 
@@ -50,16 +55,28 @@ def nowhere(question: Question, tally: Tally) -> ShardwiseError:
             + (f", {counts}" if counts else ""),
             remedy=_divisible(question),
         )
-    place, part = tally.memory.most_common(1)[0][0]
-    least, room = _least(question), question.device.memory_bytes
-    needs = f"the leanest plan needs {format_bytes(least)} on a rank that has "
-    return ShardwiseError(
-        f"{asked} fits no way on {cluster}: "
-        # Otherwise it could be offloaded if the host had enough memory.
-        + (needs if least > room else "neither a host has room for it nor, without one, a rank in ")
-        + f"{format_bytes(room)}, most often for {part} on the {place} stage{_host_words(question)}",
-        remedy=_larger(question),
-    )
+    return ShardwiseError(f"{asked} does not fit on {cluster}: {_needs(question)}", remedy=_larger(question))
+
+
+def _needs(question: Question) -> str:
+    """Return what the leanest plan needs: on a rank; and on the host, if it fits the ranks with the host's help."""
+    room, choices = question.device.memory_bytes, offloads(question)
+    held = _leanest(question, choices)
+    is_helped = bool(held.peak.min() <= room)
+    held = _leanest(question, choices[:1]) if is_helped else held
+    row = int(held.peak.argmin())
+    part = max(held.parts, key=lambda name: float(held.parts[name][row].max()))
+    words = f"the leanest plan needs {format_bytes(float(held.peak[row]))} on a rank that has {format_bytes(room)}"
+    words += f", most of it for {_PARTS.get(part, part)}"
+    if not is_helped:
+        return words
+    moved = _leanest(question, choices * [1.0, 1.0, 0.0])  # Activations can stay.
+    node = question.cluster.pools[0].node
+    on_host, there = float(moved.host.min()) * node.devices_per_node, HOST_TAKEN * node.host.memory_bytes
+    if on_host <= there:
+        return f"{words}, and no part of it on the host makes it fit"
+    words += f", or {format_bytes(on_host)} on a host that has {format_bytes(there)} for it"
+    return f"{words}; hosts are assumed to have {format_bytes(node.host.memory_bytes)}, which a cluster.toml can change"
 
 
 def _uneven(question: Question) -> ShardwiseError | None:
@@ -111,14 +128,6 @@ def _as_typed(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
-def _host_words(question: Question) -> str:
-    """Describe the assumed host memory, which limits offload."""
-    if question.device.architecture == "cpu":
-        return ""
-    host = min((pool.node.host for pool in question.cluster.pools), key=lambda each: each.memory_bytes)
-    return f"; a host with {format_bytes(host.memory_bytes)} is assumed, cluster.toml says otherwise"
-
-
 def feasible(question: Question) -> bool:
     """Whether any plan fits, tried with the axes that need the least memory."""
     for precision in precisions(question):
@@ -142,12 +151,10 @@ def feasible(question: Question) -> bool:
     return False
 
 
-def _least(question: Question) -> float:
+def _leanest(question: Question, choices: Floats) -> StepBytes:
+    """Return the least memory of plans with each division of the devices, with the largest of these offloads."""
     axes = spread_axes(question, Tally(), 1)
-    if len(axes) == 0:
-        return 0.0
-    held, _ = leanest(question, axes, question.software_in(next(precisions(question))), offloads(question))
-    return float(held.peak.min())
+    return leanest(question, axes, question.software_in(next(precisions(question))), choices)[0]
 
 
 def _larger(question: Question) -> str:
@@ -155,7 +162,7 @@ def _larger(question: Question) -> str:
     clusters = ", or ".join(str(each) for each in (_more(question), _other(question)) if each is not None)
     words = [f"--cluster {clusters}"] if clusters else []
     if question.fixed and feasible(replace(question, fixed={})):
-        words.insert(0, "nothing decided by --fix")
+        words.insert(0, "no --fix")
     if not question.model.is_partly_frozen and question.cuts_layers:
         adapted = replace(question, model=with_lora(question.model, _USUAL_RANK))
         words += [f"--lora {_USUAL_RANK}"] if feasible(adapted) else []
@@ -203,4 +210,4 @@ def _divisible(question: Question) -> str:
     devices = question.cluster.num_devices
     if question.batch % devices:
         return f"--batch {max(devices, question.batch - question.batch % devices)}"
-    return "fewer devices, or no key of the plan decided beforehand"
+    return "fewer devices, or no --fix" if question.fixed else "fewer devices"

@@ -11,7 +11,7 @@ from itertools import groupby
 import numpy as np
 
 from shardwise.cost.step import HOST_TAKEN
-from shardwise.planner.account import Account, RankBytes, account, hold
+from shardwise.planner.account import Account, RankBytes, account, ends_of, hold
 from shardwise.planner.plan import AXES, Plan
 from shardwise.planner.question import Question
 from shardwise.planner.search.neighbours import Around, Candidate, Neighbour, leaner, price_plans
@@ -38,6 +38,8 @@ PART_WORDS = {
 }
 # A difference in seconds below which two plans count as equally fast.
 _SAME = 0.005
+# The least weight of an end of the model, in layers, that is told.
+_FELT = 0.05
 # Axes whose other sizes may need other choices to fit.
 _SIZES = ("tp", "pp", "cp")
 # Values as on one device, which need no reason if others are as fast.
@@ -61,13 +63,22 @@ def with_reasons(around: Around, shown: Iterable[Account]) -> Account:
     reasons |= {key: "decided beforehand" for key in question.fixed if key in _KEYS and not key.startswith("offload.")}
     reasons["dp"] = f"what tp={plan.tp}, pp={plan.pp} and cp={plan.cp} leave of {counted(plan.num_ranks, 'device')}"
     if plan.layers is not None and "layers" not in reasons:
-        reasons["layers"] = "embedding and head weigh as much as layers do, and layers do not divide evenly"
+        reasons["layers"] = _why_uneven(best)
     for name in ("optimizer", "parameters", "activations"):
         if getattr(plan.offload, name):
             without = replace(plan, offload=replace(plan.offload, **{name: 0.0}))
             reasons[f"offload.{name}"] = _lack(best, f"offload.{name}=0", hold(question, without)) or ""
     ordered = {key: reasons[key] for key in _KEYS if reasons.get(key)}
     return replace(best, plan=replace(plan, reasons=ordered))
+
+
+def _why_uneven(best: Account) -> str:
+    """Return why stages have different numbers of layers: what both ends take, and a remainder, if there is one."""
+    weights = dict(zip(("embedding", "head"), ends_of(best), strict=True))
+    words = [f"the {name} takes as long as {each:.1f} layers" for name, each in weights.items() if each >= _FELT]
+    count, stages = sum(best.layers), len(best.layers)
+    words += [f"{count} layers do not divide over {stages} stages"] if count % stages else []
+    return ", and ".join(words) or "kinds of layers take different times"
 
 
 def _without_layers(question: Question, plan: Plan) -> Plan:
@@ -98,15 +109,16 @@ class _Comparison:
 
     def clause(self, other: Candidate) -> str | None:
         """Return what a neighbour would cost or lack; None if that is no reason."""
-        exact = self.accounts.get(str(other.plan))
+        exact = self._exact(other) if other.fits else self.accounts.get(str(other.plan))
         # Closed forms are a little off: the memory of a neighbour that is near, or does not fit, is computed exactly.
         is_near = exact is None and other.seconds <= (1 + _SAME) * self.itself.seconds
-        lack = None if (other.fits or self._is_slow(other)) and not is_near else self._lack(other)
+        may_lack = is_near if exact is None else not exact.fits
+        lack = None if (other.fits or self._is_slow(other)) and not may_lack else self._lack(other)
         if lack is not None and other.key == "recompute" and self.best.plan.recompute == _PLAIN["recompute"]:
             return None  # More recomputation is for memory, and here it saves none.
         if lack is not None:
             return f"{lack}{self._made_to_fit(other)}"
-        if not other.fits and not self._is_slow(other):
+        if exact is None and not other.fits and not self._is_slow(other):
             exact = account(self.best.question, other.plan)
         longer, grown = self._longer(other, exact)
         if abs(longer) <= _SAME and getattr(self.best.plan, other.key) == _PLAIN.get(other.key):
@@ -117,6 +129,17 @@ class _Comparison:
         words = f"{other.name} {_in_time(longer)}{grown if longer > _SAME else simpler}"
         least = self._least_found(other)
         return words if least >= longer - _SAME else f"{words}, and the best with it {_in_time(least)}"
+
+    def _exact(self, other: Candidate) -> Account | None:
+        """Return the account of a neighbour: one that is shown; or a new one if it is said to be faster, or if its
+        pipeline is another. For pipelines closed forms may be off by much: layers are whole, stages have one each."""
+        shown = self.accounts.get(str(other.plan))
+        if shown is not None or self._is_slow(other):
+            return shown
+        plan, best = other.plan, self.best.plan
+        is_another = plan.pp > 1 and (plan.pp, plan.schedule, plan.chunks) != (best.pp, best.schedule, best.chunks)
+        is_faster = other.seconds < (1 - _SAME) * self.itself.seconds
+        return account(self.best.question, plan) if is_another or is_faster else None
 
     def _is_slow(self, other: Candidate) -> bool:
         """Return whether this is a slower precision, for which time is the reason, not memory."""
@@ -136,7 +159,7 @@ class _Comparison:
             return ""
         variants = price_plans(self.best.question, leaner(self.best.question, Neighbour(*other[:3])))
         nearest = min((each for each in variants if each.fits), key=lambda each: each.weighed, default=None)
-        longer = np.inf if nearest is None else self._longer(nearest, self.accounts.get(str(nearest.plan)))[0]
+        longer = np.inf if nearest is None else self._longer(nearest, self._exact(nearest))[0]
         least = self._least_found(other)
         if least < longer:
             return f", and the best with it {_in_time(least)}"

@@ -200,3 +200,46 @@ def a_loss_logged_by_all_ranks(parallelize: Parallelize) -> Result:
         return found
 
     return trained(parallelize(small_net(), loss=loss, optimizer=sgd, example=batch(0)))
+
+
+#: Other stages have no such buffer, and some plans have pieces of weights.
+APART = "written between steps, and not the same values|cannot be read or written"
+
+
+class Watched(Block):
+    """A gain in a buffer, and how large the last outputs were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gain", torch.ones(()))
+        self.size = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.gain * super().forward(x)
+        self.size = float(made.detach().abs().mean())
+        return made
+
+
+@program({"dp": APART}, only="dp")
+def a_buffer_set_by_what_a_rank_has_seen(parallelize: Parallelize) -> Result:
+    """A router's bias, or a gain, moved between steps by numbers that forwards have left."""
+    model = small_net(block=Watched)
+
+    def between(_: int) -> None:
+        for layer in model.layers:
+            layer.gain = layer.gain * 0.9 + 0.1 / layer.size
+
+    return trained(start(parallelize, model), between=between)
+
+
+@program({"dp": APART}, only="dp")
+def weights_scaled_by_what_a_rank_has_seen(parallelize: Parallelize) -> Result:
+    """All ranks write to the same weights, and each its own values."""
+    model = small_net(block=Watched)
+
+    def between(_: int) -> None:
+        with torch.no_grad():
+            for layer in model.layers:
+                layer.norm.weight.mul_(1 + 0.01 * layer.size)
+
+    return trained(start(parallelize, model), between=between)

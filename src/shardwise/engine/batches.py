@@ -20,6 +20,7 @@ from shardwise.sharding.context.sequence_shards import LocalBatch
 from shardwise.sharding.dropout import Place, num_tokens_of
 from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.batch import cut_batch
+from shardwise.stages.losses import WeighedLoss
 from shardwise.stages.rows import RowRule, Seen, check_openable, take_rows, unmarked
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.stage import Batch
@@ -80,6 +81,7 @@ class Batches:
             parts.plan, parts.wires, is_local=is_local, settings=lambda: settings_of(optimizers), outside=self.outside,
             routes=[each.route for each in parts.split.stages if isinstance(each, ModuleStage)], values=parts.settings,
             device=parts.device, computed=(parts.module, parts.loss), draws=self._draws(parts),
+            parts=parts.loss.alike if isinstance(parts.loss, WeighedLoss) else None,
         )  # fmt: skip
 
     @staticmethod
@@ -137,11 +139,13 @@ class Batches:
 
 
 def _outside_writes(parts: Parts) -> OutsideWrites | None:
-    """Return a detector of writes if several ranks have copies of parameters. Late values arrive before it reads
-    them."""
+    """Return a detector of writes if several ranks have copies of parameters and buffers. Late values arrive before it
+    reads them."""
     plan = parts.plan
     if plan.dp * plan.cp == 1 or isinstance(parts.wires, OneProcess) or parts.schedule.staleness:
         return None
     come_late = plan.zero or plan.offload.parameters or plan.offload.optimizer
     are_whole = plan.dp * plan.cp == plan.num_ranks and plan.ep == 1
-    return OutsideWrites(parts.module.parameters() if are_whole and not come_late else ())
+    parameters = parts.module.parameters() if are_whole and not come_late else ()
+    # Other stages have other buffers, and so have ranks with other experts.
+    return OutsideWrites(parameters, parts.module if plan.pp * plan.ep == 1 else None)

@@ -22,6 +22,7 @@ from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
 from shardwise.ranks.mesh import places_together, replicas_of
 from shardwise.ranks.wires import Wires
+from shardwise.stages.parts_alike import NUM_TOLD, PartsAlike, are_parts_alike, uneven
 from shardwise.stages.rows import tensors_in
 from shardwise.stages.split.route import Route, apart
 
@@ -81,20 +82,22 @@ class SameBatch:
     """Compares the batches of ranks. Every rank has one.
 
     `settings` gives bits of what must be the same on all, `outside` of what was written between steps, `values` of what
-    was set then, and `routes` of the units that forwards have called. On the `device` of a module what is `computed`,
-    it and its loss, may draw at random, by torch only where it `draws`; None if that is not known.
+    was set then, and `routes` of the units that forwards have called; `parts` are the means that losses compute. On a
+    module's `device` what is `computed`, it and its loss, may draw at random, by torch only where it `draws`; None if
+    that is not known.
     """
 
     def __init__(
         self, plan: Plan, wires: Wires, *, is_local: bool, settings: Callable[[], int] | None = None,
         outside: _Told | None = None, routes: Sequence[Route] = (), values: _Told | None = None,
         device: torch.device | None = None, computed: Sequence[Any] = (), draws: bool | None = True,
+        parts: PartsAlike | None = None,
     ) -> None:  # fmt: skip
         self._plan, self._wires, self._is_local = plan, wires, is_local
         self._is_alone = wires.watch is None
         self._replicas = [0] if self._is_alone else [each.replica for each in replicas_of(plan)]
         self._settings, self._outside, self._routes, self._set = settings, outside, routes, 0
-        self._values = values
+        self._values, self._parts = values, parts or PartsAlike()
         self._draws: SameDraws | None = None
         #: The ranks that compute one forward together: those of a replica with the same stages.
         self._together: list[int] = []
@@ -110,7 +113,7 @@ class SameBatch:
     def take(self, batch: Mapping[str, Any], what: str) -> None:
         """Take a batch that is about to be used. The example and the first few are compared now; all call this
         alike."""
-        for each in self._routes:
+        for each in (self._parts, *self._routes):
             each.begin()
         if self._is_alone:
             return
@@ -133,7 +136,7 @@ class SameBatch:
         draws = [0.0 for _ in self._together]
         if self._draws is not None:
             draws[self._wires.rank] = self._draws.number
-        return [float(self._set), float(self._set**2), *sums, *draws]
+        return [float(self._set), float(self._set**2), *sums, *draws, *self._parts.numbers]
 
     def _all_told(self) -> list[_Told]:
         return [*(each for each in (self._values, self._outside) if each is not None), *self._routes]
@@ -142,8 +145,11 @@ class SameBatch:
     def is_as_told(self) -> bool:
         """Whether what came with the sum of the loss is as it should be."""
         keys, count = self._replicas if self._is_local else [0] * len(self._replicas), len(self._replicas)
-        if not self.told or not self._are_set_alike or not are_alike(self.told[2 + count :], self._together):
-            return not self.told
+        if not self.told:
+            return True
+        draws, parts = self.told[2 + count : -NUM_TOLD], self.told[-NUM_TOLD:]
+        if not self._are_set_alike or not are_alike(draws, self._together) or not are_parts_alike(parts):
+            return False
         return len(set(zip(keys, self.told[2 : 2 + count], strict=False))) == len(set(keys))
 
     @property
@@ -155,12 +161,15 @@ class SameBatch:
         """Refuse what came with the sum of the loss, at a moment when no rank has anything under way."""
         is_alike = not self.told or self._are_set_alike
         count = len(self._replicas)
-        found, draws, self.told = self.told[2 : 2 + count], self.told[2 + count :], []
+        found, draws = self.told[2 : 2 + count], self.told[2 + count : -NUM_TOLD]
+        parts, self.told = self.told[-NUM_TOLD:], []
         if self._draws is not None:
             self._draws.look()
         if found:
             self.check(found)
             check_draws(draws, self._together)
+            if not are_parts_alike(parts):
+                raise uneven()
         if not is_alike:
             gathered = self._wires.gather([each.bits for each in self._all_told()])
             differ = [len(set(bits)) > 1 for bits in zip(*gathered, strict=True)]
@@ -170,10 +179,10 @@ class SameBatch:
                 raise set_apart(len(self._replicas))
             if any(differ):
                 raise ShardwiseError(
-                    "parameters were written between steps, and not the same ones on all"
+                    "parameters or buffers were written between steps, and not the same values on all"
                     f" {len(self._replicas)} ranks: replicas would go apart",
-                    remedy="write to them on every rank and not on the first alone; or engine.load_state_dict(state) on"
-                    " every rank",
+                    remedy="write the same on every rank, by what all have alike (a loss, metrics) and not by what"
+                    " forwards leave for the rows of one; or engine.load_state_dict(state) on every rank",
                 )
             raise ShardwiseError(
                 f"the groups of optimizers do not have the same lr, weight_decay, momentum and betas on all"

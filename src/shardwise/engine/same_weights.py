@@ -83,22 +83,27 @@ def _hashed(value: Any) -> int:
 
 
 class OutsideWrites:
-    """Detects a script's writes to parameters between steps, by a few sampled elements of each.
+    """Detects a script's writes to parameters and buffers between steps, by a few sampled elements of each.
 
-    A change on one rank alone would let replicas diverge. `parameters` are those without a guard: all of them are
-    sampled at the end of a step and before the next. Others are guarded (`shown.py`), and noted on access.
+    A change on one rank alone, or to another value, would let replicas diverge. `parameters` are those without a guard:
+    all of them, and the buffers of `module`, are sampled at the end of a step and before the next. Others are guarded
+    (`shown.py`), and noted on access.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], module: nn.Module | None = None) -> None:
         self._parameters = [each for each in parameters if not each.is_meta and each.numel()]
+        # Scripts assign buffers too, so each is looked up by its name.
+        self._buffers = [
+            (owner, key) for owner in ([] if module is None else module.modules()) for key in owner._buffers
+        ]
         self._views: list[list[Tensor]] = []
         #: The address of each parameter when the guards were made: a script or the engine may give it other memory.
         self._places_seen: list[int] = []
         self._before: list[Tensor] = []
-        self._changed: list[Tensor] = []
+        self._changed: list[tuple[Tensor, Tensor]] = []
         self._noted: dict[int, tuple[Tensor, Tensor]] = {}
         self._places: dict[int, int] = {}
-        self._written: set[int] = set()
+        self._written: dict[int, list[Any]] = {}
 
     def expect(self, tensor: Tensor) -> None:
         """Register a parameter to be sampled on access. Its index identifies it on all ranks."""
@@ -111,13 +116,15 @@ class OutsideWrites:
 
     def settle(self) -> None:
         """Start the engine's work: changes from here on are its own."""
-        self._written |= {place for place, (now, then) in self._noted.items() if not torch.equal(now, then)}
+        found = {place: now for place, (now, then) in self._noted.items() if not torch.equal(now, then)}
+        self._written |= {place: now.tolist() for place, now in found.items()}
         self._noted.clear()
 
     def begin(self) -> None:
         """Sample before a step."""
         self._look()
-        self._changed = [torch.cat(now) != then for now, then in zip(self._views, self._before, strict=False)]
+        found = zip(map(torch.cat, self._views), self._before, strict=False)
+        self._changed = [(now, now != then if now.shape == then.shape else now == now) for now, then in found]
 
     def end(self) -> None:
         """Sample after a step."""
@@ -126,20 +133,26 @@ class OutsideWrites:
         self._written.clear()
 
     def _look(self) -> None:
-        places = [each.data_ptr() for each in self._parameters]
+        given = (owner._buffers.get(key) for owner, key in self._buffers)
+        buffers = [each for each in given if each is not None and each.layout is torch.strided and each.numel()]
+        tensors = [*self._parameters, *(each for each in buffers if not each.is_meta)]
+        places = [each.data_ptr() for each in tensors]
         if places != self._places_seen:
-            self._places_seen, self._views = places, _by_kind(map(_few_of, self._parameters))
+            self._places_seen, self._views = places, _by_kind(map(_few_of, tensors))
 
     @property
     def bits(self) -> int:
-        """A hash that is equal on ranks with writes to the same parameters; 0 for none. Waits for an accelerator."""
-        places = [sorted(self._written), *(each.nonzero().flatten().tolist() for each in self._changed)]
-        return _hashed(places) if any(places) else 0
+        """A hash that is equal on ranks with the same writes; 0 for none. Waits for an accelerator."""
+        values = [(where.nonzero().flatten().tolist(), now[where].tolist()) for now, where in self._changed]
+        found = [sorted(self._written.items()), *(each for each in values if each[0])]
+        return _hashed(found) if self._written or len(found) > 1 else 0
 
 
 def _few_of(tensor: Tensor) -> Tensor:
     """Return a few elements of a tensor; a view if they are contiguous."""
     flat = tensor.detach().reshape(-1)
+    if flat.dtype.is_floating_point and flat.itemsize == 1:
+        flat = flat.view(torch.uint8)  # Torch does not compare these numbers.
     return flat[:: max(1, flat.numel() // _NUM_LOOKED_AT)][:_NUM_LOOKED_AT]
 
 

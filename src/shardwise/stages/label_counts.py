@@ -4,6 +4,7 @@ A mean over labels, some of them ignored, is weighted by its number of labels. T
 a user's loss or inside a module: labels have been shifted, masked and flattened before it.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,15 +34,18 @@ class LabelCounts(TorchFunctionMode):
 
     Means over the same labels (of a head and of an early exit) have the same number, and are recorded once.
 
-    With `ignored`, this fraction of the labels of every mean, from the first on, is ignored, to see its effect.
+    With `ignored`, this fraction of the labels of every mean, from the first on, is ignored, to see its effect. Or so
+    many of each mean, as another run has `left_out`: a mask may select another number of a row's labels.
 
     Inside a checkpoint a mean is computed as written: the second forward, in the backward, runs outside this context
     and has to save the same tensors. A mean over no labels is 0 / 0 there.
     """
 
-    def __init__(self, ignored: float = 0.0) -> None:
+    def __init__(self, ignored: float | Sequence[int] = 0.0) -> None:
         super().__init__()
         self._ignored = ignored
+        #: How many labels of each mean were ignored.
+        self.left_out: list[int] = []
         self.found: list[LabelCount] = []
         #: The labels and class weights of each mean. They are kept alive, so that their memory is not reused.
         self._met: list[tuple[Tensor, int, Tensor | None]] = []
@@ -58,7 +62,7 @@ class LabelCounts(TorchFunctionMode):
         self._met.append((target, ignore, weight))
         if self._ignored:
             target = target.clone()
-            target.view(-1)[: max(1, int(self._ignored * target.numel()))] = ignore
+            target.view(-1)[: self._number_ignored(target)] = ignore
         counts = target != ignore
         number = counts.sum() if weight is None else (weight[target.masked_fill(~counts, 0)] * counts).sum()
         if is_new:
@@ -67,6 +71,15 @@ class LabelCounts(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         made: Tensor = func(named.pop("input"), **{**named, "target": target, "reduction": "sum"})
         return made / torch.where(number == 0, 1, number)
+
+    def _number_ignored(self, target: Tensor) -> int:
+        mean, found = len(self.left_out), self._ignored
+        if isinstance(found, Sequence):
+            number = found[mean] if mean < len(found) else 0
+        else:
+            number = max(1, int(found * target.numel()))
+        self.left_out.append(number)
+        return number
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

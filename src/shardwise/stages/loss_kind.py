@@ -82,6 +82,8 @@ class Tried(NamedTuple):
     #: Whether the module computes a mean over labels itself.
     inside: bool = False
     through: Through | None = None
+    #: Whether it computes a mean over labels for each row, so that more rows have more of them.
+    of_rows: bool = False
     #: Whether other rows were seen to give another loss.
     depends: bool = False
     #: Whether module or loss failed on parts of the example.

@@ -329,7 +329,7 @@ def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
     if all_at_once is None:
         return tried
     if runs[0].counts and _fits(LossKind.ROWS, *runs):
-        return tried._replace(kind=LossKind.EVEN)
+        return tried._replace(kind=LossKind.EVEN, of_rows=len({len(each.counts) for each in runs}) > 1)
     return tried._replace(
         problem="the loss is a mean over labels that are not ignored, and something else: parts of a batch that ignore"
         " some do not tell its loss"

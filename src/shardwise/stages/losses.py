@@ -13,8 +13,12 @@ from shardwise.stages.batch import Padding, length_of
 from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.loss_kind import LEARNED_NUMBER, REMEDY, REMEDY_OF_LEARNED, LossKind, Tried
 from shardwise.stages.metrics import pairs_of, take_metrics, with_metrics
+from shardwise.stages.parts_alike import PartsAlike
 from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.stage import Batch, Loss
+
+#: The weight of a part without labels whose loss says 0 itself: nothing beside other parts, and no 0 / 0 without them.
+_ALMOST_NOTHING = 1e-30
 
 
 def trial_of(loss: Loss, batch: Batch) -> Callable[[Any], bool]:
@@ -91,6 +95,8 @@ def summed_only(loss: Loss, cp: int, tried: Tried, number_of: Callable[[Batch], 
             result, metrics = take_metrics(loss(output, batch))
         if not isinstance(result, tuple) and len(counts.found) == 1:
             result = result * counts.found[0].number, counts.found[0].number
+        elif not isinstance(result, tuple) and tried.kind is LossKind.LABELS and not counts.found:
+            result = result, weight_without_labels(result)
         elif not isinstance(result, tuple) and tried.kind is LossKind.SUM:
             result = result, number_of(batch)
         if not isinstance(result, tuple):
@@ -122,6 +128,8 @@ class WeighedLoss:
         self._loss, self._tried, self._num_parts, self._by_rows = loss, tried, num_parts, by_rows
         self._is_all = is_all and not getattr(getattr(loss, "__self__", None), "has_factor", False)
         self._counts: LabelCounts | None = None
+        #: Compares the means of parts that have the same weight.
+        self.alike = PartsAlike()
         #: Makes the context in which a microbatch's loss is computed.
         self.around: Callable[[Batch], AbstractContextManager[Any]] = nullcontext
 
@@ -167,7 +175,10 @@ class WeighedLoss:
             number = self._tried.through.of(batch) / self._tried.through.row
             return result * number, number
         found = self._counts.found if self._counts is not None else []
+        if self._tried.kind is LossKind.LABELS and not found and self._counts is not None:
+            return result, weight_without_labels(result)
         if self._tried.kind is LossKind.LABELS and len(found) == 1:
+            self._note([], batch)
             number = found[0].number / self._tried.labels
             return result * number, number
         for each in found:
@@ -178,7 +189,25 @@ class WeighedLoss:
                     " the batch",
                     remedy=REMEDY,
                 )
+        if self._counts is not None and not self._tried.of_rows:
+            self._note([each.size / length_of(batch) for each in found], batch)
         return (result * length_of(batch), length_of(batch)) if self._by_rows else (result, 1)
+
+    def _note(self, sizes: list[float], batch: Batch) -> None:
+        if not isinstance(batch, Padding):
+            self.alike.note(sizes)
+
+
+def weight_without_labels(result: Tensor) -> float:
+    """Return the weight of a part whose loss computes no mean over labels: next to none if it is 0. Another is refused."""
+    value = float(result.detach())
+    if value != 0:
+        raise ShardwiseError(
+            f"a part of the batch has no mean over labels, and its loss is {value:.6g}: how much it counts beside the"
+            " means of other parts is not told",
+            remedy=REMEDY,
+        )
+    return _ALMOST_NOTHING
 
 
 def _mean(total: Tensor, number: Any) -> tuple[Tensor, Tensor | float]:

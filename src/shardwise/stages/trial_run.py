@@ -1,6 +1,6 @@
 """Compute one loss of some rows: in evaluation or training mode, of a given output, or with some values hidden."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import cached_property
@@ -22,7 +22,7 @@ from shardwise.stages.split.seed import seed_torch
 from shardwise.stages.split.switch import Noted, undisturbed
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.steady_draws import steady_for
-from shardwise.stages.trial_rows import FIRST, NUM_ROWS, two_and_one
+from shardwise.stages.trial_rows import NUM_ROWS, two_and_one
 from shardwise.torch_private import RunningNormModule, submodules
 
 #: Makes a context in which a trial is run.
@@ -52,6 +52,8 @@ class Run(NamedTuple):
     #: In training mode, if the backward may mix rows that the forward does not: products of the gradients, with the
     #: magnitude that rounding is relative to.
     gradients: Mapping[str, tuple[float, float]] = {}
+    #: How many labels of each mean were ignored on purpose.
+    left_out: Sequence[int] = ()
 
 
 Runs = tuple[Run, Run, Run]
@@ -103,8 +105,8 @@ class Trial:
         return makes_constants(self.module, self.loss)
 
     def run(
-        self, batch: Batch, ignored: float = 0.0, *, seed: int = 0, output: Any = None, training: bool = False,
-        within: Context = nullcontext, look: Callable[[Tensor], None] | None = None,
+        self, batch: Batch, ignored: float | Sequence[int] = 0.0, *, seed: int = 0, output: Any = None,
+        training: bool = False, within: Context = nullcontext, look: Callable[[Tensor], None] | None = None,
         decisions: Decisions | None = None, asks: bool = False,
     ) -> Run:  # fmt: skip
         """Compute the loss of a batch, from a given `output` or from the module. `look` gets the loss with its graph.
@@ -159,6 +161,7 @@ class Trial:
             [float(each.number) for each in counts.found], inside,
             max(1, counts.found[0].size // NUM_ROWS) if counts.found else 1, tolerance, output,
             isinstance(number, Tensor) and number.requires_grad, writes, has_drawn, has_left, left,
+            left_out=counts.left_out,
         )  # fmt: skip
 
     def decides(self, three: Batch, one: Batch) -> str | None:
@@ -185,11 +188,18 @@ class Trial:
         two = two_and_one(hidden, seen)[0]
         try:
             if again:
-                made = self.run(hidden, ignored / NUM_ROWS), self.run(two, ignored / FIRST), runs[2]
+                whole = self.run(hidden, ignored / NUM_ROWS)
+                made = whole, self.run(two, whole.left_out), runs[2]
             else:
                 outputs = [_on_host(each.output) for each in runs]
                 hosted = [_on_host(each) for each in (hidden, two)]
-                made = self.run(hosted[0], output=outputs[0]), self.run(hosted[1], output=outputs[1]), runs[2]
+                given = [self.run(each, output=output) for each, output in zip(hosted, outputs, strict=False)]
+                # The module has counted its own labels when it made these outputs.
+                counted = [
+                    each._replace(counts=own.counts[: own.inside] + each.counts)
+                    for each, own in zip(given, runs, strict=False)
+                ]
+                made = counted[0], counted[1], runs[2]
         except Exception:
             return None
         return made if all(map(is_finite, made)) else None

@@ -1,0 +1,129 @@
+"""Means over labels that a mask selects: by itself, beside other terms, in some parts of a batch only, or of none."""
+# Programs as users write them.
+# mypy: disable-error-code="no-any-return"
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.habits.harness import Batch, Net, Parallelize, Result, batch, cross_entropy, program, sgd, small_net
+
+UNEVEN = dict.fromkeys(("dp", "microbatches"), "over different numbers of labels")
+
+
+def with_labels(write: Callable[[Tensor, int], None]) -> Callable[[int], Batch]:
+    """Batches of which the first is as it is; labels of later ones are written to."""
+
+    def make(step: int) -> Batch:
+        made = batch(step)
+        made = {"x": made["x"], "labels": made["labels"].clamp(min=1)}
+        if step:
+            write(made["labels"], step)
+        return made
+
+    return make
+
+
+def padded(labels: Tensor, step: int) -> None:
+    labels[0, 1:], labels[2, :step] = 0, 0
+
+
+def answers(labels: Tensor, step: int) -> None:
+    labels[0, 1:], labels[2, :step] = -100, -100
+
+
+def nothing_to_learn(labels: Tensor, step: int) -> None:
+    """In the first half of the second batch; a bit less in others."""
+    labels[: 2 if step == 1 else 1] = -100
+
+
+def run(parallelize: Parallelize, loss: Any, make: Callable[[int], Batch], model: nn.Module | None = None) -> Result:
+    engine = parallelize(model or small_net(), loss=loss, optimizer=sgd, example=make(0))
+    found = {f"loss {step}": engine.train_step(make(step)) for step in range(3)}
+    return {**found, **engine.state_dict()}
+
+
+@program(but="cp", whole=True)
+def labels_that_are_no_padding(parallelize: Parallelize) -> Result:
+    """`cross_entropy(scores[keep], labels[keep])`: the example has no padding."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        keep = given["labels"] != 0
+        return functional.cross_entropy(output[keep], given["labels"][keep])
+
+    return run(parallelize, loss, with_labels(padded))
+
+
+@program(UNEVEN, but="cp", whole=True)
+def selected_labels_and_a_penalty(parallelize: Parallelize) -> Result:
+    """The same, and a penalty of all scores."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        keep = given["labels"] != -100
+        seen = functional.cross_entropy(output[keep], given["labels"][keep])
+        return seen + 0.1 * output.logsumexp(-1).square().mean()
+
+    return run(parallelize, loss, with_labels(answers))
+
+
+@program(but="cp", whole=True)
+def nothing_selected_is_a_loss_of_0(parallelize: Parallelize) -> Result:
+    """The guard of fine-tuning scripts: if all labels are of prompts, `scores.sum() * 0.0`."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        keep = given["labels"] != -100
+        if keep.sum() == 0:
+            return output.sum() * 0.0
+        return functional.cross_entropy(output[keep], given["labels"][keep])
+
+    return run(parallelize, loss, with_labels(nothing_to_learn))
+
+
+@program(dict.fromkeys(UNEVEN, "has no mean over labels, and its loss is 0.001"), but="cp", whole=True)
+def nothing_selected_is_a_small_loss(parallelize: Parallelize) -> Result:
+    """The same guard with a number that is not 0."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        keep = given["labels"] != -100
+        if not keep.any():
+            return output.sum() * 0.0 + 1e-3
+        return functional.cross_entropy(output.flatten(0, 1), given["labels"].flatten())
+
+    return run(parallelize, loss, with_labels(nothing_to_learn))
+
+
+@program(UNEVEN, but="cp", whole=True)
+def a_term_of_marked_tokens(parallelize: Parallelize) -> Result:
+    """Tokens after a mark count again, if there is one: there is none in the example, and later in one row."""
+
+    def make(step: int) -> Batch:
+        made = batch(step)
+        ids = made["x"].masked_fill(made["x"] == 5, 6)
+        if step:
+            ids[0, 1:] = 5
+        return {**made, "x": ids}
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        total, marked = cross_entropy(output, given), given["x"] == 5
+        if marked.any():
+            total = total + 0.5 * functional.cross_entropy(output[marked], given["labels"][marked])
+        return total
+
+    return run(parallelize, loss, make)
+
+
+class Scored(Net):
+    """It computes its loss itself, with a penalty of large scores, as nanoGPT's forks do."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        scores = super().forward(x)
+        loss = functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=-1)
+        return scores, loss + 0.1 * scores.logsumexp(-1).square().mean()
+
+
+@program(but="cp", whole=True)
+def a_penalty_inside_of_the_module(parallelize: Parallelize) -> Result:
+    """Labels are counted inside of the module, and none is ignored."""
+    return run(parallelize, lambda output, _: output[1], batch, Scored().double())

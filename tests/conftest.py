@@ -1,5 +1,6 @@
 """What every test may count on, and the ranks that tests share."""
 
+import atexit
 import gc
 import logging
 import os
@@ -139,7 +140,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # Else what libraries have left at the end is called leaked.
+    """Let all go when this process ends: else what libraries have left then is called leaked.
+
+    Not before: at its end pytest collects twice, and would look through all of torch: 1.5 s of a core in each worker.
+    """
+    atexit.register(gc.unfreeze)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -5,6 +5,7 @@ workers are forks. What they are told, and how, stays as it is: they read their 
 """
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -88,6 +89,7 @@ def fork_workers() -> None:
     for each in (*_IMPORTED_ONCE, *_test_modules()):
         import_module(each)
     _find_constants()
+    gc.freeze()  # It stays to the end, here and in workers: nobody looks through it.
     start = gateway_io.Popen2IOMaster.__init__
 
     def forked(self: gateway_io.Popen2IOMaster, args: list[str], execmodel: Any) -> None:

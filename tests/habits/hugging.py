@@ -12,7 +12,7 @@ from tests.habits.harness import Parallelize, Result, program, sgd
 from tests.stages.families import recompute
 
 #: What cp says of a model that recomputes by itself: attention in the second forward would talk out of turn.
-ALONE = {"cp": "recomputes its forwards by itself"}
+ALONE = {"cp": "recomputes its forwards itself"}
 
 
 def llama(**settings: Any) -> Any:

@@ -78,7 +78,7 @@ def test_experts_of_a_model_that_has_none_are_refused_before_anything_is_launche
 ) -> None:
     assert main(["check", "--plan", "dp=2,ep=2", "--model", "llama3.1-8b"]) == 1
     said = capsys.readouterr().err
-    assert "llama3.1-8b has no experts for ep=2 to share out" in said
+    assert "llama3.1-8b has no experts for ep=2 to distribute" in said
     assert "--plan dp=2" in said
 
 

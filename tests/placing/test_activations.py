@@ -377,7 +377,9 @@ def test_checkpointing_is_told_where_it_would_be_faster(monkeypatch: pytest.Monk
 def test_a_host_that_is_full_is_said_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     net, example = Net(num_blocks=12, width=24), {"ids": ids()}
     budget = {"cpu:0": int(0.5 * needs(net, example)), "cpu": 200_000}
-    with pytest.raises(ShardwiseError, match=r"no room on the host: .* of activations of cpu:0 .*there are 195.3 KiB"):
+    with pytest.raises(
+        ShardwiseError, match=r"no room on the host: .* of activations of cpu:0 .*only 195.3 KiB are available"
+    ):
         sw.place(copy.deepcopy(net), BESIDE, example=example, budget=budget, host="stream")
     # A batch that is larger than the example.
     budget["cpu"] = 900_000

@@ -246,7 +246,7 @@ def test_mistakes_are_sentences() -> None:
         sw.place(module, ONE, host="straem")  # type: ignore[arg-type]
     with pytest.raises(ShardwiseError, match=r"no room at cpu:0: with all of its 13 units on the host, 0 B of activa"):
         sw.place(module, ONE, budget={"cpu:0": 2000}, host="stream")
-    with pytest.raises(ShardwiseError, match=r"no room on the host: .* are to live there, and there are 5.0 KiB"):
+    with pytest.raises(ShardwiseError, match=r"no room on the host: .* would go there, but only 5.0 KiB are available"):
         sw.place(module, ONE, budget={"cpu:0": 63_000, "cpu": 5 * 1024}, host="stream", moments=0)
     with pytest.raises(ShardwiseError, match=r"no room: the module needs .* of it activations .* cpu:0 has room for"):
         sw.place(module, ONE, budget={"cpu:0": 12_000}, host="stream", example={"ids": ids(rows=64)})

@@ -186,7 +186,7 @@ def test_what_is_wrong_with_a_plan_alone_is_said_when_it_is_made(text: str, erro
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("pp = ", "the plan is not valid TOML"),
+        ("pp = ", "the plan is not TOML"),
         ("pp = true", "pp=True in the plan wants a whole number"),
         ("schedule = 1", 'schedule=1 in the plan wants a word\n  try: schedule = "1f1b"'),
         ("layers = 3", "layers=3 in the plan wants the units of each stage"),

@@ -115,7 +115,7 @@ error: --port 70000: ports are from 0 to 65535
         "serve folder --port 0 --queue 0",
         1,
         """
-error: --queue 0: at least 1 may wait
+error: --queue 0: it must be at least 1
   try: --queue 256
 """,
     ),

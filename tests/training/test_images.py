@@ -40,8 +40,8 @@ def test_an_image_and_its_class_follow_from_its_number_alone() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"data.source": "images:big", "data.sequence": 1}, "no size of images"),
-        ({"data.source": "images:4", "data.sequence": 1}, "no size of images"),
+        ({"data.source": "images:big", "data.sequence": 1}, "not an image size"),
+        ({"data.source": "images:4", "data.sequence": 1}, "not an image size"),
         ({"data.source": "images:32", "data.sequence": 1}, "a transformer that reads tokens"),
         ({**SMALL, "data.sequence": 128}, "data.sequence=128 tokens a row"),
         ({**SMALL, "model.source": "torch.nn:Identity"}, "takes input, and batches of images have images"),

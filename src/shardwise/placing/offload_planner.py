@@ -257,7 +257,7 @@ def check_host(offloaded: Mapping[Place, float], state_bytes: int, room_bytes: i
     parts += [f"{format_bytes(state_bytes)} of what the devices have no room for"] if state_bytes else []
     less = ", a smaller batch, or gradient checkpointing, which keeps fewer activations"
     raise NoRoomError(
-        f"no room on the host: {' and '.join(parts)} are to live there, and there are {format_bytes(room_bytes)}",
+        f"no room on the host: {' and '.join(parts)} would go there, but only {format_bytes(room_bytes)} are available",
         remedy="another device, or larger budgets" + (less if any(offloaded.values()) else ""),
     )
 

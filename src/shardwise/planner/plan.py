@@ -98,9 +98,7 @@ class Plan:
         try:
             tree = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise ShardwiseError(
-                f"{source} is not valid TOML: {error}", remedy='lines like: schedule = "zb-v"'
-            ) from None
+            raise ShardwiseError(f"{source} is not TOML: {error}", remedy='lines like: schedule = "zb-v"') from None
         reasons = _table(tree.pop("reasons", {}), "reasons")
         offload = _table(tree.pop("offload", {}), "offload")
         return _make({**tree, **{f"offload.{key}": value for key, value in offload.items()}}, reasons=reasons)

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     key = arguments.api_key or environment.find_variable("SHARDWISE_API_KEY") or None
     check_address(arguments.host, key)
     if arguments.queue < 1:
-        raise ShardwiseError(f"--queue {arguments.queue}: at least 1 may wait", remedy="--queue 256")
+        raise ShardwiseError(f"--queue {arguments.queue}: it must be at least 1", remedy="--queue 256")
     with open_socket(arguments.host, arguments.port) as listening:
         url = url_of(listening)
         if arguments.show:

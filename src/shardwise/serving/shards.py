@@ -94,8 +94,8 @@ def check_shard(settings: Settings, shard: Shard) -> None:
     if shard.counts is not None and (sum(shard.counts) != settings.num_layers or 0 in shard.counts):
         text = "+".join(map(str, shard.counts))
         raise ShardwiseError(
-            f"layers={text} is {sum(shard.counts)} layers, and the model has {settings.num_layers}, of which each stage"
-            " takes one at least",
+            f"layers={text} is {sum(shard.counts)} layers, and the model has {settings.num_layers}, and each stage"
+            " needs at least one",
             remedy="layers= with their sum, or without it",
         )
     counts = {"heads": settings.attention.num_heads, "channels of the MLP": settings.mlp.width}

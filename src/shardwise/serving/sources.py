@@ -60,7 +60,7 @@ def read_source(
         )
     else:
         raise ShardwiseError(
-            f"{source} is neither a folder nor a .gguf file that is here, nor a name of the catalogue",
+            f"{source} is not a folder, a .gguf file or a name of the catalogue",
             remedy="a Hugging Face folder, a run of shardwise train, or a file.gguf",
         )
     settings = for_serving(model.settings)
@@ -107,7 +107,7 @@ def _random_settings(source: str) -> Settings:
         config = dict(CATALOGUE[find_name(source) or source])
     if config["model_type"] not in FAMILIES:
         raise ShardwiseError(
-            f"{source} is of the family {config['model_type']}, which this engine has no modules for",
+            f"{source} is of the family {config['model_type']}, for which this engine has no modules",
             remedy=f"a model of {', '.join(FAMILIES)}",
         )
     return FAMILIES[config["model_type"]].read(Entries(config, source))

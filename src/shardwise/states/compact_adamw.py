@@ -35,7 +35,7 @@ class CompactAdamW(Optimizer):
     ) -> None:
         if states not in get_args(States):
             raise ShardwiseError(
-                f"no states of an optimizer are called {states!r}",
+                f"unknown optimizer states {states!r}",
                 remedy=f"states={nearest(states, list(get_args(States))) or '8bit'!r}",
             )
         #: Not a setting of a group: loading a state does not change it.

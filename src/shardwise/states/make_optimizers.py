@@ -249,7 +249,7 @@ def _check_complete(made: Sequence[MadeOptimizer], trained: Mapping[str, nn.Para
         owner = f"module.{left_out[0]}" if not module else f"module.get_parameter({left_out[0]!r})"
         raise ShardwiseError(
             f"{len(left_out)} of the {len(trained)} parameters that require a gradient are in no group of the optimizer"
-            f" ({some(left_out)}): they would never move",
+            f" ({some(left_out)}): they would never be updated",
             remedy=f"{owner}.requires_grad_(False) before parallelize, or a group for them (lr=0.0 leaves them as they"
             " are)",
         )

@@ -129,7 +129,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str | None]] = [
     (
         "chat/completions",
         {**HELLO, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no"}}}},
-        "the schema cannot be followed: Invalid type: no",
+        "the schema is not supported: Invalid type: no",
         "response_format",
     ),
     (

@@ -27,14 +27,14 @@ def run_alone(name: str, kind: str = "whole", **options: Any) -> ContextParallel
     [
         (
             "gpt2 with dropout",
-            "attention drops weights with probability 0.1, and which of them is for an engine to say",
+            "attention drops weights with probability 0.1, and only an engine can choose which",
         ),
-        ("own with dropout", "attention drops weights with probability 0.1, and which of them is for an engine to say"),
+        ("own with dropout", "attention drops weights with probability 0.1, and only an engine can choose which"),
         ("own with a mask", "attention was called with a mask, [24, 24], which is of this rank's tokens alone"),
-        ("by hand", "a softmax over 24 x 24 of this rank's tokens looks like attention computed by hand"),
-        ("multihead", "nn.MultiheadAttention computes attention within itself"),
-        ("t5", "T5ForConditionalGeneration computes attention by itself"),
-        ("bloom", "BloomForCausalLM computes attention by itself"),
+        ("by hand", "a softmax over 24 x 24 of this rank's tokens looks like hand-written attention"),
+        ("multihead", "nn.MultiheadAttention computes attention internally"),
+        ("t5", "T5ForConditionalGeneration computes attention itself"),
+        ("bloom", "BloomForCausalLM computes attention itself"),
         ("roberta", "the module makes positions from its tokens in a way of its own"),
         ("gpt-oss", "GptOssAttention changes its logits by s_aux, which cp does not do"),
         ("llama4", "the model masks by chunked_overlay, which cp does not know"),
@@ -65,14 +65,14 @@ def test_a_module_that_counts_positions_itself_is_refused_unless_it_uses_none() 
 def test_a_model_that_recomputes_itself_is_refused() -> None:
     module = make_model("llama")
     recompute(module)
-    with pytest.raises(ShardwiseError, match="LlamaForCausalLM recomputes its forwards by itself"):
+    with pytest.raises(ShardwiseError, match="LlamaForCausalLM recomputes its forwards itself"):
         ContextParallel(Group()).attach(module)
 
 
 def test_attention_outside_of_a_forward_that_is_known_is_refused() -> None:
     module, context = make_model("llama"), ContextParallel(Group())
     context.attach(module)
-    with pytest.raises(ShardwiseError, match="attention was computed outside of a forward that cp knows of"):
+    with pytest.raises(ShardwiseError, match=r"attention was computed outside of context.running\(batch\)"):
         loss_of(module, make_batch("llama", "whole", 24))
 
 

@@ -56,7 +56,7 @@ def test_a_module_that_counts_on_all_channels_is_left_whole_or_refused_where_it_
     named = {"*.up": "column", "*.down": "row"}
     assert two.run(programs.refusal, channel_nets.rigid, (), {})[0] == ""
     said = two.run(programs.refusal, channel_nets.rigid, (), {"spec": named})[0]
-    assert "cannot be cut: 0 cannot do with a part of its channels: " in said
+    assert "cannot be cut: 0 cannot work with a part of its channels: " in said
     assert said.endswith('": "whole"}, or tp=1')
 
 

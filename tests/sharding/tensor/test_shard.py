@@ -180,7 +180,7 @@ def test_what_cannot_be_is_said_with_what_would_do(
 def test_fewer_heads_than_ranks_are_refused_with_a_plan_that_would_do(three: Ranks) -> None:
     said = three.run(programs.refusal, programs.net, (97, 24, 2, 2), {}, timeout_seconds=60)[0]
     assert said == (
-        "blocks.0.attention.query, blocks.0.attention.pair and blocks.0.attention.out come apart into 2 pieces (heads "
-        "or channels), fewer than tp=3\n"
+        "blocks.0.attention.query, blocks.0.attention.pair and blocks.0.attention.out can be split into 2 pieces "
+        "(heads or channels), fewer than tp=3\n"
         '  try: tp=2, or the layer whole on every rank: tensor={"blocks.0.attention.out": "whole"}'
     )

@@ -57,7 +57,7 @@ def test_state_goes_from_and_to_torch_s_adamw(states: States) -> None:
 
 
 def test_states_that_nobody_knows_are_refused_with_what_there_is() -> None:
-    with pytest.raises(sw.ShardwiseError, match="no states of an optimizer are called '4bit'"):
+    with pytest.raises(sw.ShardwiseError, match="unknown optimizer states '4bit'"):
         CompactAdamW([nn.Parameter(torch.zeros(2))], states="4bit")  # type: ignore[arg-type]
 
 

@@ -101,7 +101,7 @@ def test_mistakes_are_sentences(machine: Machine, tmp_path: Path) -> None:
         streamed(machine, net, tmp_path, 0)
     del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ShardwiseError, match=rf"lacks 1 of the 32 tensors .*, {name} for one"):
+    with pytest.raises(ShardwiseError, match=rf"lacks 1 of the 32 tensors .*, such as {name}"):
         streamed(machine, net, tmp_path, 0)
     (tmp_path / "model.safetensors").write_bytes(b"rubbish")
     with pytest.raises(ShardwiseError, match=r"model.safetensors cannot be read"):

@@ -220,7 +220,7 @@ def test_a_disk_that_fills_says_so_before_anything_moves(tmp_path: Path, monkeyp
 def test_what_an_optimizer_keeps_is_in_memory_and_refused_there(tmp_path: Path) -> None:
     net = Net(num_blocks=12, width=24)
     budget = {"cpu:0": int(0.8 * 4 * weight_bytes(net)), "cpu": 1000}
-    with pytest.raises(ShardwiseError, match=r"no room on the host: .* and there are 1000 B"):
+    with pytest.raises(ShardwiseError, match=r"no room on the host: .* only 1000 B are available"):
         sw.place(net, BESIDE, budget=budget, host="stream", folder=tmp_path)
     assert not list(tmp_path.iterdir())
 

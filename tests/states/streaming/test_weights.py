@@ -146,7 +146,7 @@ def test_shared_parameters_stay(machine: Machine) -> None:
 
 def test_too_little_room_is_a_sentence(machine: Machine) -> None:
     net = Net()
-    with pytest.raises(ShardwiseError, match=r"no room at cpu:0: .* for the 3 that are on their way"):
+    with pytest.raises(ShardwiseError, match=r"no room at cpu:0: .* for the 3 that are being copied"):
         stream(net, machine, "cpu:0", blocks=list(net.blocks), room_bytes=5_000)
 
 

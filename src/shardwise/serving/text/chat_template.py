@@ -30,7 +30,7 @@ class ChatTemplate:
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError:
             raise ShardwiseError(
-                "chat templates are made with jinja2, which is not installed", remedy="pip install 'shardwise[serve]'"
+                "chat templates need jinja2, which is not installed", remedy="pip install 'shardwise[serve]'"
             ) from None
         source = text.template or PLAIN
         environment = ImmutableSandboxedEnvironment(

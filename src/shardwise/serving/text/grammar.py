@@ -25,7 +25,7 @@ class Grammars:
             from llguidance import LLMatcher, LLTokenizer
         except ImportError:
             raise ShardwiseError(
-                "schemas are followed by llguidance, which is not installed", remedy="pip install 'shardwise[serve]'"
+                "schemas need llguidance, which is not installed", remedy="pip install 'shardwise[serve]'"
             ) from None
         if self._made is None:
             # A byte vocabulary has no end token: one beyond it stands for the end.
@@ -38,9 +38,9 @@ class Grammars:
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": r"[ ]?"})
             matcher = LLMatcher(self._made, grammar)
         except (ValueError, TypeError) as error:
-            raise ShardwiseError(f"the schema cannot be followed: {_first_line(error)}") from None
+            raise ShardwiseError(f"the schema is not supported: {_first_line(error)}") from None
         if matcher.is_error():
-            raise ShardwiseError(f"the schema cannot be followed: {_first_line(matcher.get_error())}")
+            raise ShardwiseError(f"the schema is not supported: {_first_line(matcher.get_error())}")
         return SchemaGuide(
             matcher, schema, size=self._size, num_bits=self._made.vocab_size, end_tokens=self._end_tokens
         )

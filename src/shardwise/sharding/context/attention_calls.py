@@ -40,14 +40,14 @@ class AttentionCalls(TorchFunctionMode):
             return self._answer(AttentionArguments(*args, **kwargs))
         if func in _WHOLE:
             raise ShardwiseError(
-                "nn.MultiheadAttention computes attention within itself, where it gets no keys of other ranks",
+                "nn.MultiheadAttention computes attention internally, without the keys of other ranks",
                 remedy="torch.nn.functional.scaled_dot_product_attention in the module, or cp=1",
             )
         scores = (args[0] if args else kwargs["input"]) if func in _SOFTMAX and self._is_strict else None
         if scores is not None and scores.dim() > 2 and scores.shape[-2:] == (self._num_tokens, self._num_tokens):
             raise ShardwiseError(
-                f"a softmax over {self._num_tokens} x {self._num_tokens} of this rank's tokens looks like attention"
-                " computed by hand, which sees no other rank's",
+                f"a softmax over {self._num_tokens} x {self._num_tokens} of this rank's tokens looks like"
+                " hand-written attention, which does not include the tokens of other ranks",
                 remedy="torch.nn.functional.scaled_dot_product_attention in the module, or cp=1",
             )
         return func(*args, **kwargs)

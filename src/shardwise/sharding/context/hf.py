@@ -26,7 +26,7 @@ def check_model(model: nn.Module) -> None:
     name = type(model).__name__
     if not model._supports_attention_backend:
         raise ShardwiseError(
-            f"{name} computes attention by itself, and not through transformers' registry of attention functions",
+            f"{name} computes attention itself, not through transformers' registry of attention functions",
             remedy="cp=1 for it",
         )
     if getattr(model.config, "is_encoder_decoder", False):
@@ -36,7 +36,7 @@ def check_model(model: nn.Module) -> None:
     if any(getattr(each, "gradient_checkpointing", False) for each in model.modules()):
         word = "activation" if hasattr(model, "activation_checkpointing_disable") else "gradient"
         raise ShardwiseError(
-            f"{name} recomputes its forwards by itself, out of step with the other ranks",
+            f"{name} recomputes its forwards itself, not in step with the other ranks",
             remedy=f"model.{word}_checkpointing_disable(), and recompute=full in the plan",
         )
 

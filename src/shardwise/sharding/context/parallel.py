@@ -210,7 +210,7 @@ class ContextParallel:
             return _on_meta(query, key, value, logits)
         if self._tokens is None:
             raise ShardwiseError(
-                "attention was computed outside of a forward that cp knows of",
+                "attention was computed outside of context.running(batch)",
                 remedy="with context.running(batch); and recompute=full in the plan instead of the module's own",
             )
         _check_shapes(query, key, value, self._tokens.length // self.group.size)
@@ -230,7 +230,7 @@ class ContextParallel:
         drop = None if self.drops is None else self.drops(query, dropout)
         if drop is None:
             raise ShardwiseError(
-                f"attention drops weights with probability {dropout:g}, and which of them is for an engine to say",
+                f"attention drops weights with probability {dropout:g}, and only an engine can choose which",
                 remedy="parallelize, or attention dropout 0; dropout elsewhere is no problem",
             )
         return drop

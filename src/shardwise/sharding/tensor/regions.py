@@ -243,7 +243,7 @@ def _add_shared(seen: _Seen, again: Again, few: list[_Sketch], num_ranks: int, f
         elif max(count, len(sketch.parts)) > 1:
             most, row = max(count, len(sketch.parts)), sketch.rows[0]
             raise ShardwiseError(
-                f"{', '.join(sketch.columns)} and {row} come apart into {most} pieces (heads or channels), fewer than"
+                f"{', '.join(sketch.columns)} and {row} can be split into {most} pieces (heads or channels), fewer than"
                 f" tp={num_ranks}",
                 remedy=f'tp={most}, or the layer whole on every rank: tensor={{"{row}": "whole"}}',
             )

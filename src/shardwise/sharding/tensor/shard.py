@@ -211,8 +211,8 @@ def _trace(
         return trace(twin, layers, *arguments, labelled=labelled)
     except Exception as error:
         raise ShardwiseError(
-            f"{type(twin).__name__} does not run on the meta device, so what can be cut is not found: {error}",
-            remedy="a forward that does not look at numbers, or tp=1",
+            f"{type(twin).__name__} does not run on the meta device, so it is not known what can be split: {error}",
+            remedy="a forward that does not read values of tensors, or tp=1",
         ) from error
 
 

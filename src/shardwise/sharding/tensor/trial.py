@@ -132,10 +132,10 @@ class Trial:
                 name = holder or type(self.module).__name__
                 if not kinds:
                     raise ShardwiseError(
-                        f"{name} cannot do with a part of its channels: {error}",
+                        f"{name} cannot work with a part of its channels: {error}",
                         remedy=f'tensor={{"{starred(holder)}": "whole"}}, or tp=1' if holder else "tp=1",
                     ) from error
-                return kinds, f"{name} cannot do with a part of its channels: {error}"
+                return kinds, f"{name} cannot work with a part of its channels: {error}"
         return None
 
     def _fault_without_sequence(self, why: str) -> tuple[list[str], str] | None:
@@ -170,7 +170,7 @@ class Trial:
             return None
         if not kinds:
             raise ShardwiseError(
-                f"tp={self.num_ranks} would train another model: {difference}, and no layer that is cut explains it",
+                f"tp={self.num_ranks} would train a different model: {difference}, and no split layer explains it",
                 remedy="tp=1",
             )
         return kinds, str(difference)

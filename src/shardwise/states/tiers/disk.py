@@ -191,8 +191,8 @@ def find_records(
     lacking = [names[each][0] for each in wanted if not any(name in written for name in names[each])]
     if lacking:
         raise ShardwiseError(
-            f"{folder} lacks {len(lacking)} of the {len(wanted)} tensors of the blocks that are to stay on disk,"
-            f" {lacking[0]} for one",
+            f"{folder} lacks {len(lacking)} of the {len(wanted)} tensors of the blocks that stay on disk,"
+            f" such as {lacking[0]}",
             remedy="a folder that has all of them, or an empty one: then they are written into it",
         )
     found = {each: next(written[name] for name in names[each] if name in written) for each in wanted}
@@ -200,7 +200,7 @@ def find_records(
         if record.shape != parameter.shape:
             raise ShardwiseError(
                 f"{record.name} is {list(record.shape)} in {record.path} and {list(parameter.shape)} in the module",
-                remedy="the checkpoint of this very model",
+                remedy="the checkpoint of this model",
             )
     return [{each: found[each] for each in block} for block in blocks]
 
@@ -241,9 +241,7 @@ def _write(
 
 
 def _blame_reading(error: Exception) -> Exception:
-    return ShardwiseError(
-        f"weights could not be read from disk: {error}", remedy="the file back in its place, and the run again"
-    )
+    return ShardwiseError(f"weights could not be read from disk: {error}", remedy="restore the file, and run again")
 
 
 def _blame_writing(error: Exception) -> Exception:

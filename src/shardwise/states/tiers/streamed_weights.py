@@ -58,7 +58,7 @@ class StreamedWeights:
     ) -> None:
         if num_ahead < 2:
             raise ShardwiseError(
-                f"num_ahead={num_ahead}: while one block is computed another must be able to come",
+                f"num_ahead={num_ahead}: while one block is computed, another must be prefetched",
                 remedy="num_ahead=2 or more",
             )
         self._machine, self._wraps = machine, wraps

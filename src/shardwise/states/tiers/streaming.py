@@ -78,7 +78,7 @@ def find_on_disk(
         return {}
     if folder is None:
         raise ShardwiseError(
-            f"no room on the host: {format_bytes(sum(sizes))} of weights are to live there, and host_bytes is"
+            f"no room on the host: {format_bytes(sum(sizes))} of weights would go there, and host_bytes is"
             f" {format_bytes(host_bytes)}",
             remedy='folder="..." for what does not fit: a checkpoint\'s, or an empty one',
         )
@@ -107,7 +107,7 @@ def _choose(rest: int, sizes: Sequence[int], room_bytes: int, place: str) -> lis
     if found is None:
         raise ShardwiseError(
             f"no room at {place}: {format_bytes(rest)} outside of the {len(sizes)} blocks and {format_bytes(ahead)} for"
-            f" the {NUM_AHEAD} that are on their way are needed, and there are {format_bytes(room_bytes)}",
+            f" the {NUM_AHEAD} that are being copied are needed, and there are only {format_bytes(room_bytes)}",
             remedy=f"at least {format_bytes(rest + ahead)}",
         )
     return found

@@ -1,14 +1,17 @@
 """The search: nothing better is let go, only what runs is planned, and every answer says why."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.cost.bounds import least_bytes, least_seconds
+from shardwise.cost.constants import CONSTANTS
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.pipeline import SPLITS_BACKWARD
+from shardwise.cost.stage import Pricer
 from shardwise.cost.step import price
 from shardwise.errors import ShardwiseError
 from shardwise.planner.account import account
@@ -40,7 +43,7 @@ from shardwise.planner.search.findings import (
     sure_seconds,
     weighed_seconds,
 )
-from shardwise.planner.search.schedule_bounds import bound_schedules
+from shardwise.planner.search.schedule_bounds import bound_schedules, holder
 from shardwise.planner.search.search import Search
 from shardwise.planner.search.simplicity import BAND, doubt, handicap
 from shardwise.planner.search.tally import Tally
@@ -116,6 +119,28 @@ def test_bounds_of_schedules_say_what_fits_as_it_is() -> None:
     assert not (fits & cells.is_tight).any()
     as_they_are = ~cells.is_tight
     assert (cells.seconds[as_they_are] <= found.seconds[as_they_are] * (1 + 1e-9)).all()
+
+
+def test_bounds_of_schedules_price_the_blocks_of_a_layout_once_on_each_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is that of the smallest device, with the layers that it was given when its seconds were bounded."""
+    question = ask("llama2-13b", "1x8xh100+1x8xa100-40g", 16)
+    software, prices = question.software_in("bf16"), Mock(wraps=Pricer.pieces)
+    layouts = with_recomputations(spread_axes(question, Tally(), 1), recomputations(question))
+    one = layouts.take(np.arange(0, len(layouts), 7))
+    known = [
+        Pricer(model=question.model, pool=pool, software=software, constants=CONSTANTS, sequence=4096).stages(one).dealt
+        for pool in question.cluster.pools
+    ]
+    assert not np.array_equal(known[0].first, known[1].first)
+    plain, told = (holder(question, software, one, dealt)(one) for dealt in ([], known))
+    assert all(np.array_equal(plain.parts[name], told.parts[name]) for name in plain.parts)
+    monkeypatch.setattr(Pricer, "pieces", lambda pricer, of: prices(pricer, of))
+    bound_schedules(
+        question, software, one, schedules(question), zeros(question, 8), np.ones((3, 3)),
+        lambda least: np.arange(len(least)) % 2 == 0, lambda least, _rows: np.ones_like(least, dtype=bool),
+        lambda _held, _counts: None,
+    )  # fmt: skip
+    assert prices.call_count == len(question.cluster.pools)
 
 
 @pytest.fixture(scope="module")

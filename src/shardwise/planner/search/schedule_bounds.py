@@ -5,13 +5,14 @@ these are computed once per layout. Each schedule then determines how long ranks
 hold.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardwise.cost.constants import CONSTANTS
+from shardwise.cost.deal import Deal
 from shardwise.cost.host import has_masters, least_exposed
 from shardwise.cost.layouts import Layouts
 from shardwise.cost.memory import StepBytes, freed_bytes, keep, step_bytes
@@ -59,10 +60,12 @@ def bound_schedules(
     seconds, pools = _seconds(question, software, layouts, schedules)
     chosen_layouts = np.flatnonzero(wanted(np.where(allowed, seconds, np.inf).min(axis=1)))
     layouts, allowed, seconds = layouts.take(chosen_layouts), allowed[chosen_layouts], seconds[chosen_layouts]
-    beside = _beside(question, software, layouts, [_some(pool, chosen_layouts) for pool in pools])
+    pools = [_some(pool, chosen_layouts) for pool in pools]
+    beside = _beside(question, software, layouts, pools)
     numbers = _numbers(layouts, schedules)
     one = replace(layouts, num_microbatches=np.ones_like(layouts.num_microbatches))
-    account = holder(question, software, one)
+    # The number of microbatches does not decide which layers a rank has.
+    account = holder(question, software, one, [stages.dealt for _, stages, _ in pools])
     of_each = account(one).parts["activations"]
     waits = beside.waits(LEAST_OFFLOAD * of_each.max(axis=1))[:, None]
     on_host = movable[layouts.recompute][:, :, None].transpose(1, 0, 2)
@@ -184,12 +187,18 @@ def _movable(held: StepBytes, on_host: Floats) -> tuple[Floats, Floats]:
     return (optimizer * parts["optimizer"])[:, :, None], moved[:, :, None]
 
 
-def holder(question: Question, software: Software, layouts: Layouts) -> Callable[[Layouts], StepBytes]:
-    """Return a function that gives the bytes of these layouts under any ZeRO stage."""
-    pool = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes)
-    model, sequence = question.model, question.sequence
+def holder(
+    question: Question, software: Software, layouts: Layouts, dealt: Sequence[Deal] = ()
+) -> Callable[[Layouts], StepBytes]:
+    """Return a function that gives the bytes of these layouts under any ZeRO stage.
+
+    `dealt`: how each pool of the cluster distributes the layers of these layouts, if it is already known.
+    """
+    pools, model, sequence = question.cluster.pools, question.model, question.sequence
+    index = min(range(len(pools)), key=lambda index: pools[index].device.memory_bytes)
+    pool = pools[index]
     pricer = Pricer(model=model, pool=pool, software=software, constants=CONSTANTS, sequence=sequence)
-    places = typical_places(model, layouts, pricer.stages(layouts).dealt)
+    places = typical_places(model, layouts, dealt[index] if dealt else pricer.stages(layouts).dealt)
     kept = keep(model, layouts, places, sequence=sequence, software=software)
 
     def held(under: Layouts) -> StepBytes:

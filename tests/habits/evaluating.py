@@ -1,12 +1,13 @@
 """Forwards that go another way in evaluations, where nobody wants gradients: torch's own, and those of a script."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.habits.harness import Block, Parallelize, Result, batch, program, small_net, start
+from tests.habits.harness import Block, Net, Parallelize, Result, batch, cross_entropy, program, sgd, small_net, start
 
 
 def evaluated(engine: Any) -> Result:
@@ -97,3 +98,30 @@ def a_weight_read_in_evaluation_mode(parallelize: Parallelize) -> Result:
     one, other = layers
     one.others, other.others = [other], [one]
     return evaluated(start(parallelize, model))
+
+
+class Distilled(Net):
+    """Two heads in training, and their mean in evaluations, as DeiT has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        both = self.head(self.norm(hidden)), self.other(self.norm(hidden))
+        return both if self.training else (both[0] + both[1]) / 2
+
+
+@program()
+def two_heads_and_their_mean(parallelize: Parallelize) -> Result:
+    """`return (x, x_dist) if self.training else (x + x_dist) / 2`."""
+
+    def loss(output: Any, given: Mapping[str, Tensor]) -> Tensor:
+        heads = output if isinstance(output, tuple) else (output,)
+        losses = [cross_entropy(each, given) for each in heads]
+        return torch.stack(losses).mean()
+
+    return evaluated(parallelize(Distilled().double(), loss=loss, optimizer=sgd, example=batch(0)))

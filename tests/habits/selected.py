@@ -5,6 +5,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -127,3 +128,64 @@ class Scored(Net):
 def a_penalty_inside_of_the_module(parallelize: Parallelize) -> Result:
     """Labels are counted inside of the module, and none is ignored."""
     return run(parallelize, lambda output, _: output[1], batch, Scored().double())
+
+
+@program(dict.fromkeys(UNEVEN, "divided by something that labels decides"), but="cp", whole=True)
+def a_mask_and_ignored_labels(parallelize: Parallelize) -> Result:
+    """Distillation over what the mask shows and labels do not ignore: the example hides nothing."""
+    torch.manual_seed(3)
+    teacher = small_net().requires_grad_(False)
+
+    def make(step: int) -> Batch:
+        made = with_labels(answers)(step)
+        return {**made, "mask": torch.arange(3).expand(4, 3) < (2 if step else 3)}
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        keep = given["mask"] & (given["labels"] != -100)
+        wanted = teacher(given["x"]).softmax(-1)
+        return -((wanted * output.log_softmax(-1)).sum(-1) * keep).sum() / keep.sum()
+
+    return run(parallelize, loss, make)
+
+
+@program(UNEVEN, but="cp", whole=True)
+def rows_of_another_kind_later(parallelize: Parallelize) -> Result:
+    """All rows of the example have labels; later one has none, and another loss."""
+
+    def make(step: int) -> Batch:
+        return {**batch(step), "kind": torch.tensor([0, 0, 0, 1 if step else 0])}
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        total, known = output.sum() * 0, given["kind"] == 0
+        if known.any():
+            total = total + cross_entropy(output[known], {"labels": given["labels"][known]})
+        if not known.all():
+            total = total + output[~known].square().mean()
+        return total
+
+    return run(parallelize, loss, make)
+
+
+def weighed_if_told(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    """A mean by weights, if the batch has some."""
+    losses = functional.cross_entropy(output.transpose(1, 2), given["labels"], reduction="none")
+    if "weights" not in given:
+        return losses.mean()
+    return (losses * given["weights"]).sum() / given["weights"].sum()
+
+
+def weights(step: int) -> Batch:
+    drawn = torch.rand(4, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return {**batch(step), "weights": drawn}
+
+
+@program(but="cp", whole=True)
+def weights_that_come_later(parallelize: Parallelize) -> Result:
+    """The example has none."""
+    return run(parallelize, weighed_if_told, lambda step: weights(step) if step else batch(step))
+
+
+@program(dict.fromkeys(UNEVEN, "this batch has no weights"), but="cp", whole=True)
+def weights_that_a_batch_lacks(parallelize: Parallelize) -> Result:
+    """The example has some."""
+    return run(parallelize, weighed_if_told, lambda step: batch(step) if step == 1 else weights(step))

@@ -71,3 +71,27 @@ def test_no_more_is_remembered_than_is_said(monkeypatch: pytest.MonkeyPatch) -> 
         for size in range(1, 9):
             assert (on_meta(size) + 1).shape == (size,)
             assert len(meta_results._KNOWN) <= 3
+
+
+#: Operations whose shapes depend on data, of elements that all differ and masks that hide nothing.
+BY_DATA: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "counts of experts": lambda given, _: torch.bincount(given.flatten(), minlength=9),
+    "sums of weights": lambda given, _: torch.bincount(given.flatten(), given.flatten().double(), minlength=9),
+    "what a mask selects": lambda given, mask: given.masked_select(mask),
+    "a mask of one row": lambda given, mask: given.masked_select(mask[:1]),
+    "other elements": lambda given, _: torch.unique(given),
+    "where they are and how often": lambda given, _: torch.unique(given, return_inverse=True, return_counts=True),
+    "other rows": lambda given, _: torch.unique(given, dim=0, return_counts=True),
+    "other neighbours": lambda given, _: torch.unique_consecutive(given, return_counts=True),
+    "other columns": lambda given, _: torch.unique_consecutive(given, return_inverse=True, dim=1),
+}
+
+
+@pytest.mark.parametrize("name", BY_DATA)
+def test_shapes_that_depend_on_data_are_those_of_elements_that_all_differ(name: str) -> None:
+    given, mask = torch.arange(6).view(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    wanted = BY_DATA[name](given, mask)
+    with Guesses():
+        found = BY_DATA[name](given.to("meta"), mask.to("meta"))
+    pairs = zip(*([each] if isinstance(each, Tensor) else each for each in (found, wanted)), strict=True)
+    assert all((one.shape, one.dtype, one.is_meta) == (other.shape, other.dtype, True) for one, other in pairs)

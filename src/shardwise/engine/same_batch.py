@@ -113,7 +113,8 @@ class SameBatch:
     def take(self, batch: Mapping[str, Any], what: str) -> None:
         """Take a batch that is about to be used. The example and the first few are compared now; all call this
         alike."""
-        for each in (self._parts, *self._routes):
+        self._parts.begin()
+        for each in self._routes:
             each.begin()
         if self._is_alone:
             return

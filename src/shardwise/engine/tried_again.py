@@ -147,8 +147,9 @@ class TriedAgain:
         self.tried = Tried(LossKind.UNTRIED)
         self.weigh: Callable[[Tried], None] | None = None
         self._holders: list[Holder] = []
-        #: The plain values of the example.
+        #: The plain values of the example, and the names of all its entries.
         self._words: dict[str, Any] = {}
+        self._entries = tuple(sorted(example))
         if plan.num_ranks > 1 and not any(each.is_meta for each in module.parameters()):
             self._holders = find_holders(module, loss)
             self._words = {key: each for key, each in example.items() if _word_of(each) is not None}
@@ -199,6 +200,8 @@ class TriedAgain:
             now = _word_of(batch.get(key))
             if now is not None:
                 self._kinds.note(f"batch[{key!r}]", _word_of(was), now)
+        if self._twin is not None:
+            self._kinds.note("entries", self._entries, tuple(sorted(batch)))
         outcome = self._outcomes.get(self._kinds.now)
         if outcome is None and self._kinds.are_others:
             self._try(batch, found)
@@ -275,7 +278,8 @@ class TriedAgain:
         try:
             if self._at_first is None:
                 with self._as_before(found):
-                    self._at_first = self._outcomes[frozenset()] = self._trials({**batch, **self._words})
+                    given = {key: each for key, each in batch.items() if key in self._entries}
+                    self._at_first = self._outcomes[frozenset()] = self._trials({**given, **self._words})
             self._copy.set(found)
             now = self._trials(batch)
         except Exception:  # Training will report what is wrong.
@@ -286,7 +290,8 @@ class TriedAgain:
             for key, was in self._words.items()
             if key in batch and _word_of(batch[key]) != _word_of(was)
         ]
-        names = some(told)
+        told += [f"batch[{key!r}] (not there, then given)" for key in batch if key not in self._entries]
+        names = some(told) or "what the batch lacks"
         self._compare(f"{names} was set since the engine was made, and with it", self._at_first, now)
         if self.make_context is not None:
             now = now._replace(unfit=self._try_sequences(names, batch))

@@ -63,7 +63,12 @@ class Through(NamedTuple):
     row: int = 1
 
     def of(self, batch: Batch) -> Tensor:
-        found = next(value for path, value in nodes(batch) if path == self.path)
+        found = next((value for path, value in nodes(batch) if path == self.path), None)
+        if found is None:
+            raise ShardwiseError(
+                f"parts of a batch weigh as much as {self.path} lets through, and this batch has no {self.path}",
+                remedy=f"{self.path} in every batch, ones where nothing is hidden; or return total, number",
+            )
         found = found[..., self.first :] if found.dim() > 1 else found
         if self.hidden is not None:
             found = ~found.isnan() if math.isnan(self.hidden) else found != self.hidden

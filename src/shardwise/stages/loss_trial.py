@@ -396,6 +396,9 @@ def _find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
             # Other integers must not change the weights: a loss may leave out every fifth class.
             words = [with_hidden(three, seen, each, path) for each in _words_of(three, path)] if _is_zero(value) else []
             tried_on += [(each, trial.less(each, seen, runs, again=False)) for each in words]
+            # Another entry may decide as well: a mask, and labels that are ignored.
+            beside = [with_hidden(three, seen, each, name) for name, each in _ways_to_hide(three, seen) if name != path]
+            tried_on += [(each, trial.less(each, seen, runs, again=False)) for each in beside]
             cases = ((three, runs), (hidden, less), *tried_on)
             if all(each is None or fits_by(*_weights(through, batch, seen), *each) for batch, each in cases):
                 return tried._replace(kind=LossKind.ENTRY, through=through)

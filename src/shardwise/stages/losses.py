@@ -199,7 +199,7 @@ class WeighedLoss:
 
 
 def weight_without_labels(result: Tensor) -> float:
-    """Return the weight of a part whose loss computes no mean over labels: next to none if it is 0. Another is refused."""
+    """Return the weight of a part whose loss computes no mean over labels: little if it is 0; another is refused."""
     value = float(result.detach())
     if value != 0:
         raise ShardwiseError(

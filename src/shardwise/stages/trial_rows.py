@@ -74,12 +74,17 @@ def with_hidden(
         elif given.dim() > 1:
             half = (given.shape[-1] + 1) // 2
             these = tokens or (slice(half, None) if rows > 1 else slice(half))
-            made[:rows, ..., these] = 0 if is_one else value or 0
+            _hide(made[:rows, ..., these], value, is_one=is_one)
         else:
-            made[0] = 0 if is_one else value or 0
+            _hide(made[:1], value, is_one=is_one)
         return made
 
     return changed(three, hide)  # type: ignore[no-any-return]
+
+
+def _hide(part: Tensor, value: float | None, *, is_one: bool) -> None:
+    # What a mask hides already is shown: a flag that is off in the example may be on later.
+    part[:] = int(not part.any()) if is_one else value or 0
 
 
 def is_mask(value: Tensor) -> bool:

@@ -19,6 +19,42 @@ _NO_TENSORS = frozenset([int, float, bool, str, type(None), torch.dtype, torch.d
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 
+def _counted(given: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    return given.new_empty(max(1, minlength), dtype=torch.long if weights is None else weights.dtype)
+
+
+def _selected(given: Tensor, mask: Tensor) -> Tensor:
+    return given.new_empty((given.to(torch.bool) | mask).numel())
+
+
+def _unique(given: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the elements, where each is, and how often."""
+    inverse, counts = (given.new_empty(shape, dtype=torch.long) for shape in (given.shape, (given.numel(),)))
+    return given.new_empty(given.numel()), inverse, counts
+
+
+def _unique_along(given: Tensor, dim: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inverse, counts = (given.new_empty(given.shape[dim], dtype=torch.long) for _ in range(2))
+    return torch.empty_like(given), inverse, counts
+
+
+def _unique_in_a_row(
+    given: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    del return_inverse, return_counts
+    return _unique(given) if dim is None else _unique_along(given, dim)
+
+
+#: Operations without a kernel for the meta device, as their shapes depend on data. Each element counts as another one.
+_BY_DATA: dict[Any, Callable[..., Any]] = {
+    aten.bincount.default: _counted,
+    aten.masked_select.default: _selected,
+    aten._unique2.default: _unique,
+    aten.unique_consecutive.default: _unique_in_a_row,
+    aten.unique_dim.default: _unique_along,
+}
+
+
 class Guesses(EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Answers data-dependent operations on meta tensors, so that units that use them can run.
 
@@ -50,6 +86,8 @@ def run_or_guess(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, re
             return first.new_empty((first.numel(), first.dim()), dtype=torch.long)
         if func is aten.equal.default:
             return False
+        if func in _BY_DATA:
+            return _BY_DATA[func](*args, **kwargs)
         if func is GROUPED_MM.default and first.dim() == 2 and args[1].dim() == 3:
             # Its meta kernel accepts only bf16, unlike the real ones.
             return first.new_empty((first.shape[0], args[1].shape[-1]))

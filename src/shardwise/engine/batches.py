@@ -20,7 +20,6 @@ from shardwise.sharding.context.sequence_shards import LocalBatch
 from shardwise.sharding.dropout import Place, num_tokens_of
 from shardwise.sharding.zigzag import zigzag_shard
 from shardwise.stages.batch import cut_batch
-from shardwise.stages.losses import WeighedLoss
 from shardwise.stages.rows import RowRule, Seen, check_openable, take_rows, unmarked
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.stage import Batch
@@ -81,7 +80,7 @@ class Batches:
             parts.plan, parts.wires, is_local=is_local, settings=lambda: settings_of(optimizers), outside=self.outside,
             routes=[each.route for each in parts.split.stages if isinstance(each, ModuleStage)], values=parts.settings,
             device=parts.device, computed=(parts.module, parts.loss), draws=self._draws(parts),
-            parts=parts.loss.alike if isinstance(parts.loss, WeighedLoss) else None,
+            parts=getattr(parts.loss, "alike", None),
         )  # fmt: skip
 
     @staticmethod

@@ -148,8 +148,7 @@ class TriedAgain:
         self.weigh: Callable[[Tried], None] | None = None
         self._holders: list[Holder] = []
         #: The plain values of the example, and the names of all its entries.
-        self._words: dict[str, Any] = {}
-        self._entries = tuple(sorted(example))
+        self._words, self._entries = dict[str, Any](), tuple(sorted(example))
         if plan.num_ranks > 1 and not any(each.is_meta for each in module.parameters()):
             self._holders = find_holders(module, loss)
             self._words = {key: each for key, each in example.items() if _word_of(each) is not None}
@@ -259,7 +258,9 @@ class TriedAgain:
         found = [_Set(*each) for each in self._counted.take()]
         try:
             if self._at_first is None:
-                self._at_first = self._outcomes[frozenset()] = self._trials({**batch, **self._words})
+                self._at_first = self._outcomes[frozenset()] = self._trials(
+                    _of_example(batch, self._entries, self._words)
+                )
             self._copy.set(found)
             with self._counted.put([each for each in found if self._holders[each.holder].module is None]):
                 far = self._trials(batch)
@@ -278,19 +279,15 @@ class TriedAgain:
         try:
             if self._at_first is None:
                 with self._as_before(found):
-                    given = {key: each for key, each in batch.items() if key in self._entries}
-                    self._at_first = self._outcomes[frozenset()] = self._trials({**given, **self._words})
+                    self._at_first = self._outcomes[frozenset()] = self._trials(
+                        _of_example(batch, self._entries, self._words)
+                    )
             self._copy.set(found)
             now = self._trials(batch)
         except Exception:  # Training will report what is wrong.
             return
         told = [_told(each, self._holders[each.holder]) for each in found]
-        told += [
-            f"batch[{key!r}] ({_words(_word_of(was))}, then {_words(_word_of(batch[key]))})"
-            for key, was in self._words.items()
-            if key in batch and _word_of(batch[key]) != _word_of(was)
-        ]
-        told += [f"batch[{key!r}] (not there, then given)" for key in batch if key not in self._entries]
+        told += _told_of_batch(batch, self._entries, self._words)
         names = some(told) or "what the batch lacks"
         self._compare(f"{names} was set since the engine was made, and with it", self._at_first, now)
         if self.make_context is not None:
@@ -383,6 +380,21 @@ def _twin(module: nn.Module) -> nn.Module:
     for name, each in twin.named_modules():
         vars(each).update(shared_by(module.get_submodule(name)))
     return twin
+
+
+def _of_example(batch: Batch, entries: Sequence[str], words: Mapping[str, Any]) -> Batch:
+    """Return the batch with the entries of the example, and its words."""
+    return {**{key: each for key, each in batch.items() if key in entries}, **words}
+
+
+def _told_of_batch(batch: Batch, entries: Sequence[str], words: Mapping[str, Any]) -> list[str]:
+    """Name the entries of a batch that the example has not, or has with other words."""
+    told = [
+        f"batch[{key!r}] ({_words(_word_of(was))}, then {_words(_word_of(batch[key]))})"
+        for key, was in words.items()
+        if key in batch and _word_of(batch[key]) != _word_of(was)
+    ]
+    return told + [f"batch[{key!r}] (not there, then given)" for key in batch if key not in entries]
 
 
 def _told(each: _Set, holder: Holder) -> str:

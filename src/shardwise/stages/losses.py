@@ -176,7 +176,7 @@ class WeighedLoss:
             return result * number, number
         found = self._counts.found if self._counts is not None else []
         if self._tried.kind is LossKind.LABELS and not found and self._counts is not None:
-            return result, weight_without_labels(result)
+            return result, 1 if self._is_all else weight_without_labels(result)
         if self._tried.kind is LossKind.LABELS and len(found) == 1:
             self._note([], batch)
             number = found[0].number / self._tried.labels

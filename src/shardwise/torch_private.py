@@ -662,6 +662,10 @@ def is_compiled(module: nn.Module) -> bool:
     return isinstance(getattr(module, "_orig_mod", None), nn.Module) or module._compiled_call_impl is not None
 
 
+#: The beginning of the qualified name of the code that calls what `torch.compile` has made.
+COMPILED_CALL = "_TorchDynamoContext.__call__."
+
+
 def is_compiled_function(function: object) -> bool:
     """Whether `torch.compile(function)` has made it. There is no public way to ask."""
     return getattr(function, "_torchdynamo_orig_callable", None) is not None

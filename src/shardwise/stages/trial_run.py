@@ -1,6 +1,6 @@
 """Compute one loss of some rows: in evaluation or training mode, of a given output, or with some values hidden."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import cached_property
@@ -17,6 +17,7 @@ from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.metrics import take_metrics
 from shardwise.stages.rows import Seen, changed
 from shardwise.stages.split.arguments import Signature
+from shardwise.stages.split.names_reached import names_reached
 from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.split.seed import seed_torch
 from shardwise.stages.split.switch import Noted, undisturbed
@@ -64,9 +65,12 @@ class Trial:
     """
 
     def __init__(
-        self, module: nn.Module, loss: Loss, precision: Context, *, meets: bool = False, at_first: Context = nullcontext
-    ) -> None:
+        self, module: nn.Module, loss: Loss, precision: Context, *, meets: bool = False,
+        at_first: Context = nullcontext, in_turn: bool = True,
+    ) -> None:  # fmt: skip
         self.module, self.loss, self._precision, self.meets = module, loss, precision, meets
+        #: Whether one process computes several parts of a batch.
+        self._in_turn = in_turn
         self._at_first = at_first
         #: The modes (is it training?) in which nothing was run yet.
         self._unknown = {False, True}
@@ -194,22 +198,43 @@ class Trial:
             return None
         return made if all(map(is_finite, made)) else None
 
-    @torch.no_grad()
-    def remembers(self, before: tuple[Batch, Run], then: tuple[Batch, Run]) -> str | None:
-        """Describe the state that the loss leaves for its next call, if that changes the next result; None if not."""
-        kept = PythonState(self.loss)
-        try:
-            with undisturbed(self.module, {}, self.loss), self._precision():
-                at_first = self._total(*then)
-                kept.restore()
-                self._total(*before)
-                changed = kept.changed()
-                later = self._total(*then)
-        except Exception:  # It reads state that a forward leaves for it, and there is no forward here.
-            return None
-        if not changed or abs(later - at_first) <= then[1].tolerance * abs(at_first):
-            return None
-        return some([f"{name} ({words})" for name, words in changed.items()])
+    def remembers(self, *parts: tuple[Batch, Run]) -> str | None:
+        """Describe the state that the loss leaves for its next call, if that changes the next result; None if not.
+
+        The next call may have the same rows (a table with an entry for each sample) or others (a running mean). Unless
+        parts are computed in turn, state that does not depend on rows is allowed: all replicas have the same (a
+        critic's power iteration). Training may leave more than an evaluation (`if torch.is_grad_enabled():`).
+        """
+        modes = (False, True) if "is_grad_enabled" in names_reached(self.loss) else (False,)
+        for has_grad in modes:
+            kept = PythonState(self.loss, with_buffers=True)
+            try:
+                with undisturbed(self.module, {}, self.loss), self._precision(), torch.set_grad_enabled(has_grad):
+                    found = self._remembered(kept, parts)
+            except Exception:  # It reads state that a forward leaves for it, and there is no forward here.
+                continue
+            if found:
+                return some([f"{name} ({words})" for name, words in found.items()])
+        return None
+
+    def _remembered(self, kept: PythonState, parts: Sequence[tuple[Batch, Run]]) -> dict[str, str]:
+        """Return what a call changes, if the next call then has another result."""
+        changed: dict[str, str] = {}
+        at_first: list[float] = []
+        left: PythonState | None = None
+        depends = self._in_turn
+        for part in parts:
+            kept.restore()
+            at_first.append(self._total(*part))
+            changed.update(kept.changed())
+            depends = depends or (left is not None and bool(left.changed()))
+            left = left or kept.again()
+        for part, total in zip(parts, at_first, strict=True) if changed and depends else ():
+            kept.restore()
+            self._total(*parts[0])
+            if abs(self._total(*part) - total) > part[1].tolerance * abs(total):
+                return changed
+        return {}
 
     def _total(self, batch: Batch, run: Run) -> float:
         seed_torch(0)

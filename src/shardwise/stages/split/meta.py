@@ -50,6 +50,8 @@ def run_or_guess(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, re
             return first.new_empty((first.numel(), first.dim()), dtype=torch.long)
         if func is aten.equal.default:
             return False
+        if func is aten._is_all_true.default:
+            return torch.ones((), dtype=torch.bool)  # A check of numbers, as in torch.distributions, passes.
         if func is GROUPED_MM.default and first.dim() == 2 and args[1].dim() == 3:
             # Its meta kernel accepts only bf16, unlike the real ones.
             return first.new_empty((first.shape[0], args[1].shape[-1]))

@@ -58,7 +58,9 @@ def a_critic_with_a_spectral_norm(parallelize: Parallelize) -> Result:
 def a_critic_with_a_parametrized_spectral_norm(parallelize: Parallelize) -> Result:
     """The same with torch's newer one."""
     first = parametrizations.spectral_norm(nn.Linear(4, 8), n_power_iterations=1)
-    first.parametrizations.weight[0]._u.data.copy_(functional.normalize(torch.arange(1.0, 9.0), dim=0))
+    for name, each in first.named_buffers():
+        if name.endswith("_u"):
+            each.copy_(functional.normalize(torch.arange(1.0, 9.0), dim=0))
     return fitted(parallelize, by_critic(nn.Sequential(first, nn.Tanh(), nn.Linear(8, 1))))
 
 

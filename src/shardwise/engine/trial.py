@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise.engine.compiled_check import check_compiled
 from shardwise.engine.loss_gradients import guard_loss
-from shardwise.engine.rewritten_check import check_rewritten
+from shardwise.engine.rewritten_check import check_forward
 from shardwise.engine.sharded import Sharded
 from shardwise.engine.shown import HARMLESS
 from shardwise.errors import ShardwiseError, some
@@ -65,8 +64,7 @@ class Trial:
     def check(self, plan: Plan, shapes: Mapping[str, torch.Size], split: Split, wires: Wires) -> None:
         """Refuse what stages of a plan cannot do; `shapes` are those of the whole parameters. All ranks call this."""
         self._check_reads(plan, shapes, split.units)
-        check_compiled(split.compiled, plan)
-        check_rewritten(split.rewritten, plan, wires)
+        check_forward(split, plan, wires)
 
     def guard(self, weighed: WeighedLoss, plan: Plan, split: Split, sharded: Sharded) -> None:
         """Refuse gradients that the loss asks for itself, where a rank has a part of them."""

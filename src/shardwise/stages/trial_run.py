@@ -10,14 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import some
-from shardwise.stages.backward_trial import SeenHooks, find_bent, gradients_told, makes_constants, users_part
+from shardwise.stages.backward_trial import (
+    SeenHooks,
+    asks_for_mode,
+    find_bent,
+    gradients_told,
+    makes_constants,
+    users_part,
+)
 from shardwise.stages.decisions import Decisions, find_decision
 from shardwise.stages.full_precision import full_precision
 from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.metrics import take_metrics
 from shardwise.stages.rows import Seen, changed
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.names_reached import names_reached
 from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.split.seed import seed_torch
 from shardwise.stages.split.switch import Noted, undisturbed
@@ -205,7 +211,7 @@ class Trial:
         parts are computed in turn, state that does not depend on rows is allowed: all replicas have the same (a
         critic's power iteration). Training may leave more than an evaluation (`if torch.is_grad_enabled():`).
         """
-        modes = (False, True) if "is_grad_enabled" in names_reached(self.loss) else (False,)
+        modes = (False, True) if asks_for_mode(self.loss) else (False,)
         for has_grad in modes:
             kept = PythonState(self.loss, with_buffers=True)
             try:

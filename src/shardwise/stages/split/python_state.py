@@ -67,9 +67,8 @@ class PythonState:
 
     def __init__(self, *roots: Any, with_buffers: bool = False) -> None:
         self._roots, self._with_buffers = roots, with_buffers
-        is_apart = not with_buffers and bool(roots) and isinstance(roots[0], nn.Module)
-        #: The modules whose buffers are not saved.
-        self._apart = {id(each) for each in roots[0].modules()} if is_apart else set()
+        apart = [each for each in roots[:1] if isinstance(each, nn.Module) and not with_buffers]
+        self._apart = {id(each) for root in apart for each in root.modules()}  # Their buffers are not saved.
         self._kept: list[_Kept] = []
         self._empty: list[tuple[str, OrderedDict[Any, Any]]] = []
         #: The names of buffers whose values are not saved: a forward may register new ones.

@@ -97,6 +97,8 @@ GROUPED_MM = aten._grouped_mm
 TO_COPY = aten._to_copy
 #: `Tensor.item`.
 LOCAL_SCALAR = aten._local_scalar_dense
+#: Asked by checks of values, as in `torch.distributions`.
+IS_ALL_TRUE = torch.ops.aten._is_all_true
 #: A softmax that gives zeros, not NaN, for a row in which everything is masked. No public way.
 SAFE_SOFTMAX = aten._safe_softmax
 
@@ -660,6 +662,10 @@ RECOMPILE_LIMITS = RecompileLimits()
 def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile(module)` has made it, or `module.compile()` was called. There is no public way to ask."""
     return isinstance(getattr(module, "_orig_mod", None), nn.Module) or module._compiled_call_impl is not None
+
+
+#: The beginning of the qualified name of the code that calls what `torch.compile` has made.
+COMPILED_CALL = "_TorchDynamoContext.__call__."
 
 
 def is_compiled_function(function: object) -> bool:

@@ -38,6 +38,16 @@ def test_all_that_users_write_is_equal_to_plain_torch_or_refused(
 #: Programs that only one trial, or one guard, refuses or puts right; some under plans of their own.
 _ONE_TRIAL = [
     ("backwards", "gradients_of_rows_are_centred", "cp=2,microbatches=2"),
+    ("critics", "a_critic_with_a_spectral_norm", "tp=2"),
+    ("critics", "a_critic_with_a_parametrized_spectral_norm", "pp=2,microbatches=2"),
+    ("critics", "a_table_of_samples_that_training_writes", "dp=2"),
+    ("critics", "a_table_of_samples_in_a_buffer_of_the_criterion", "tp=2"),
+    ("critics", "a_step_size_with_a_scaled_gradient", "dp=2"),
+    ("critics", "hardest_triplets_of_a_batch", "dp=2"),
+    ("critics", "a_forward_compiled_around_layers", "dp=2,zero=1"),
+    ("critics", "forwards_counted_in_a_byte", "dp=2"),
+    ("critics", "distributions_in_a_forward", "tp=2"),
+    ("critics", "gradients_of_each_row_by_torch_func", "pp=2,microbatches=2"),
     ("rows", "experts_that_a_batch_fills", "tp=2,sp=true"),
     ("evaluating", "two_heads_and_their_mean", "tp=2"),
     ("selected", "a_mask_and_ignored_labels", "dp=2"),

@@ -41,7 +41,10 @@ def agree_on_loss(
     if plan.dp * plan.microbatches * plan.cp > 1 and options.verify and not is_meta:
         num_parts = plan.microbatches * (1 if options.is_local else plan.dp)
         # Under cp a loss has to be a pair, or a mean over labels, which are counted.
-        attempt = partial(try_loss if plan.cp == 1 else try_tokens, meets=_has_capacity(module), num_parts=num_parts)
+        attempt = partial(
+            try_loss if plan.cp == 1 else try_tokens, meets=_has_capacity(module), num_parts=num_parts,
+            in_turn=plan.microbatches > 1,
+        )  # fmt: skip
         precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
 
         def try_both(*, for_all: bool = False) -> _Found:

@@ -5,10 +5,12 @@ That is correct if a rank's forward has the whole parameter, once, and all repli
 
 from collections.abc import Iterator, Mapping
 
+from shardwise.engine.compiled_check import check_compiled
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
 from shardwise.stages.split.write_guard import Rewritten
+from shardwise.stages.stage import Split
 
 _REMEDY = (
     "write it between steps: engine.load_state_dict, or in place in engine.module under dp with zero=0; what follows"
@@ -16,8 +18,15 @@ _REMEDY = (
 )
 
 
-def check_rewritten(rewritten: Mapping[str, Rewritten], plan: Plan, wires: Wires) -> None:
-    """Refuse what a plan would lose, or write twice. All ranks call this alike."""
+def check_forward(split: Split, plan: Plan, wires: Wires) -> None:
+    """Refuse parameters that a forward writes to, and compiled code around its layers, under plans that cannot have
+    them. All ranks call this alike."""
+    check_compiled(split.compiled, plan)
+    _check_rewritten(split.rewritten, plan, wires)
+
+
+def _check_rewritten(rewritten: Mapping[str, Rewritten], plan: Plan, wires: Wires) -> None:
+    """Refuse what a plan would lose, or write twice."""
     for name, each in rewritten.items():
         reason = next(_reasons(each, plan), None)
         if reason is not None:

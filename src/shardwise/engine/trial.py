@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.engine.loss_gradients import guard_loss
-from shardwise.engine.rewritten_check import check_rewritten
+from shardwise.engine.rewritten_check import check_forward
 from shardwise.engine.sharded import Sharded
 from shardwise.engine.shown import HARMLESS
 from shardwise.errors import ShardwiseError, some
@@ -41,7 +41,7 @@ class Trial:
     def probe(self, output: Any) -> None:
         """Record what was written, and try the loss."""
         self.written = {**self.written, **self._writes.found()}
-        before = PythonState(self._loss_itself)
+        before = PythonState(self._loss_itself, with_buffers=True)
         with self._reads:
             self.has_metrics = self._loss(output)
         if "is_grad_enabled" in names_reached(self._loss_itself):
@@ -64,7 +64,7 @@ class Trial:
     def check(self, plan: Plan, shapes: Mapping[str, torch.Size], split: Split, wires: Wires) -> None:
         """Refuse what stages of a plan cannot do; `shapes` are those of the whole parameters. All ranks call this."""
         self._check_reads(plan, shapes, split.units)
-        check_rewritten(split.rewritten, plan, wires)
+        check_forward(split, plan, wires)
 
     def guard(self, weighed: WeighedLoss, plan: Plan, split: Split, sharded: Sharded) -> None:
         """Refuse gradients that the loss asks for itself, where a rank has a part of them."""
@@ -85,7 +85,7 @@ class Trial:
                 f"the loss reads {len(gone)} parameters ({some(gone)}), and under {', '.join(axes)} the rank that"
                 " computes it does not have them then",
                 remedy="weight_decay of the optimizer for a penalty of weights; or compute it in the forward of the"
-                " module that has them, and return it",
+                " module that has them, and return the result (for a parameter itself: return it.clone())",
             )
 
     def _is_gone(

@@ -340,7 +340,9 @@ class TriedAgain:
             given = converted(batch, dtype, device)
             if self._has_parts:
                 rule = deepcopy(self._rule)
-                found = found._replace(tried=try_loss(module, self._loss, given, rule, nullcontext))
+                in_turn = self._plan.microbatches > 1
+                tried = try_loss(module, self._loss, given, rule, nullcontext, in_turn=in_turn)
+                found = found._replace(tried=tried)
             if self._comes:
                 # A separate copy: in the earlier one, equal blocks share the parameters of the first.
                 named = self._copy.again()

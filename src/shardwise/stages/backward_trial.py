@@ -61,6 +61,11 @@ def makes_constants(module: nn.Module, loss: Any) -> bool:
     return is_small and not names_reached(module, loss).isdisjoint(_CONSTANT)
 
 
+def asks_for_mode(loss: Any) -> bool:
+    """Whether a loss asks if gradients are on: it may do more in training."""
+    return "is_grad_enabled" in names_reached(loss)
+
+
 def gradients_told(module: nn.Module, loss: Tensor) -> dict[str, tuple[float, float]]:
     """For parameters by name: a product of the gradient, and the magnitude that rounding is relative to."""
     found = products_of(loss, module)

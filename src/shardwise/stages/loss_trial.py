@@ -64,13 +64,15 @@ def try_loss(
     meets: bool = False,
     for_all: bool = False,
     num_parts: int = 1,
+    in_turn: bool = True,
 ) -> Tried:
     """Find the kind of a loss from a few rows of an example that the module can compute.
 
-    `num_parts` is the number of parts of a batch. `meets`: rows of a part are known to interact, and that is intended.
+    `num_parts` is the number of parts of a batch; one process computes several of them if `in_turn`. `meets`: rows of a
+    part are known to interact, and that is intended.
     `for_all`: no other rank tries it; raise `CollectiveMetError` if all must."""
     seen = rule.look(example)
-    trial = Trial(module, loss, precision, meets=meets, at_first=at_first(for_all))
+    trial = Trial(module, loss, precision, meets=meets, at_first=at_first(for_all), in_turn=in_turn)
     three = three_rows(example, seen)
     first = _outcome(trial, three, seen)
     if first.problem is None and seen.length // num_parts % 2:
@@ -147,8 +149,10 @@ def _by_halves(trial: Trial, example: Batch, seen: Seen) -> Tried | None:
             is_random = trial.run(parts[0], seed=1).total != whole.total
         except Exception:
             continue
-        if whole.number is not None or is_random or not is_finite(whole) or not any(each.total for each in runs):
+        if whole.number is not None or is_random or not is_finite(whole):
             return None
+        if not any(each.total for each in runs):
+            continue  # More rows may show more.
         weights: dict[LossKind, tuple[float, float]] = {LossKind.ROWS: (half, number - half)}
         if len(whole.counts) == len(large.counts) == len(small.counts) == 1:
             weights = {LossKind.LABELS: (large.counts[0], small.counts[0]), **weights}

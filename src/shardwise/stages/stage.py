@@ -51,7 +51,7 @@ class Split:
     in FLOPs or the equivalent, and `unit_bytes` the bytes of their weights. `left` are attributes and the like that
     forwards write: the dictionaries that hold them, and their keys. `rewritten` are parameters that forwards write to,
     and how (`split/write_guard.py`). `shapes_by_data`: the shapes of values between stages may depend on the data, not
-    only on the shapes of the batch.
+    only on the shapes of the batch. `compiled` is a function that the user compiles and that calls units.
     """
 
     stages: tuple[Stage | None, ...]
@@ -65,6 +65,7 @@ class Split:
     left: tuple[tuple[dict[str, Any], str], ...] = ()
     rewritten: Mapping[str, Any] = field(default_factory=dict)
     shapes_by_data: bool = False
+    compiled: str | None = None
 
     @property
     def num_stages(self) -> int:

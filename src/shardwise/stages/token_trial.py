@@ -22,6 +22,7 @@ def try_tokens(
     meets: bool = False,
     for_all: bool = False,
     num_parts: int = 1,
+    in_turn: bool = True,
 ) -> Tried:
     """Find whether backwards of parts can add up to that of the whole; and whether a loss that is one number is purely
     a mean over labels, so that parts are weighted by their labels, or a sum to which padding tokens, without labels,
@@ -37,7 +38,9 @@ def try_tokens(
         whole = trial.run(three)
         if whole.number is not None and num_parts == 1:
             return tried._replace(decides=trial.decides(three, two_and_one(three, rule.look(example))[1]))
-        found = try_loss(module, loss, example, rule, precision, meets=meets, for_all=for_all, num_parts=num_parts)
+        found = try_loss(
+            module, loss, example, rule, precision, meets=meets, for_all=for_all, num_parts=num_parts, in_turn=in_turn
+        )
         if whole.number is not None or (num_parts > 1 and found.problem is not None):
             return found._replace(writes_none=tried.writes_none)
         is_told = found.kind is LossKind.LABELS or (

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import some
-from shardwise.stages.backward_trial import SeenHooks, find_bent, gradients_told, makes_constants, users_part
+from shardwise.stages.backward_trial import (
+    SeenHooks,
+    asks_for_mode,
+    find_bent,
+    gradients_told,
+    makes_constants,
+    users_part,
+)
 from shardwise.stages.decisions import Decisions, find_decision
 from shardwise.stages.full_precision import full_precision
 from shardwise.stages.label_counts import LabelCounts
@@ -66,9 +73,12 @@ class Trial:
     """
 
     def __init__(
-        self, module: nn.Module, loss: Loss, precision: Context, *, meets: bool = False, at_first: Context = nullcontext
-    ) -> None:
+        self, module: nn.Module, loss: Loss, precision: Context, *, meets: bool = False,
+        at_first: Context = nullcontext, in_turn: bool = True,
+    ) -> None:  # fmt: skip
         self.module, self.loss, self._precision, self.meets = module, loss, precision, meets
+        #: Whether one process computes several parts of a batch.
+        self._in_turn = in_turn
         self._at_first = at_first
         #: The modes (is it training?) in which nothing was run yet.
         self._unknown = {False, True}
@@ -204,22 +214,43 @@ class Trial:
             return None
         return made if all(map(is_finite, made)) else None
 
-    @torch.no_grad()
-    def remembers(self, before: tuple[Batch, Run], then: tuple[Batch, Run]) -> str | None:
-        """Describe the state that the loss leaves for its next call, if that changes the next result; None if not."""
-        kept = PythonState(self.loss)
-        try:
-            with undisturbed(self.module, {}, self.loss), self._precision():
-                at_first = self._total(*then)
-                kept.restore()
-                self._total(*before)
-                changed = kept.changed()
-                later = self._total(*then)
-        except Exception:  # It reads state that a forward leaves for it, and there is no forward here.
-            return None
-        if not changed or abs(later - at_first) <= then[1].tolerance * abs(at_first):
-            return None
-        return some([f"{name} ({words})" for name, words in changed.items()])
+    def remembers(self, *parts: tuple[Batch, Run]) -> str | None:
+        """Describe the state that the loss leaves for its next call, if that changes the next result; None if not.
+
+        The next call may have the same rows (a table with an entry for each sample) or others (a running mean). Unless
+        parts are computed in turn, state that does not depend on rows is allowed: all replicas have the same (a
+        critic's power iteration). Training may leave more than an evaluation (`if torch.is_grad_enabled():`).
+        """
+        modes = (False, True) if asks_for_mode(self.loss) else (False,)
+        for has_grad in modes:
+            kept = PythonState(self.loss, with_buffers=True)
+            try:
+                with undisturbed(self.module, {}, self.loss), self._precision(), torch.set_grad_enabled(has_grad):
+                    found = self._remembered(kept, parts)
+            except Exception:  # It reads state that a forward leaves for it, and there is no forward here.
+                continue
+            if found:
+                return some([f"{name} ({words})" for name, words in found.items()])
+        return None
+
+    def _remembered(self, kept: PythonState, parts: Sequence[tuple[Batch, Run]]) -> dict[str, str]:
+        """Return what a call changes, if the next call then has another result."""
+        changed: dict[str, str] = {}
+        at_first: list[float] = []
+        left: PythonState | None = None
+        depends = self._in_turn
+        for part in parts:
+            kept.restore()
+            at_first.append(self._total(*part))
+            changed.update(kept.changed())
+            depends = depends or (left is not None and bool(left.changed()))
+            left = left or kept.again()
+        for part, total in zip(parts, at_first, strict=True) if changed and depends else ():
+            kept.restore()
+            self._total(*parts[0])
+            if abs(self._total(*part) - total) > part[1].tolerance * abs(total):
+                return changed
+        return {}
 
     def _total(self, batch: Batch, run: Run) -> float:
         seed_torch(0)

@@ -17,7 +17,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.stages.batch import home_of
 from shardwise.stages.checkpoints import nothing_recomputed
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.lines import line_of, line_of_error
+from shardwise.stages.split.lines import compiled_around, line_of, line_of_error
 from shardwise.stages.split.meta import (
     Guesses,
     call_on_meta,
@@ -93,6 +93,8 @@ class UnitFlow:
     slots: Mapping[str, tuple[dict[Any, Any], Any]] = field(default_factory=dict)
     #: Whether shapes between units, or of their outputs, depend on values in the batch.
     shapes_by_data: bool = False
+    #: The name of a compiled function that calls units, if there is one.
+    compiled: str | None = None
 
     def leave_for(self, calls: Collection[int]) -> None:
         """Set the attributes that other calls would set, as on the example, where they are missing.
@@ -123,6 +125,7 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         self.in_glue: set[str] = set()
         self.leaks: dict[int, str] = {}
         self.shapes_by_data = False
+        self.compiled: str | None = None
         self._times_called: dict[str, int] = {}
         self._on_meta = has_meta(module)
         self._home = home
@@ -203,6 +206,7 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
 
     def call(self, unit: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit, and record what it needed and what it returned."""
+        self.compiled = self.compiled or compiled_around()
         if self.start is not None:
             self.flags.update((name, (holder, key)) for name, holder, key in self.start.set_to_plain())
         arguments, tree = pytree.tree_flatten((args, kwargs))
@@ -436,4 +440,5 @@ def watch(
         slots=slots,
         rewritten=rewritten,
         shapes_by_data=watcher.shapes_by_data,
+        compiled=watcher.compiled,
     )

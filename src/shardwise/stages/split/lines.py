@@ -1,9 +1,14 @@
-"""Find the line of user code that is running: the innermost frame outside torch and this library."""
+"""Find the line of user code that is running, the innermost frame outside torch and this library; and whether it was
+compiled."""
 
+import sys
 import traceback
 from pathlib import Path
 
 import torch
+from torch import nn
+
+from shardwise.torch_private import COMPILED_CALL
 
 _NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parents[2])
 
@@ -11,6 +16,19 @@ _NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parents[2])
 def line_of() -> str:
     """Return the line that is running."""
     return _last_of_theirs(traceback.extract_stack())
+
+
+def compiled_around() -> str | None:
+    """Return the name of a function that the user compiles and that is being called; None if there is none."""
+    frame = sys._getframe(1) if "torch._dynamo" in sys.modules else None
+    while frame is not None:
+        if frame.f_code.co_qualname.startswith(COMPILED_CALL):
+            fn = frame.f_locals["fn"]
+            owner = getattr(fn, "__self__", None)
+            name = getattr(fn, "__qualname__", type(fn).__name__)
+            return type(owner).__name__ if isinstance(owner, nn.Module) and name.startswith("Module.") else str(name)
+        frame = frame.f_back
+    return None
 
 
 def line_of_error(error: BaseException) -> str:

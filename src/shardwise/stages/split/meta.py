@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardwise.stages.split.meta_results import find_key, run_or_recall
 from shardwise.stages.split.module_copy import copied
-from shardwise.torch_private import GROUPED_MM, LOCAL_SCALAR, EagerDispatchMode, RunningNormModule, pytree
+from shardwise.torch_private import GROUPED_MM, IS_ALL_TRUE, LOCAL_SCALAR, EagerDispatchMode, RunningNormModule, pytree
 
 aten = torch.ops.aten
 #: The most common types of arguments other than tensors.
@@ -88,6 +88,8 @@ def run_or_guess(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, re
             return False
         if func in _BY_DATA:
             return _BY_DATA[func](*args, **kwargs)
+        if func is IS_ALL_TRUE.default:
+            return torch.ones((), dtype=torch.bool)  # A check of numbers, as in torch.distributions, passes.
         if func is GROUPED_MM.default and first.dim() == 2 and args[1].dim() == 3:
             # Its meta kernel accepts only bf16, unlike the real ones.
             return first.new_empty((first.shape[0], args[1].shape[-1]))

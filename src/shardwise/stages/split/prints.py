@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.torch_private import pytree
+from shardwise.torch_private import is_wrapped, pytree
 
 #: About this many elements of a tensor are kept.
 _SAMPLE = 1_024
@@ -36,6 +36,8 @@ def _leaf(each: Any) -> Any:
     if isinstance(each, (bool, int, float, str)):
         return each
     if type(each) is not Tensor or each.layout is not torch.strided or each.is_meta or not each.numel():
+        return None
+    if is_wrapped(each):  # Its numbers are known inside `torch.func` alone.
         return None
     plain = torch.view_as_real(each) if each.is_complex() else each
     flat = plain.reshape(-1) if plain.is_contiguous() else plain.flatten()

@@ -61,11 +61,14 @@ class _Kept(NamedTuple):
 class PythonState:
     """A snapshot that `restore` puts back. `roots` are a module, and functions.
 
-    The values of buffers are saved if `with_buffers`, those of parameters never.
+    The values of buffers are saved: of other modules that are reached (a criterion, a critic that the loss calls), and,
+    if `with_buffers`, of the first root too. Those of parameters never are.
     """
 
     def __init__(self, *roots: Any, with_buffers: bool = False) -> None:
         self._roots, self._with_buffers = roots, with_buffers
+        apart = [each for each in roots[:1] if isinstance(each, nn.Module) and not with_buffers]
+        self._apart = {id(each) for root in apart for each in root.modules()}  # Their buffers are not saved.
         self._kept: list[_Kept] = []
         self._empty: list[tuple[str, OrderedDict[Any, Any]]] = []
         #: The names of buffers whose values are not saved: a forward may register new ones.
@@ -132,11 +135,11 @@ class PythonState:
             elif type(each) not in PLAIN and id(each) not in slots:
                 yield start + key, each
         yield from ((start + key, child) for key, child in children.items())
-        if self._with_buffers:
+        if id(module) in self._apart:
+            self._buffers.append((buffers, frozenset(buffers)))
+        else:
             self._kept.append(_Kept(name, buffers, buffers.copy()))
             yield from ((start + key, each) for key, each in buffers.items())
-        else:
-            self._buffers.append((buffers, frozenset(buffers)))
         if is_theirs(type(module)):
             yield from self._note_class(name, type(module))
 
@@ -310,7 +313,7 @@ class PythonState:
 @contextmanager
 def left_as_it_was(*roots: Any) -> Iterator[None]:
     """Restore at exit all state that is reached from these roots. Used to try a loss, for example."""
-    kept = PythonState(*roots)
+    kept = PythonState(*roots, with_buffers=True)
     try:
         yield
     finally:

@@ -201,7 +201,8 @@ def _far_of(was: Any) -> Any:
     if not isinstance(was, Number):
         return FAR
     far = copy(was)
-    far.was = torch.full_like(was.was, FAR)
+    kind = was.was.dtype
+    far.was = torch.full_like(was.was, True if kind == torch.bool else min(FAR, torch.iinfo(kind).max))
     return far
 
 

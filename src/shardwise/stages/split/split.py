@@ -89,6 +89,7 @@ def split(
         left=tuple(flow.slots.values()),
         rewritten=flow.rewritten,
         shapes_by_data=flow.shapes_by_data,
+        compiled=flow.compiled,
     )
 
 

@@ -206,6 +206,11 @@ def test_plan_for_and_fit_from_agree(cluster: str, capsys: pytest.CaptureFixture
             ["plan", "llama3-8b", "--cluster", "8xh100", "--batch", "8", "--for", "vllm"],
             "vLLM serves and does not train",
         ),
+        (
+            ["fit", "llama3-8b", "--cluster", "8xh100", "--from", "vllm serve x --tensor-parallel-size 3"],
+            # No number of replicas of three devices makes eight.
+            "parallel ranks are 3, and 8xh100-80g has 8 devices\n  try: a cluster of 3 devices\n",
+        ),
     ],
 )
 def test_mistakes_are_said_in_a_sentence(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.cost.memory import fitting_odds
-from shardwise.planner.account import account, layouts_of, typed
+from shardwise.planner.account import account, layouts_of
+from shardwise.planner.account import typed as as_typed
 from shardwise.planner.changes import cheapest_changes
 from shardwise.planner.drawing import utilisation
 from shardwise.planner.goals import faster_pool
@@ -66,7 +67,7 @@ def test_a_plan_in_fp32_is_printed_as_fit_takes_it(capsys: pytest.CaptureFixture
     assert made["plan"] == "offload.optimizer=1,precision=fp32"
     assert main(["fit", *words, "--plan", made["plan"]]) == 0
     assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(made["seconds"])
-    assert typed(make_question("gpt2", cluster="2xcpu", batch=2, sequence=128), Plan(dp=2)) == "dp=2"
+    assert as_typed(make_question("gpt2", cluster="2xcpu", batch=2, sequence=128), Plan(dp=2)) == "dp=2"
 
 
 def test_the_share_of_the_peak_counts_no_gradients_that_nobody_computes() -> None:

@@ -175,9 +175,11 @@ def test_an_example_has_the_options_that_were_typed(capsys: pytest.CaptureFixtur
     assert "--lora 16" in capsys.readouterr().err
 
 
-def test_plan_for_and_fit_from_agree(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+@pytest.mark.parametrize("cluster", ["8xh100", "4xa100-40g"])
+def test_plan_for_and_fit_from_agree(cluster: str, capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     path = tmp_path / "ds_config.json"
-    words = ["llama3-8b", "--cluster", "8xh100", "--sequence", "4096"]
+    # Its best plan for four A100 with 40 GB is on the host: without the host none fits, and one of those was printed.
+    words = ["llama3-8b", "--cluster", cluster, "--sequence", "2048"]
     assert main(["plan", *words, "--batch", "32", "--for", "deepspeed", "--save", str(path), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert main(["fit", *words, "--from", str(path), "--json"]) == 0
@@ -191,7 +193,10 @@ def test_plan_for_and_fit_from_agree(capsys: pytest.CaptureFixture[str], tmp_pat
     ("words", "problem"),
     [
         (["fit", "llama3-8b", "--cluster", "8xh100"], "neither --plan nor --from is given"),
-        (["fit", "llama3-8b", "--cluster", "8xh100", "--from", "hello there"], "no program is recognised in 'hello there'"),
+        (
+            ["fit", "llama3-8b", "--cluster", "8xh100", "--from", "hello there"],
+            "no program is recognised in 'hello there'",
+        ),
         (["fit", "llama3-8b", "--cluster", "8xh100", "--from", "none.json"], "none.json cannot be read"),
         (
             ["plan", "llama3-8b", "--cluster", "8xh100", "--batch", "8", "--sequence", "64", "--for", "megatorn"],
@@ -200,6 +205,11 @@ def test_plan_for_and_fit_from_agree(capsys: pytest.CaptureFixture[str], tmp_pat
         (
             ["plan", "llama3-8b", "--cluster", "8xh100", "--batch", "8", "--for", "vllm"],
             "vLLM serves and does not train",
+        ),
+        (
+            ["fit", "llama3-8b", "--cluster", "8xh100", "--from", "vllm serve x --tensor-parallel-size 3"],
+            # No number of replicas of three devices makes eight.
+            "parallel ranks are 3, and 8xh100-80g has 8 devices\n  try: a cluster of 3 devices\n",
         ),
     ],
 )

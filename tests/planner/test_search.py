@@ -370,3 +370,14 @@ def test_what_leaves_less_memory_free_is_rather_taken_than_the_host() -> None:
     assert 0.65 < found.best.odds < 0.8
     assert found.others[0].plan.offload != Offload()
     assert sure_seconds(found.others[0]) > sure_seconds(found.best)
+
+
+def test_fragmentation_that_leaves_with_weights_counts_and_a_given_offload_is_tried() -> None:
+    # Both were said to fit in no way: weights on the host take 8 GiB of fragments with them, and plans that fit only
+    # with an offload that is given were not priced.
+    long = make_question("llama3-70b", cluster="8xh100", batch=64, sequence=131072, fixed={"tp": 8, "microbatches": 64})
+    assert find_plan(long).plan.offload == Offload(parameters=1.0)
+    given = make_question(
+        "llama3-70b", cluster="8xh100", batch=64, sequence=4096, fixed={"offload.parameters": 1.0, "tp": 2, "dp": 4}
+    )
+    assert find_plan(given).best.fits

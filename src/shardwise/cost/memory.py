@@ -83,6 +83,13 @@ class StepBytes:
         return np.asarray(states + np.maximum(freed, self.widened) - left)
 
     @property
+    def fragments_of_states(self) -> Floats:
+        """Bytes on each place that weights and gradients lose to fragmentation: as much as leaves with them at most."""
+        parts = self.parts
+        lost = CONSTANTS.fragments_states * (parts["weights"] + parts["gradients"])
+        return np.asarray(np.minimum(lost, parts.get("fragments", 0.0)))
+
+    @property
     def peak(self) -> Floats:
         """Device bytes of the fullest rank."""
         return np.asarray(self.by_place.max(axis=1))

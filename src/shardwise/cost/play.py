@@ -98,16 +98,17 @@ def play(
         times = _in_halves(times, [float(work.halves[0]) for work in works])
     hop = float(hop_seconds(pricer, layouts)[0])
     first = short_schedule(name, num_ranks, num_microbatches, chunks)
+    placement = first.placement
+    ranks = [sum(times[stage % len(times)].total for stage in stages) for stages in placement.stages]
+    busiest = max(ranks) / len(placement.pipes)
     seconds = _makespan(first, times, hop)
     left = num_microbatches - first.num_microbatches
     if left > 0:
         longer = short_schedule(name, num_ranks, num_microbatches, chunks, more=1)
-        rounds = left / (longer.num_microbatches - first.num_microbatches)
-        seconds += rounds * (_makespan(longer, times, hop) - seconds)
-    placement = first.placement
-    ranks = [sum(times[stage % len(times)].total for stage in stages) for stages in placement.stages]
-    copies = len(placement.pipes)
-    return Played(seconds, max(ranks) * num_microbatches / copies)
+        more = longer.num_microbatches - first.num_microbatches
+        # The busiest rank may still catch up in the round that is added. In later ones it cannot.
+        seconds += left * max((_makespan(longer, times, hop) - seconds) / more, busiest)
+    return Played(seconds, busiest * num_microbatches)
 
 
 def _stage_works(pricer: Pricer, pieces: Pieces, stage_layers: Sequence[int]) -> list[Work]:

@@ -59,7 +59,8 @@ def utilisation(account: Account) -> float:
     counted = 0.0
     for block, count in question.model.kinds:
         for passes in (flops(operation, share) for operation in block.operations):
-            counted += count * min(passes.total, 3 * passes.forward)  # Flash kernels multiply scores twice.
+            # Flash kernels multiply scores twice.
+            counted += count * min(float(passes.total), 3.0 * float(passes.forward))
     peak = sum(pool.num_devices * pool.device.peak(account.plan.precision) for pool in question.cluster.pools)
     return counted * question.batch / (account.seconds * peak)
 

@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     if (arguments.plan is None) == (arguments.source is None):
         given = "neither --plan nor --from is" if arguments.plan is None else "both --plan and --from are"
         raise ShardwiseError(
-            f"{given} given, and one of them has the plan to check", remedy="--plan dp=8,zero=1, or --from ds_config.json"
+            f"{given} given, and one of them has the plan to check",
+            remedy="--plan dp=8,zero=1, or --from ds_config.json",
         )
     if arguments.source is not None:
         from shardwise.planner.programs.answers import fit_answer

@@ -14,7 +14,7 @@ from shardwise.planner.programs.megatron import MEGATRON, TELLING
 from shardwise.planner.programs.program import Job, Machine, Program
 from shardwise.planner.programs.torchtitan import TORCHTITAN
 from shardwise.planner.question import Question, usual_software
-from shardwise.planner.search.findings import Findings, find_plan, find_plan_if_any
+from shardwise.planner.search.findings import Findings, best_first, find_plan, find_plan_if_any
 from shardwise.planner.search.tally import Tally
 
 PROGRAMS = {each.name: each for each in (MEGATRON, TORCHTITAN, DEEPSPEED, ACCELERATE)}
@@ -85,11 +85,8 @@ def as_run_by(program: Program, question: Question) -> Question:
 def find_for(program: Program, question: Question) -> Findings:
     """Return the best plan as the program would run it: without offload, if that fits."""
     asked = as_run_by(program, question)
-    return find_plan_if_any(_on_devices(asked), Tally()) or find_plan(asked)
-
-
-def _on_devices(question: Question) -> Question:
-    return replace(question, fixed={**_NOT_ON_HOST, **question.fixed})
+    found = find_plan_if_any(replace(asked, fixed={**_NOT_ON_HOST, **asked.fixed}), Tally())
+    return find_plan(asked) if found is None else replace(found, question=asked)
 
 
 def export(program: Program, question: Question, found: Findings) -> Export:
@@ -102,7 +99,7 @@ def export(program: Program, question: Question, found: Findings) -> Export:
 
 
 def best_for(program: Program, question: Question, found: Iterable[Findings] = ()) -> Account:
-    """Return the fastest plan that a program can express and that fits; if none does, the nearest to it."""
+    """Return the best plan that a program can express and that fits; if none does, the nearest to it."""
     plans: list[Plan] = [each.plan for one in found for each in (one.best, *one.others)]
     for home in (_NOT_ON_HOST, {}):
         for fixed in program.fixed:
@@ -116,7 +113,8 @@ def best_for(program: Program, question: Question, found: Iterable[Findings] = (
             f"{program.title} can express no plan for {question.model.name} on {question.cluster}",
             remedy="shardwise plan without --for",
         )
-    return min(accounts, key=lambda each: (not each.fits, each.seconds if each.fits else each.fullest.total))
+    fitting = best_first(accounts)
+    return fitting[0] if fitting else min(accounts, key=lambda each: each.fullest.total)
 
 
 def _accounts(program: Program, question: Question, plans: Iterable[Plan]) -> list[Account]:

@@ -102,12 +102,13 @@ def _spellings(long: str, short: str | None) -> tuple[str | None, ...]:
 def account_for(server: Server, question: Question, target: Target) -> tuple[Serving, bool]:
     """Return the result with as many sequences as fit, up to the requested number, and whether all fit."""
     needed = server.tp * server.pp * server.dp
-    if needed != question.cluster.num_devices:
+    devices = question.cluster.num_devices
+    if needed != devices:
+        replicas, left = divmod(devices, server.tp * server.pp)
         raise ShardwiseError(
             f"tensor {server.tp} x pipeline {server.pp} x data {server.dp} parallel ranks are {needed}, and "
-            f"{question.cluster} has {question.cluster.num_devices} devices",
-            remedy=f"a cluster of {needed} devices, or --data-parallel-size "
-            f"{max(question.cluster.num_devices // (server.tp * server.pp), 1)}",
+            f"{question.cluster} has {devices} devices",
+            remedy=f"a cluster of {needed} devices" + ("" if left else f", or --data-parallel-size {replicas}"),
         )
     found, fits = _account_for(server, server.sequences, question, target)
     if fits:

@@ -1,7 +1,7 @@
 """The result of a search: the best plan, a few of other kinds, and why candidates were rejected."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -188,7 +188,7 @@ def _find_within(question: Question, searched: Question, tally: Tally) -> _Found
         return None
     table = Table.of(search.found)
     exact = _accounts(question, table)
-    accounts = _best_first(exact)
+    accounts = best_first(exact.values())
     if not accounts:
         return None
     best = accounts[0]
@@ -294,9 +294,9 @@ def _accounts(question: Question, table: Table) -> dict[int, Account]:
     return accounts
 
 
-def _best_first(accounts: Mapping[int, Account]) -> list[Account]:
+def best_first(accounts: Iterable[Account]) -> list[Account]:
     """Return those that fit exactly: first the simplest of those as fast as the fastest, then by weighed seconds."""
-    fitting = sorted((each for each in accounts.values() if each.fits), key=weighed_seconds)
+    fitting = sorted((each for each in accounts if each.fits), key=weighed_seconds)
     if not fitting:
         return []
     least = min(map(sure_seconds, fitting))

@@ -8,9 +8,7 @@ import numpy as np
 
 from shardwise.cluster.catalogue import DEVICES
 from shardwise.cluster.cluster import Cluster, make_pool
-from shardwise.cost.memory import StepBytes
-from shardwise.cost.numbers import Floats
-from shardwise.cost.step import HOST_TAKEN
+from shardwise.cost.step import HOST_TAKEN, Estimate
 from shardwise.errors import ShardwiseError
 from shardwise.model.adapters import with_lora
 from shardwise.planner.plan import largest_divisor
@@ -59,23 +57,25 @@ def nowhere(question: Question, tally: Tally) -> ShardwiseError:
 
 
 def _needs(question: Question) -> str:
-    """Return what the leanest plan needs: on a rank; and on the host, if it fits the ranks with the host's help."""
-    room, choices = question.device.memory_bytes, offloads(question)
-    held = _leanest(question, choices)
-    is_helped = bool(held.peak.min() <= room)
-    held = _leanest(question, choices[:1]) if is_helped else held
-    row = int(held.peak.argmin())
+    """Return what the leanest plan needs: on a rank; or on the host, if it fits the ranks with the host's help."""
+    priced = _lean_prices(question, next(precisions(question)), only_fitting=False)
+    assert priced is not None, "what lacks memory was divided over the devices"
+    held = priced.bytes
+    node, room = question.cluster.pools[0].node, question.device.memory_bytes
+    on_host, there = held.host * node.devices_per_node, HOST_TAKEN * node.host.memory_bytes
+    fits_ranks, fits_host = held.peak <= room, on_host <= there
+    # Both fit by closed forms alone; or else it is compared with nothing on the host, if all can stay.
+    just_fits, stays = fits_ranks & fits_host, fits_ranks.any() & (on_host == 0)
+    among = just_fits if just_fits.any() else stays if stays.any() else np.ones_like(stays)
+    row = int(np.where(among, held.peak, np.inf).argmin())
     part = max(held.parts, key=lambda name: float(held.parts[name][row].max()))
     words = f"the leanest plan needs {format_bytes(float(held.peak[row]))} on a rank that has {format_bytes(room)}"
     words += f", most of it for {_PARTS.get(part, part)}"
-    if not is_helped:
+    if not fits_ranks.any():
         return words
-    moved = _leanest(question, choices * [1.0, 1.0, 0.0])  # Activations can stay.
-    node = question.cluster.pools[0].node
-    on_host, there = float(moved.host.min()) * node.devices_per_node, HOST_TAKEN * node.host.memory_bytes
-    if on_host <= there:
-        return f"{words}, and no part of it on the host makes it fit"
-    words += f", or {format_bytes(on_host)} on a host that has {format_bytes(there)} for it"
+    if just_fits.any():
+        return f"{words}, which is too close"
+    words += f", or {format_bytes(float(on_host[fits_ranks].min()))} on a host that has {format_bytes(there)} for it"
     return f"{words}; hosts are assumed to have {format_bytes(node.host.memory_bytes)}, which a cluster.toml can change"
 
 
@@ -130,31 +130,28 @@ def _as_typed(value: object) -> str:
 
 def feasible(question: Question) -> bool:
     """Whether any plan fits, tried with the axes that need the least memory."""
-    for precision in precisions(question):
-        axes = spread_axes(question, Tally(), 1)
-        if len(axes) == 0:
-            continue
-        software, on_host = question.software_in(precision), offloads(question)
-        held, fits = leanest(question, axes, software, on_host)
-        chosen = np.argsort(held.peak)[:_LEANEST]
-        chosen = chosen[fits[chosen]]
-        if len(chosen) == 0:
-            continue
-        again = recomputations(question)[-1:]
-        layouts = with_schedules(axes.take(chosen), schedules(question), again, max(question.model.num_layers, 1))
-        # Not only the largest offload: the host may have memory for a part.
-        choices = on_host[offloads_by_recomputation(question, on_host)[again[0][0]]]
-        domain = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes).domain
-        layouts = with_offloads(with_zeros(layouts, zeros(question, domain)), choices)
-        if question.price(layouts, software).fits.any():
-            return True
-    return False
+    prices = (_lean_prices(question, precision) for precision in precisions(question))
+    return any(each is not None and bool(each.fits.any()) for each in prices)
 
 
-def _leanest(question: Question, choices: Floats) -> StepBytes:
-    """Return the least memory of plans with each division of the devices, with the largest of these offloads."""
+def _lean_prices(question: Question, precision: str, *, only_fitting: bool = True) -> Estimate | None:
+    """Price plans with the axes that need the least memory; `only_fitting`: only axes that may fit by a bound. Return
+    None if there are none."""
     axes = spread_axes(question, Tally(), 1)
-    return leanest(question, axes, question.software_in(next(precisions(question))), choices)[0]
+    if len(axes) == 0:
+        return None
+    software, on_host = question.software_in(precision), offloads(question)
+    held, fits = leanest(question, axes, software, on_host)
+    chosen = np.argsort(held.peak)[:_LEANEST]
+    chosen = chosen[fits[chosen] | (not only_fitting)]
+    if len(chosen) == 0:
+        return None
+    again = [max(recomputations(question))]  # Of all layers, if that may be chosen.
+    layouts = with_schedules(axes.take(chosen), schedules(question), again, max(question.model.num_layers, 1))
+    # Not only the largest offload: the host may have memory for a part.
+    choices = on_host[offloads_by_recomputation(question, on_host)[again[0][0]]]
+    domain = min(question.cluster.pools, key=lambda pool: pool.device.memory_bytes).domain
+    return question.price(with_offloads(with_zeros(layouts, zeros(question, domain)), choices), software)
 
 
 def _larger(question: Question) -> str:

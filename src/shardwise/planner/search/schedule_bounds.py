@@ -97,7 +97,7 @@ def bound_schedules(
             beyond = _most(here) - question.room
             here -= states[full]
             may_stay = _most(here) <= question.room
-            here -= on_host[2][full, :, None] * of_full
+            here -= on_host[2][full, :, None] * (1.0 + others.lost_share[full])[:, None, None] * of_full
             may_leave = _most(here) <= question.room
             here -= weights[full]
             could[full] = (_most(here) <= question.room) & ~twice & (beyond <= on_nodes)
@@ -179,10 +179,11 @@ def _numbers(layouts: Layouts, schedules: Schedules) -> Floats:
 
 
 def _movable(held: StepBytes, on_host: Floats) -> tuple[Floats, Floats]:
-    """Return the bytes on each place that may be offloaded: states alone, and weights with all that moves with them."""
+    """Return the bytes on each place that may be offloaded: states alone, and weights with all that moves with them and
+    the fragmentation that they cause."""
     optimizer, weights, _ = on_host
     parts = held.parts
-    more = np.maximum(weights - optimizer, 0.0) * parts["optimizer"]
+    more = np.maximum(weights - optimizer, 0.0) * parts["optimizer"] + weights * held.fragments_of_states
     moved = weights * (parts["weights"] + parts["masters"] + parts["gradients"]) + more
     return (optimizer * parts["optimizer"])[:, :, None], moved[:, :, None]
 

@@ -284,7 +284,9 @@ class _InPrecision:
         wanted = [under.take(np.flatnonzero(~cells.is_tight))]
         # Offload never makes a candidate faster, so only candidates that do not fit are priced with it.
         tight = np.flatnonzero(cells.is_tight & is_near)
-        if len(self.offloads) > 1 and len(tight):
+        if len(self.offloads) == 1 and self.offloads.any():
+            wanted.append(under.take(tight))  # The given offload is the only one.
+        elif len(self.offloads) > 1 and len(tight):
             under = under.take(tight)
             held = holder(self.question, self.software, under)(under)
             rows, chosen = self._made_to_fit(held, np.arange(len(under)), under)
@@ -293,14 +295,17 @@ class _InPrecision:
 
     def _made_to_fit(self, held: StepBytes, tight: np.ndarray, layouts: Layouts) -> tuple[np.ndarray, np.ndarray]:
         """Return pairs of a candidate and an offload that makes it fit. An offload is left out if another that fits
-        moves no more of anything: it is slower."""
+        moves no more of anything: it is slower. Fragmentation that leaves with weights may make it fit too."""
         over = held.by_place[tight] - self.question.room
         moved = [held.movable(*shares)[tight] for shares in self.offloads]
-        fits = np.stack([(over <= each).all(axis=1) for each in moved], axis=1)
-        fits &= self.offloads_by_recomputation[layouts.recompute[tight]]
-        fits &= holds_once(layouts)[tight, None] | (self.offloads[:, 1] == 0)
+        runs = self.offloads_by_recomputation[layouts.recompute[tight]]
+        runs &= holds_once(layouts)[tight, None] | (self.offloads[:, 1] == 0)
+        fits = runs & np.stack([(over <= each).all(axis=1) for each in moved], axis=1)
+        lost = held.fragments_of_states[tight]
+        pairs = zip(self.offloads[:, 1], moved, strict=True)
+        may_fit = runs & np.stack([(over <= each + share * lost).all(axis=1) for share, each in pairs], axis=1)
         is_less = (self.offloads[:, None] <= self.offloads).all(axis=2) & ~np.eye(len(self.offloads), dtype=bool)
-        fits &= ~(fits @ is_less)
+        fits = may_fit & ~(fits @ is_less)
         rows, chosen = np.nonzero(fits)
         return tight[rows], chosen
 

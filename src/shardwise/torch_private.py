@@ -99,6 +99,8 @@ TO_COPY = aten._to_copy
 LOCAL_SCALAR = aten._local_scalar_dense
 #: Asked by checks of values, as in `torch.distributions`.
 IS_ALL_TRUE = torch.ops.aten._is_all_true
+#: `torch.unique` without a dim.
+UNIQUE = aten._unique2
 #: A softmax that gives zeros, not NaN, for a row in which everything is masked. No public way.
 SAFE_SOFTMAX = aten._safe_softmax
 

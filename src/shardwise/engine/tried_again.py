@@ -122,6 +122,26 @@ class _Copy:
                 vars(module)[each.key] = each.now
 
 
+class _Example(NamedTuple):
+    """The plain values (words) of the example, and the names of all its entries."""
+
+    words: dict[str, Any]
+    entries: tuple[str, ...]
+
+    def of(self, batch: Batch) -> Batch:
+        """Return the batch with the example's entries and words."""
+        return {**{key: each for key, each in batch.items() if key in self.entries}, **self.words}
+
+    def told_of(self, batch: Batch) -> list[str]:
+        """Name the entries of a batch that the example lacks, or has with other words."""
+        told = [
+            f"batch[{key!r}] ({_words(_word_of(was))}, then {_words(_word_of(batch[key]))})"
+            for key, was in self.words.items()
+            if key in batch and _word_of(batch[key]) != _word_of(was)
+        ]
+        return told + [f"batch[{key!r}] (not there, then given)" for key in batch if key not in self.entries]
+
+
 class TriedAgain:
     """The values of one module and its loss. Made before the module is cut; `rule` says what in a batch are rows."""
 
@@ -147,13 +167,13 @@ class TriedAgain:
         self.tried = Tried(LossKind.UNTRIED)
         self.weigh: Callable[[Tried], None] | None = None
         self._holders: list[Holder] = []
-        #: The plain values of the example, and the names of all its entries.
-        self._words, self._entries = dict[str, Any](), tuple(sorted(example))
+        self._example = _Example({}, tuple(sorted(example)))
         if plan.num_ranks > 1 and not any(each.is_meta for each in module.parameters()):
             self._holders = find_holders(module, loss)
-            self._words = {key: each for key, each in example.items() if _word_of(each) is not None}
+            words = {key: each for key, each in example.items() if _word_of(each) is not None}
+            self._example = self._example._replace(words=words)
         self._kept = [each.values.read() for each in self._holders]
-        self._twin = _Copy(module, self._holders, self._kept) if self._holders or self._words else None
+        self._twin = _Copy(module, self._holders, self._kept) if self._holders or self._example.words else None
         #: The kinds of all values that were ever set, and the results of trials with them.
         self._kinds = ValueKinds()
         self._outcomes: dict[Hashable, _Found] = {}
@@ -195,12 +215,12 @@ class TriedAgain:
             self._kinds.note(f"{self._holders[each.holder].name}.{each.key}", each.was, each.now)
         if self.agree is not None:
             self.agree(self.bits)
-        for key, was in self._words.items():
+        for key, was in self._example.words.items():
             now = _word_of(batch.get(key))
             if now is not None:
                 self._kinds.note(f"batch[{key!r}]", _word_of(was), now)
         if self._twin is not None:
-            self._kinds.note("entries", self._entries, tuple(sorted(batch)))
+            self._kinds.note("entries", self._example.entries, tuple(sorted(batch)))
         outcome = self._outcomes.get(self._kinds.now)
         if outcome is None and self._kinds.are_others:
             self._try(batch, found)
@@ -258,9 +278,7 @@ class TriedAgain:
         found = [_Set(*each) for each in self._counted.take()]
         try:
             if self._at_first is None:
-                self._at_first = self._outcomes[frozenset()] = self._trials(
-                    _of_example(batch, self._entries, self._words)
-                )
+                self._at_first = self._outcomes[frozenset()] = self._trials(self._example.of(batch))
             self._copy.set(found)
             with self._counted.put([each for each in found if self._holders[each.holder].module is None]):
                 far = self._trials(batch)
@@ -279,15 +297,13 @@ class TriedAgain:
         try:
             if self._at_first is None:
                 with self._as_before(found):
-                    self._at_first = self._outcomes[frozenset()] = self._trials(
-                        _of_example(batch, self._entries, self._words)
-                    )
+                    self._at_first = self._outcomes[frozenset()] = self._trials(self._example.of(batch))
             self._copy.set(found)
             now = self._trials(batch)
         except Exception:  # Training will report what is wrong.
             return
         told = [_told(each, self._holders[each.holder]) for each in found]
-        told += _told_of_batch(batch, self._entries, self._words)
+        told += self._example.told_of(batch)
         names = some(told) or "what the batch lacks"
         self._compare(f"{names} was set since the engine was made, and with it", self._at_first, now)
         if self.make_context is not None:
@@ -382,21 +398,6 @@ def _twin(module: nn.Module) -> nn.Module:
     for name, each in twin.named_modules():
         vars(each).update(shared_by(module.get_submodule(name)))
     return twin
-
-
-def _of_example(batch: Batch, entries: Sequence[str], words: Mapping[str, Any]) -> Batch:
-    """Return the batch with the entries of the example, and its words."""
-    return {**{key: each for key, each in batch.items() if key in entries}, **words}
-
-
-def _told_of_batch(batch: Batch, entries: Sequence[str], words: Mapping[str, Any]) -> list[str]:
-    """Name the entries of a batch that the example has not, or has with other words."""
-    told = [
-        f"batch[{key!r}] ({_words(_word_of(was))}, then {_words(_word_of(batch[key]))})"
-        for key, was in words.items()
-        if key in batch and _word_of(batch[key]) != _word_of(was)
-    ]
-    return told + [f"batch[{key!r}] (not there, then given)" for key in batch if key not in entries]
 
 
 def _told(each: _Set, holder: Holder) -> str:

@@ -75,3 +75,13 @@ def test_buffers_are_taken_when_they_are_needed_and_may_become_more() -> None:
     assert one not in others
     assert len(others) == 2
     assert not buffers.are_free
+
+
+def test_what_is_between_pieces_of_a_bucket_is_not_written() -> None:
+    """Pieces of two groups take turns there: what lies between two of one group is as long as padding by chance."""
+    bucket, staging = torch.zeros(160, dtype=torch.float64), torch.ones(96, dtype=torch.float64)
+    pairs = [(bucket[96:112], staging[0:16]), (bucket[128:144], staging[32:48])]
+    assert len(list(coalesce(pairs))) == 1
+    for target, source in coalesce(pairs, is_padded=False):
+        target.copy_(source)
+    assert bucket.nonzero().flatten().tolist() == [*range(96, 112), *range(128, 144)]

@@ -8,7 +8,15 @@ from torch import Tensor, nn
 
 from shardwise.stages.split.meta_results import find_key, run_or_recall
 from shardwise.stages.split.module_copy import copied
-from shardwise.torch_private import GROUPED_MM, IS_ALL_TRUE, LOCAL_SCALAR, EagerDispatchMode, RunningNormModule, pytree
+from shardwise.torch_private import (
+    GROUPED_MM,
+    IS_ALL_TRUE,
+    LOCAL_SCALAR,
+    UNIQUE,
+    EagerDispatchMode,
+    RunningNormModule,
+    pytree,
+)
 
 aten = torch.ops.aten
 #: The most common types of arguments other than tensors.
@@ -49,7 +57,7 @@ def _unique_in_a_row(
 _BY_DATA: dict[Any, Callable[..., Any]] = {
     aten.bincount.default: _counted,
     aten.masked_select.default: _selected,
-    aten._unique2.default: _unique,
+    UNIQUE.default: _unique,
     aten.unique_consecutive.default: _unique_in_a_row,
     aten.unique_dim.default: _unique_along,
 }

@@ -216,7 +216,7 @@ class HostStates:
         for state in {self._states[part.weight] for part, _ in staged}:
             if state.residency.is_on_device:
                 state.renewed.extend(events)
-        return Written(events, [*weights, *outgoing], [here for _, here in weights])
+        return Written(events, [*weights, *outgoing], [here for _, here in weights], len(weights))
 
     def is_sent(self, one: Chunk, events: list[Event]) -> None:
         """Notify the weights that live on the host."""

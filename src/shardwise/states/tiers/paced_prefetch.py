@@ -19,7 +19,6 @@ from itertools import takewhile
 
 from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import CopyStreams
-from shardwise.states.tiers.packing import coalesce
 from shardwise.states.tiers.staging import StagingBuffers
 from shardwise.states.tiers.state_prefetch import Item, Owner, R, State, StatePrefetch, Written
 
@@ -131,7 +130,7 @@ class PacedStatePrefetch(StatePrefetch[R]):
 
     def _send_home(self, item: Item[R], written: Written) -> None:
         self._reach(written.events)
-        back = [self._copies.to_host_after(host, here) for host, here in coalesce(written.outgoing)][-1:]
+        back = [self._copies.to_host_after(host, here) for host, here in written.copies][-1:]
         self._reach(back)
         with self.lock:
             self._at_host(item, gone=())

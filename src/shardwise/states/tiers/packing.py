@@ -62,11 +62,13 @@ class Packing:
         return [each.of(memory) for each in self.tensors]
 
 
-def coalesce(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield fewer copies with the same effect: tensors that are packed alike at both ends become one."""
+def coalesce(pairs: Iterable[tuple[Tensor, Tensor]], *, is_padded: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield fewer copies with the same effect: tensors that are packed alike at both ends become one.
+
+    Without `is_padded`, what is between two tensors may be another one, as between pieces of a bucket."""
     run: list[tuple[Tensor, Tensor]] = []
     for pair in pairs:
-        if run and not _are_adjacent(run[-1], pair):
+        if run and not _are_adjacent(run[-1], pair, is_padded=is_padded):
             yield _as_one(run)
             run = []
         run.append(pair)
@@ -79,7 +81,7 @@ def storage_of(tensor: Tensor) -> int:
     return storage_id(tensor.untyped_storage())
 
 
-def _are_adjacent(before: tuple[Tensor, Tensor], pair: tuple[Tensor, Tensor]) -> bool:
+def _are_adjacent(before: tuple[Tensor, Tensor], pair: tuple[Tensor, Tensor], *, is_padded: bool) -> bool:
     """Whether nothing but padding is between the two, and the same at both ends."""
     gaps = set()
     for one, other in zip(before, pair, strict=True):
@@ -87,7 +89,7 @@ def _are_adjacent(before: tuple[Tensor, Tensor], pair: tuple[Tensor, Tensor]) ->
             return False
         start, end = _start(other), _start(one) + one.nbytes
         gaps.add(start - end if start in (end, -(-end // ALIGNMENT) * ALIGNMENT) else None)
-    return len(gaps) == 1 and None not in gaps
+    return len(gaps) == 1 and None not in gaps and (is_padded or gaps == {0})
 
 
 def _as_one(run: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

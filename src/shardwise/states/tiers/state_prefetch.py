@@ -56,6 +56,14 @@ class Written(NamedTuple):
     events: list[Event]
     outgoing: list[tuple[Tensor, Tensor]]
     lasting: Sequence[Tensor] = ()
+    #: How many of the first ones outgoing are weights: beside them are others, and no padding.
+    num_weights: int = 0
+
+    @property
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """What is outgoing, in few copies."""
+        weights, states = self.outgoing[: self.num_weights], self.outgoing[self.num_weights :]
+        return [*coalesce(weights, is_padded=False), *coalesce(states)]
 
 
 class Owner(Protocol[_OfOwner]):
@@ -201,8 +209,7 @@ class StatePrefetch(Generic[R]):
 
     def _send(self, item: Item[R], written: Written) -> None:
         """LEAVING: copy back what was written. Later use of the buffer, or of the host's values, waits for that."""
-        pairs = coalesce(written.outgoing)
-        back = [self._copies.to_host_after(host, here, written.events) for host, here in pairs][-1:]
+        back = [self._copies.to_host_after(host, here, written.events) for host, here in written.copies][-1:]
         own = self._own_memory_of(item, written)
         if own:
             self._own_memory.hold(back[0], *own)

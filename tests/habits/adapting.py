@@ -99,6 +99,47 @@ def vera(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, model.double()))
 
 
+def a_bottleneck() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 2), nn.ReLU(), nn.Linear(2, 8))
+
+
+class Inner(nn.Module):
+    """The two layers of a block, as a sublayer with a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class WithInner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(8), Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+@program()
+def adapters_that_hooks_put_in(parallelize: Parallelize) -> Result:
+    """Bottlenecks after the sublayers of a frozen model, as Houlsby et al. have them: hooks call them."""
+    model = Net(block=WithInner).double().requires_grad_(False)
+    model.adapters = nn.ModuleList([a_bottleneck() for _ in model.layers]).double()
+    for layer, adapter in zip(model.layers, model.adapters, strict=True):
+        layer.inner.register_forward_hook(lambda _, __, output, adapter=adapter: output + adapter(output))
+    for each in model.modules():
+        if isinstance(each, nn.LayerNorm):
+            each.requires_grad_(True)
+
+    def factory(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([each for each in parameters if each.requires_grad], lr=0.1)
+
+    return trained(start(parallelize, model, factory))
+
+
 class Saved(nn.Module):
     """A layer as it was, frozen, and its copy that learns."""
 

@@ -1,9 +1,12 @@
 """A copy of a module is what `deepcopy` would make, with other tensors in the place of some."""
 
 import copy
+import sys
+from functools import partial
 from typing import Any
 from weakref import ref
 
+import pytest
 import torch
 from torch import nn
 
@@ -90,3 +93,39 @@ def test_functions_hooks_and_references_are_of_the_copy() -> None:
     assert list(forward_hooks(other))[1][0]() is twin.get_parameter("parts.1.linear.weight")
     assert part.ask() is owner.steps
     assert part.above() is owner
+
+
+@pytest.mark.parametrize("kind", ["a default", "a keyword's default", "bound beforehand", "in a list", "of a global"])
+def test_however_a_hook_refers_to_a_layer_it_calls_the_copys(kind: str) -> None:
+    """Adapters that are put in by hooks: their gradients were those of the original, and no trial saw them."""
+    owner = Owner()
+    layers = [owner.parts[1].linear]
+    vars(sys.modules[__name__])["HELD"] = owner
+
+    hooks: dict[str, Any] = {
+        "a default": lambda *_, layer=layers[0]: layer.weight,
+        "a keyword's default": _weight_of(layers[0]),
+        "bound beforehand": partial(lambda layer, *_: layer.weight, layers[0]),
+        "in a list": lambda *_: layers[0].weight,
+        "of a global": _weight_of_a_global,
+    }
+    owner.parts[0].register_forward_hook(hooks[kind])
+    twin = copied(owner, {})
+    hook = list(forward_hooks(twin.get_submodule("parts.0")))[1][0]
+    assert hook() is twin.get_parameter("parts.1.linear.weight")
+    assert list(forward_hooks(owner.parts[0]))[1][0]() is layers[0].weight
+
+
+def _weight_of(layer: nn.Linear) -> Any:
+    def hook(*_: Any, which: nn.Linear = layer) -> torch.Tensor:
+        return which.weight
+
+    return hook
+
+
+HELD: Any = None
+
+
+def _weight_of_a_global(*_: Any) -> torch.Tensor:
+    weight: torch.Tensor = HELD.parts[1].linear.weight
+    return weight

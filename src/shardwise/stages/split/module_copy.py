@@ -1,16 +1,16 @@
 """Copy a module with some of its tensors replaced."""
 
 import copy
-import inspect
 from collections import OrderedDict
 from functools import cache
-from types import CellType, FunctionType, MethodType
-from typing import Any, cast
-from weakref import ReferenceType, ref
+from types import FunctionType
+from typing import Any
+from weakref import ReferenceType
 
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.stages.split.redirection import Redirection
 
 _AS_THEY_ARE = (int, float, bool, str, type(None))
 
@@ -24,13 +24,14 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 memo.setdefault(id(held), held.detach().to("meta"))
     _copy_plain(module, memo)
     twin = copy.deepcopy(module, memo)
+    redirection = Redirection(dict(memo))
     for each in twin.modules():
         attributes = vars(each)
         for key, held in attributes.items():
             if isinstance(held, (FunctionType, ReferenceType)):
-                attributes[key] = _within(held, memo)
+                attributes[key] = redirection.of(held)
             elif isinstance(held, OrderedDict) and held and key.endswith("_hooks"):
-                held.update({handle: _within(hook, memo) for handle, hook in held.items()})
+                held.update({handle: redirection.of(hook) for handle, hook in held.items()})
     return twin
 
 
@@ -85,38 +86,3 @@ def _is_plain(kind: Any) -> bool:
         and all(getattr(kind, name) is getattr(nn.Module, name) for name in alike)
         and not any(vars(each).get("__slots__") for each in kind.__mro__)
     )
-
-
-def _within(held: Any, memo: dict[int, Any]) -> Any:
-    """Redirect a reference to a copied module or tensor to its copy, where `deepcopy` does not.
-
-    Such references are typical of a replaced forward, of a hook, and of a weak reference to the parent.
-    """
-    if isinstance(held, MethodType) and id(held.__self__) in memo:
-        return MethodType(held.__func__, memo[id(held.__self__)])
-    if isinstance(held, ReferenceType):
-        return ref(memo[id(held())]) if id(held()) in memo and held() is not None else held
-    if isinstance(held, FunctionType):
-        return _with_cells(held, memo)
-    return memo.get(id(held), held) if isinstance(held, (nn.Module, Tensor)) else held
-
-
-def _with_cells(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    """Return the function with its closure redirected to the copy."""
-    if not function.__closure__ or id(function) in memo:
-        return cast(FunctionType, memo.get(id(function), function))
-    memo[id(function)] = function  # Its closure may refer to the function itself.
-    try:
-        contents = [cell.cell_contents for cell in function.__closure__]
-    except ValueError:
-        return function  # A cell is still empty.
-    within = [_within(each, memo) for each in contents]
-    if all(one is other for one, other in zip(contents, within, strict=True)):
-        return function
-    cells = tuple(CellType(each) for each in within)
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
-    vars(made).update(vars(function))
-    made.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
-    memo[id(function)] = made
-    return made

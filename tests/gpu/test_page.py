@@ -55,7 +55,7 @@ def test_all_kinds_of_rows_are_on_the_page() -> None:
     assert "| llama | 2.0e-03 | RankError: gone |" in told
     assert "| spawn | `dp=2` | kill | 1 | 0.5 s | rank 1 was killed |" in told
     assert "| spawn | `dp=2` | kill | 1 | 0.5 s | rank 0 was named; mended since |" in told
-    assert "| programs of NCCL | all of them | passed | 81 s |" in told
+    assert "| NCCL programs | all | passed | 81 s |" in told
     assert "| tests | `tests/nets/test_gpu.py` | failed with status 1 | 9 s |" in told
 
 

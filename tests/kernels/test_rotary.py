@@ -48,7 +48,7 @@ def test_it_may_be_done_in_place_where_no_gradient_is_wanted() -> None:
         made = kernels.rotary(*given, *turned, in_place=True, kernels=has_kernel)
         assert made[0] is given[0]
         torch.testing.assert_close(made, wanted)
-    with pytest.raises(ShardwiseError, match="overwrites what gradients are wanted of"):
+    with pytest.raises(ShardwiseError, match="overwrites tensors that require a gradient"):
         kernels.rotary(query.requires_grad_(), key, *turned, in_place=True)
 
 

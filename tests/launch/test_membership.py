@@ -158,7 +158,9 @@ def test_ranks_are_placed_as_a_probe_has_numbered_the_hosts(ssh: str, capsys: py
     assert json.loads(capsys.readouterr().out)["text"].count("--cluster fabric.toml") == 2, "its own, in two places"
 
 
-@pytest.mark.parametrize(("least", "said"), [("0", "--least-hosts 0: it must be from 1 to 4, the number of hosts named")])
+@pytest.mark.parametrize(
+    ("least", "said"), [("0", "--least-hosts 0: it must be from 1 to 4, the number of hosts named")]
+)
 def test_the_least_is_among_the_hosts(ssh: str, capsys: pytest.CaptureFixture[str], least: str, said: str) -> None:
     assert main(launch(ssh, "--least-hosts", least, "--", "train", "tiny", "--plan", "dp=4")) == 1
     assert said in capsys.readouterr().err

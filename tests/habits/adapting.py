@@ -1,6 +1,6 @@
 """What PEFT, timm, torchvision and TRL put into models and losses: adapters, pruned heads, preferences, pictures."""
 # Programs as users write them.
-# mypy: disable-error-code="no-any-return,no-untyped-call,override,no-untyped-def,arg-type,assignment"
+# mypy: disable-error-code="no-any-return,no-untyped-call,override,no-untyped-def,arg-type,assignment,union-attr"
 
 import copy
 from collections.abc import Mapping

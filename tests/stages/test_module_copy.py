@@ -98,8 +98,8 @@ def test_functions_hooks_and_references_are_of_the_copy() -> None:
 @pytest.mark.parametrize("kind", ["a default", "a keyword's default", "bound beforehand", "in a list", "of a global"])
 def test_however_a_hook_refers_to_a_layer_it_calls_the_copys(kind: str) -> None:
     """Adapters that are put in by hooks: their gradients were those of the original, and no trial saw them."""
-    owner = Owner()
-    layers = [owner.parts[1].linear]
+    owner: Any = Owner()
+    layers: list[Any] = [owner.parts[1].linear]
     vars(sys.modules[__name__])["HELD"] = owner
 
     hooks: dict[str, Any] = {

@@ -143,8 +143,11 @@ class OutsideWrites:
     @property
     def bits(self) -> int:
         """A hash that is equal on ranks with the same writes; 0 for none. Waits for an accelerator."""
-        values = [(where.nonzero().flatten().tolist(), now[where].tolist()) for now, where in self._changed]
-        found = [sorted(self._written.items()), *(each for each in values if each[0])]
+        found: list[Any] = [sorted(self._written.items())]
+        for now, where in self._changed:
+            places = where.nonzero().flatten()
+            if len(places):  # Seldom, and an accelerator is waited for once more.
+                found.append((places.tolist(), now[places].tolist()))
         return _hashed(found) if self._written or len(found) > 1 else 0
 
 

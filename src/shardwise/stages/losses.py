@@ -203,8 +203,8 @@ def weight_without_labels(result: Tensor) -> float:
     value = float(result.detach())
     if value != 0:
         raise ShardwiseError(
-            f"a part of the batch has no mean over labels, and its loss is {value:.6g}: how much it counts beside the"
-            " means of other parts is not told",
+            f"a part of the batch has no mean over labels, and its loss is {value:.6g}: its weight relative to the"
+            " means of other parts cannot be known",
             remedy=REMEDY,
         )
     return _ALMOST_NOTHING

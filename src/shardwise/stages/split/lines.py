@@ -22,7 +22,7 @@ def compiled_around() -> str | None:
     """Return the name of a function that the user compiles and that is being called; None if there is none."""
     frame = sys._getframe(1) if "torch._dynamo" in sys.modules else None
     while frame is not None:
-        if frame.f_code.co_qualname.startswith(COMPILED_CALL):
+        if frame.f_code.co_qualname.startswith(COMPILED_CALL) and "fn" in frame.f_locals:
             fn = frame.f_locals["fn"]
             owner = getattr(fn, "__self__", None)
             name = getattr(fn, "__qualname__", type(fn).__name__)

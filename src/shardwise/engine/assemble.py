@@ -63,7 +63,7 @@ def _parts(
     if not any(each.training for each in module.modules()):
         # Dropout acts in training mode only. In a module with mixed modes, the user chose the mode of each part.
         module.train()
-    (microbatch, *others), device, rule, kind, loss, weighed, is_quiet, by_first, settings = check_example(
+    (microbatch, *others), device, rule, kind, loss, weighed, is_quiet, by_first, settings, compared = check_example(
         module, plan, loss, example, options, wires
     )
     sharded = Sharded(module, plan, wires.mesh, microbatch, options, loss, by_first)
@@ -96,7 +96,7 @@ def _parts(
         wires=wires, device=device, callers=callers, calls_before=calls_before, written=trial.written,
         rule=rule, kind=kind,
         has_metrics=trial.has_metrics, is_without_numbers=bool(without_numbers), fused=fused,
-        settings=settings,
+        settings=settings, compared=compared,
     )  # fmt: skip
     return parts, optimizers
 

@@ -76,6 +76,8 @@ class Engine:
         self.steps, self._parts = Steps(parts, execution, states), parts
         self.shown = make_shown(parts, states.parameters, states.buffers, states.data, execution.batches.outside)
         self.shown.guard()
+        with self.shown.open():
+            self.steps.first.begin()
         #: The data parallel replica that this process belongs to, and the number of replicas.
         self.replica, self.num_replicas = parts.wires.mesh.coordinates["dp"], parts.plan.dp
         self.loads = Loads(self.module, self.experts, self.wires.sum, num_alike=self.plan.tp)
@@ -177,6 +179,7 @@ class Engine:
         self.flush()
         with self.wires.told_to_all():
             self.states.module.load(state)
+        self.steps.first.drop()
         self.states.begin_stream()
 
     @property

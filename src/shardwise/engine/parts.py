@@ -16,6 +16,7 @@ from shardwise.schedule.schedule import Schedule
 from shardwise.stages.loss_kind import LossKind
 from shardwise.stages.rows import RowRule
 from shardwise.stages.stage import Loss, Split
+from shardwise.stages.whole_step import Compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,8 @@ class Parts:
     fused: Fused = field(default_factory=Fused)
     #: Values that a script may set between steps.
     settings: TriedAgain | None = None
+    #: What the first step is compared with.
+    compared: Compared | None = None
 
     def detach(self) -> None:
         """Restore the module's own attention, and its own operators where kernels replaced them."""

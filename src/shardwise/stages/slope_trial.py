@@ -85,7 +85,8 @@ def _slopes(trial: Trial, batch: Batch, run: Run, numbers: Sequence[tuple[Tensor
         # Clones, because a loss may write to them.
         return next(given).clone() if isinstance(each, Tensor) and each.is_floating_point() else None
 
-    def look(total: Tensor) -> None:
+    def look(total: Tensor, number: Any) -> None:
+        del number
         gradients: Sequence[Tensor | None] = torch.autograd.grad(total, leaves, allow_unused=True)
         for leaf, gradient, (_, has_rows) in zip(leaves, gradients, numbers, strict=True):
             if has_rows and gradient is not None:

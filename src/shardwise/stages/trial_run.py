@@ -101,7 +101,8 @@ class Trial:
             with steady_for(self.module), hooks:
                 yield
 
-        def look(total: Tensor) -> None:
+        def look(total: Tensor, number: Any) -> None:
+            del number
             whose = users_part(self.module, total, hooks)
             bent.append(find_bent(self.module, total, whose))
             if bent[0] is None and (whose or self._makes_constants):
@@ -116,10 +117,11 @@ class Trial:
 
     def run(
         self, batch: Batch, ignored: float | Sequence[int] = 0.0, *, seed: int = 0, output: Any = None,
-        training: bool = False, within: Context = nullcontext, look: Callable[[Tensor], None] | None = None,
+        training: bool = False, within: Context = nullcontext, look: Callable[[Tensor, Any], None] | None = None,
         decisions: Decisions | None = None, asks: bool = False,
     ) -> Run:  # fmt: skip
-        """Compute the loss of a batch, from a given `output` or from the module. `look` gets the loss with its graph.
+        """Compute the loss of a batch, from a given `output` or from the module. `look` gets the loss with its graph,
+        and the number that it is over, if there is one.
 
         There is a graph in training mode, or if `asks` is set. Only the computation is `within` the context, not the
         snapshot and its restoration: a torch mode would see their operations too."""
@@ -152,7 +154,7 @@ class Trial:
                 has_left = gradients is not None and gradients.put_back()
                 has_drawn = switch.noted.state.have_drawn()
                 if look is not None:
-                    look(result[0] if isinstance(result, tuple) else result)
+                    look(*(result if isinstance(result, tuple) else (result, None)))
                 writes = training and (
                     [*map(id, self.module.buffers())] != [id(each) for each, _ in before]
                     or any(not torch.equal(each, value) for each, value in before)

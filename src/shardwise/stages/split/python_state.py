@@ -78,8 +78,9 @@ class PythonState:
         self._kinds: dict[type, _Note | None] = {}
         #: The names used in the user's functions.
         self.named: set[str] = set()
-        #: Functions under `lru_cache`.
+        #: Functions under `lru_cache`; and the parameters of all modules, whose values are not saved.
         self.remembering: list[Any] = []
+        self.parameters: list[nn.Parameter] = []
         self._drawn = python_draws()
         for root in roots:
             self._walk(root)
@@ -126,6 +127,7 @@ class PythonState:
         slots = {id(parameter_slots(module)), id(children), id(buffers)}
         attributes = vars(module)
         self._kept.append(_Kept(name, attributes, attributes.copy()))
+        self.parameters += [each for each in parameter_slots(module).values() if each is not None]
         for key, each in attributes.items():
             if type(each) is OrderedDict and not each:
                 # Most of a module's attributes are empty dictionaries of hooks.

@@ -50,6 +50,7 @@ class Checked(NamedTuple):
 def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, options: Options, wires: Wires) -> Checked:
     """Refuse an example that ranks do not share, and a loss that parts of a batch do not tell. All call this alike."""
     check_given(module, plan, example, wires, is_local=options.is_local)
+    checksum = Checksum(example).read()
     if plan.dp * plan.microbatches > 1:
         check_openable(example)
     rule = RowRule(Signature(module).names)
@@ -83,16 +84,21 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
     compared = None
     if options.verify and not options.is_local and plan.num_ranks * num_parts > 1:
         with around():
-            compared = _compared(module, plan, first_loss, example, tried, options, is_first=wires.rank == 0)
+            compared = _compared(module, plan, first_loss, example, tried, options, checksum, wires)
     return Checked(microbatches, device, rule, tried.kind, loss, weighed, is_quiet, by_first, settings, compared)
 
 
 def _compared(
-    module: nn.Module, plan: Plan, loss: Loss, example: Batch, tried: Tried, options: Options, *, is_first: bool
-) -> Compared | None:
+    module: nn.Module, plan: Plan, loss: Loss, example: Batch, tried: Tried, options: Options, checksum: int,
+    wires: Wires,
+) -> Compared | None:  # fmt: skip
+    """Compute the whole step on the first rank; `checksum` is that of the example as it was given."""
     num_parts = plan.dp * plan.microbatches * plan.cp
     if not must_be_equal(module, example, tried, num_parts):
         return None
-    precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
-    whole = whole_step(module, loss, example, precision, num_parts) if is_first else None
-    return Compared(loss, whole, Checksum(example).read())
+    whole = None
+    if wires.rank == 0 and Checksum(example).read() == checksum:  # A loss may have written to it in its trials.
+        precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
+        in_turn = plan.microbatches > 1
+        whole = whole_step(module, loss, example, precision, num_parts=num_parts, in_turn=in_turn)
+    return Compared(loss, whole, checksum)

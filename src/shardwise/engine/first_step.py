@@ -51,17 +51,21 @@ class FirstStep:
         """Compare nothing: other weights are loaded."""
         self._compared = self._before = None
 
-    def note(self) -> None:
-        """Look for changes, just before a step."""
-        if self._before is not None and self._compared is not None and self._before.has_changed(self._settings):
-            self._compared = self._compared._replace(whole=None)
+    def note(self, batch: Batch) -> None:
+        """Look just before a step: its batch may be another than the example, and a script may have changed things."""
+        compared, before = self._compared, self._before
+        if compared is not None and before is not None:
+            is_other = Checksum(batch).read() != compared.example
+            if is_other or before.has_changed(self._settings):
+                self._compared = compared._replace(whole=None)
         self._before = None
 
-    def check(self, batch: Batch, tally: Tally, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
+    def check(self, tally: Tally, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
         """Refuse a first step that is not that of one process. `gradients` returns those of the sum of its loss."""
         compared = self._compared
         self.drop()
-        if compared is None or Checksum(batch).read() != compared.example or not tally.count:
+        # Only the first rank knows: loss and forward may have written to its example.
+        if compared is None or not self._wires.gather(compared.whole is not None and tally.count != 0)[0]:
             return
         found, problem = gradients() if self._has_gradients else {}, None
         if compared.whole is not None:

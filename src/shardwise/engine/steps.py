@@ -57,7 +57,7 @@ class Steps:
             self._hooks.check()
             self._groups.check()
             self._check_settings(batch)
-            self.first.note()
+            self.first.note(batch)
             if execution.batches.outside is not None:
                 execution.batches.outside.begin()
             states.begin_step()
@@ -75,7 +75,7 @@ class Steps:
                 if states.stream is None:
                     states.data.finish()
                 execution.batches.same.check_told()
-                self.first.check(batch, tally, states.module.gradients)
+                self.first.check(tally, states.module.gradients)
                 if states.stream is None:
                     (update or states.update.take)(tally)
                 if execution.batches.outside is not None:

@@ -176,6 +176,10 @@ class Trial:
             left_out=counts.left_out,
         )  # fmt: skip
 
+    def has_changed(self) -> bool:
+        """Whether the current run has changed state of Python that the next would read."""
+        return self._noted is not None and bool(self._noted.state.changed())
+
     def decides(self, three: Batch, one: Batch) -> str | None:
         """Return the line that branches on a value over all rows; None if there is none or it cannot be tried."""
         tolerance = 0.0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.stages.loss_kind import LossKind, Tried
 from shardwise.stages.no_collectives import CollectiveMetError, NoCollectives
-from shardwise.stages.rows import tensors_in, unmarked
+from shardwise.stages.rows import changed, tensors_in, unmarked
 from shardwise.stages.split.seed import seed_torch
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.trial_run import Context, Trial
@@ -53,9 +53,12 @@ def must_be_equal(module: nn.Module, example: Batch, tried: Tried, num_parts: in
     return is_small and is_exact and not norms and not kept and not is_apart
 
 
-def whole_step(module: nn.Module, loss: Loss, example: Batch, precision: Context, num_parts: int) -> WholeStep | None:
+def whole_step(
+    module: nn.Module, loss: Loss, example: Batch, precision: Context, *, num_parts: int, in_turn: bool
+) -> WholeStep | None:
     """Compute one training step of the whole example, without an update; None if a step in `num_parts` parts need not
-    be equal to it. Nothing that it changes is left."""
+    be equal to it: one process may compute several `in_turn`, and each reads what the one before has left. Nothing that
+    it changes is left."""
     parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
     found: list[tuple[Tensor | None, ...]] = []
 
@@ -63,13 +66,14 @@ def whole_step(module: nn.Module, loss: Loss, example: Batch, precision: Context
         drawn = torch.get_rng_state()
         seed_torch(0)
         has_drawn = not torch.equal(drawn, torch.get_rng_state())
+        is_followed = in_turn and trial.has_changed()
         mean = total if number is None else total / number
-        if not has_drawn and mean.requires_grad:
+        if not has_drawn and not is_followed and mean.requires_grad:
             found.append(torch.autograd.grad(mean, list(parameters.values()), allow_unused=True))
 
     trial = Trial(module, loss, precision, at_first=NoCollectives)
     try:
-        run = trial.run(unmarked(example), training=True, look=differentiate)
+        run = trial.run(changed(unmarked(example), _copied), training=True, look=differentiate)
     except (Exception, CollectiveMetError):  # What is wrong with it, training will report.
         return None
     is_pair_of_parts = run.number == 1 and num_parts > 1
@@ -79,3 +83,8 @@ def whole_step(module: nn.Module, loss: Loss, example: Batch, precision: Context
         return None
     gradients = {name: None if each is None else each.detach() for name, each in zip(parameters, found[0], strict=True)}
     return WholeStep(run.total if run.number is None else run.total / run.number, gradients)
+
+
+def _copied(_: str, each: Any) -> Any:
+    """Return a copy: a forward or a loss may write to its batch."""
+    return each.clone() if isinstance(each, Tensor) else None

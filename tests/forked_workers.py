@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
 
+from tests.deep_calls import with_room
+
 #: What most tests import, by a few of each.
 _IMPORTED_ONCE = (
     "tests.crowd",
@@ -37,7 +39,7 @@ class Forked:
         (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            _work(program, theirs_in, theirs_out, (ours_in, ours_out))
+            with_room(_work)(program, theirs_in, theirs_out, (ours_in, ours_out))
         os.close(theirs_in)
         os.close(theirs_out)
         self.stdin, self.stdout = os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
@@ -84,11 +86,15 @@ def _find_constants() -> None:
         providers._get_local_constants()
 
 
-def fork_workers() -> None:
-    """Import what workers need, and let all of them be forks of this process from now on."""
+def _import_all() -> None:
     for each in (*_IMPORTED_ONCE, *_test_modules()):
         import_module(each)
     _find_constants()
+
+
+def fork_workers() -> None:
+    """Import what workers need, and let all of them be forks of this process from now on."""
+    with_room(_import_all)()
     gc.freeze()  # It stays to the end, here and in workers: nobody looks through it.
     start = gateway_io.Popen2IOMaster.__init__
 

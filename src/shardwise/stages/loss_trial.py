@@ -13,16 +13,15 @@ The same is tried with masks that hide parts of two rows, and with ignored label
 only while nothing is hidden would silently go wrong in a later batch. The same with targets that are NaN or another
 marker of unknown values, and with gradients (`slope_trial.py`). It is tried in training mode, with deterministic draws
 (`steady_draws.py`): a forward may compute something else there, and its backward may not be linear
-(`backward_trial.py`). And on more rows, if they are not long (`longer_trial.py`).
+(`backward_trial.py`). And on more rows, if they are not long (`longer_trial.py`), and with other weights
+(`moved_trial.py`): those at the start may hide a term, or what mixes rows.
 """
 
-import math
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.stages.across_rows import first_across, with_numbers_of
 from shardwise.stages.backward_trial import NOT_IN_PROPORTION
@@ -36,22 +35,35 @@ from shardwise.stages.loss_kind import (
     LossKind,
     Through,
     Tried,
+    throughs,
 )
 from shardwise.stages.loss_parts import fits_by, is_mean, mismatch
+from shardwise.stages.moved_trial import find_moved
 from shardwise.stages.no_collectives import NoCollectives
 from shardwise.stages.rows import RowRule, Seen, nodes, take_rows, tensors_in, unmarked
 from shardwise.stages.slope_trial import by_parameters, slopes_of
 from shardwise.stages.spread_outputs import WAYS, spread
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.trial_rows import FIRST, IGNORED, NUM_ROWS, UNKNOWN, is_mask, three_rows, two_and_one, with_hidden
+from shardwise.stages.trial_rows import (
+    FIRST,
+    IGNORED,
+    NUM_ROWS,
+    UNKNOWN,
+    has_fractions,
+    three_rows,
+    two_and_one,
+    ways_to_hide,
+    with_hidden,
+    words_of,
+)
 from shardwise.stages.trial_run import Context, Run, Runs, Trial, is_finite
 
 #: Other ways to hide parts of an entry: in one row only, the first token, every second token.
 _OTHER_WAYS: tuple[dict[str, Any], ...] = ({"rows": 1}, {"tokens": slice(0, 1)}, {"tokens": slice(None, None, 2)})
-#: About this many integers are tried as replacements in an entry.
-_MOST_WORDS = 12
 #: Outputs with more elements than this are not tried on the host.
 _MOST_ON_HOST = 2**27
+#: Losses that are smaller than this share of the tolerance are 0, or the rounding of two models that are equal.
+_NOTHING = 0.1
 
 
 def try_loss(
@@ -72,9 +84,16 @@ def try_loss(
     part are known to interact, and that is intended.
     `for_all`: no other rank tries it; raise `CollectiveMetError` if all must."""
     seen = rule.look(example)
-    trial = Trial(module, loss, precision, meets=meets, at_first=at_first(for_all), in_turn=in_turn)
+    options: dict[str, Any] = {"meets": meets, "at_first": at_first(for_all), "in_turn": in_turn}
+    trial = Trial(module, loss, precision, **options)
     three = three_rows(example, seen)
     first = _outcome(trial, three, seen)
+    if first.problem is None:
+        # Another trial: this one has a snapshot of the weights as they are.
+        moved = find_moved(Trial(module, loss, precision, **options), three, seen, first, _outcome, _fits_as)
+        if moved.problem is not None:
+            return moved
+        first = moved
     if first.problem is None and seen.length // num_parts % 2:
         first = _in_pairs(trial, three, seen, first)
     if first.problem is None and num_parts > 1:
@@ -184,7 +203,7 @@ def _outcome(trial: Trial, three: Batch, seen: Seen) -> Tried:
     if whole.number is not None:
         pair = _by_slopes(trial, three, seen, runs, _pair(trial, three, seen, runs))
         return _in_training(trial, three, seen, runs, pair)
-    if not any(each.total for each in runs):
+    if all(abs(each.total) <= _NOTHING * each.tolerance for each in runs):
         found = _by_slopes(trial, three, seen, runs, Tried(LossKind.ROWS))
         return found if found.problem is not None else Tried(LossKind.UNTRIED)
     tried = Tried(_kind(*runs), labels=whole.labels, inside=bool(whole.inside), depends=large.total != small.total)
@@ -317,7 +336,7 @@ def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
         all_at_once = trial.less(with_hidden(three, seen, 0), seen, runs, 1.0)
         others: list[Runs | None] = []
         if not tried.inside and _is_small(runs[0].output):
-            values = (IGNORED, *(UNKNOWN if _has_fractions(three, seen) else ()))
+            values = (IGNORED, *(UNKNOWN if has_fractions(three, seen) else ()))
             others = [trial.less(with_hidden(three, seen, each), seen, runs, again=False) for each in values]
         if all_at_once is not None and all(each is None or _fits(kind, *each) for each in (all_at_once, *others)):
             return tried
@@ -383,7 +402,7 @@ def _place(trial: Trial, three: Batch, one: Batch, tolerance: float) -> str:
 
 def _find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried | None:
     """Find the entry that the loss is a mean over: weighted by it, parts have to give the loss of the whole."""
-    for path, value in _ways_to_hide(three, seen):
+    for path, value in ways_to_hide(three, seen):
         hidden = with_hidden(three, seen, value, path)
         again = value in (None, 0) and not isinstance(value, float)
         less = trial.less(hidden, seen, runs, again=again)
@@ -391,17 +410,15 @@ def _find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
             continue
         if less[0].counts != runs[0].counts and tried.kind is not LossKind.UNTRIED:
             continue  # Torch's mean over labels ignores these, and its labels are counted in every batch.
-        row = next(int(each.numel()) for here, each in nodes(three) if here == path) // NUM_ROWS
-        for first in (0, 1) if not isinstance(value, float) or math.isnan(value) else ():
-            through = Through(path, first, value, max(1, row))
+        for through in throughs(path, value, next(each for here, each in nodes(three) if here == path), NUM_ROWS):
             # With few tokens, weights may fit by chance, so the entry is hidden in other ways too.
             others = [with_hidden(three, seen, value, path, **how) for how in _OTHER_WAYS]
             tried_on = [(each, trial.less(each, seen, runs, again=again)) for each in others]
             # Other integers must not change the weights: a loss may leave out every fifth class.
-            words = [with_hidden(three, seen, each, path) for each in _words_of(three, path)] if _is_zero(value) else []
+            words = [with_hidden(three, seen, each, path) for each in words_of(three, path)] if _is_zero(value) else []
             tried_on += [(each, trial.less(each, seen, runs, again=False)) for each in words]
             # Another entry may decide as well: a mask, and labels that are ignored.
-            beside = [with_hidden(three, seen, each, name) for name, each in _ways_to_hide(three, seen) if name != path]
+            beside = [with_hidden(three, seen, each, name) for name, each in ways_to_hide(three, seen) if name != path]
             tried_on += [(each, trial.less(each, seen, runs, again=False)) for each in beside]
             cases = ((three, runs), (hidden, less), *tried_on)
             if all(each is None or fits_by(*_weights(through, batch, seen), *each) for batch, each in cases):
@@ -416,28 +433,8 @@ def _find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
     return None
 
 
-def _ways_to_hide(three: Batch, seen: Seen) -> Iterator[tuple[str, float | None]]:
-    for path, value in nodes(three):
-        if path in seen.paths and isinstance(value, Tensor):
-            is_whole = not is_mask(value) and not value.is_floating_point()
-            yield from [(path, 0), (path, IGNORED)] if is_whole else [(path, None)]
-            yield from [(path, each) for each in UNKNOWN] if value.is_floating_point() else []
-
-
 def _is_zero(value: float | None) -> bool:
     return value == 0 and not isinstance(value, float)
-
-
-def _words_of(three: Batch, path: str) -> list[int]:
-    """Return a few integers within the range of an entry."""
-    entry = next(value for here, value in nodes(three) if here == path)
-    most = int(entry.max())
-    return sorted({1 + (most - 1) * number // _MOST_WORDS for number in range(_MOST_WORDS + 1)} if most > 0 else ())
-
-
-def _has_fractions(three: Batch, seen: Seen) -> bool:
-    found = (value for path, value in nodes(three) if path in seen.paths)
-    return any(isinstance(value, Tensor) and value.is_floating_point() for value in found)
 
 
 def _weights(through: Through, three: Batch, seen: Seen) -> tuple[float, float]:

@@ -195,21 +195,22 @@ class Trial:
 
         Without `again` only the loss gets them, on the host: an index out of range raises there, and would break a GPU.
         """
-        two = two_and_one(hidden, seen)[0]
+        two, one = two_and_one(hidden, seen)
         try:
             if again:
                 whole = self.run(hidden, ignored / NUM_ROWS)
                 made = whole, self.run(two, whole.left_out), runs[2]
             else:
                 outputs = [_on_host(each.output) for each in runs]
-                hosted = [_on_host(each) for each in (hidden, two)]
-                given = [self.run(each, output=output) for each, output in zip(hosted, outputs, strict=False)]
+                # The last row too, where nothing is hidden: a loss may read what a forward left on the module.
+                hosted = [_on_host(each) for each in (hidden, two, one)]
+                given = [self.run(each, output=output) for each, output in zip(hosted, outputs, strict=True)]
                 # The module has counted its own labels when it made these outputs.
                 counted = [
                     each._replace(counts=own.counts[: own.inside] + each.counts)
-                    for each, own in zip(given, runs, strict=False)
+                    for each, own in zip(given, runs, strict=True)
                 ]
-                made = counted[0], counted[1], runs[2]
+                made = counted[0], counted[1], counted[2]
         except Exception:
             return None
         return made if all(map(is_finite, made)) else None

@@ -164,3 +164,34 @@ def a_penalty_of_each_token_on_the_blocks(parallelize: Parallelize) -> Result:
         return cross_entropy(output, given) + 0.1 * sum(each.penalty for each in model.layers)
 
     return run(parallelize, model, loss, batch)
+
+
+class Noting(Block):
+    """It notes how large its values are, and the next block reads that, behind a gate that is closed at first."""
+
+    size = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, before: Any = None) -> Tensor:
+        made = super().forward(x)
+        made = made if before is None else made + self.gate * before.size * x
+        self.size = float(made.detach().abs().max())
+        return made
+
+
+class Noted(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        return self.head(self.norm(second(first(self.embed(x)), first)))
+
+
+@program(
+    dict.fromkeys(("dp", "pp"), "not the gradient of layers.1.gate|the 2 stages compute something else"),
+    but="cp,tp", whole=True,
+)  # fmt: skip
+def a_number_behind_a_gate(parallelize: Parallelize) -> Result:
+    """A float that one block leaves for the next."""
+    return run(parallelize, Noted(block=Noting), cross_entropy, batch)

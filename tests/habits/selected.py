@@ -189,3 +189,23 @@ def weights_that_come_later(parallelize: Parallelize) -> Result:
 def weights_that_a_batch_lacks(parallelize: Parallelize) -> Result:
     """The example has some."""
     return run(parallelize, weighed_if_told, lambda step: batch(step) if step == 1 else weights(step))
+
+
+class Chunked(Net):
+    """It computes its loss in pieces, so that not all scores are there at a time."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        total = hidden.new_zeros(())
+        for part, wanted in zip(self.norm(hidden).chunk(3, 1), labels.chunk(3, 1), strict=True):
+            scores = self.head(part).flatten(0, 1)
+            total = total + functional.cross_entropy(scores, wanted.flatten(), reduction="sum")
+        return total / (labels != -100).sum()
+
+
+@program(but="cp", whole=True)
+def a_loss_in_chunks_inside_of_the_module(parallelize: Parallelize) -> Result:
+    """Sums of chunks, divided by the number of labels: the example ignores none."""
+    return run(parallelize, lambda output, _: output, with_labels(answers), Chunked().double())

@@ -120,6 +120,17 @@ def rows_that_meet_behind_a_gate(parallelize: Parallelize) -> Result:
     return run(parallelize, Net(block=ReZero), cross_entropy, batch)
 
 
+class Centred(ReZero):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else x + self.gate * Block.forward(self, x)
+
+
+@program(OTHER, but="cp", whole=True)
+def rows_that_meet_behind_a_gate_in_training(parallelize: Parallelize) -> Result:
+    """The same, and not in evaluations."""
+    return run(parallelize, Net(block=Centred), cross_entropy, batch)
+
+
 class Lora(Block):
     """Its factors are scaled by all rows, and the second is 0 at first."""
 

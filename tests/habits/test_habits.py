@@ -63,6 +63,8 @@ _ONE_TRIAL = [
     ("selected", "selected_labels_and_a_penalty", "pp=2,microbatches=2"),
     ("starting", "a_preference_beside_labels", "dp=2"),
     ("starting", "rows_that_meet_in_an_adapter", "dp=2"),
+    ("selected", "a_loss_in_chunks_inside_of_the_module", "dp=2"),
+    ("starting", "rows_that_meet_behind_a_gate_in_training", "dp=2"),
     ("starting", "a_number_behind_a_gate", "pp=2"),
     ("starting", "a_distance_that_is_0_at_first", "dp=2"),
     ("starting", "a_penalty_of_each_token_on_the_blocks", "dp=2"),

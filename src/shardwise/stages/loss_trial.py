@@ -25,6 +25,7 @@ from torch import nn
 
 from shardwise.stages.across_rows import first_across, with_numbers_of
 from shardwise.stages.backward_trial import NOT_IN_PROPORTION
+from shardwise.stages.entry_trial import are_inside, find_entry, weights_of
 from shardwise.stages.longer_trial import find_longer
 from shardwise.stages.loss_kind import (
     LEARNED_NUMBER,
@@ -33,14 +34,12 @@ from shardwise.stages.loss_kind import (
     REMEDY_OF_OWN,
     REMEDY_OF_PARTS,
     LossKind,
-    Through,
     Tried,
-    throughs,
 )
-from shardwise.stages.loss_parts import fits_by, is_mean, mismatch
+from shardwise.stages.loss_parts import fits, fits_by, is_mean, mismatch
 from shardwise.stages.moved_trial import find_moved
 from shardwise.stages.no_collectives import NoCollectives
-from shardwise.stages.rows import RowRule, Seen, nodes, take_rows, tensors_in, unmarked
+from shardwise.stages.rows import RowRule, Seen, take_rows, tensors_in, unmarked
 from shardwise.stages.slope_trial import by_parameters, slopes_of
 from shardwise.stages.spread_outputs import WAYS, spread
 from shardwise.stages.stage import Batch, Loss
@@ -54,12 +53,9 @@ from shardwise.stages.trial_rows import (
     two_and_one,
     ways_to_hide,
     with_hidden,
-    words_of,
 )
 from shardwise.stages.trial_run import Context, Run, Runs, Trial, is_finite
 
-#: Other ways to hide parts of an entry: in one row only, the first token, every second token.
-_OTHER_WAYS: tuple[dict[str, Any], ...] = ({"rows": 1}, {"tokens": slice(0, 1)}, {"tokens": slice(None, None, 2)})
 #: Outputs with more elements than this are not tried on the host.
 _MOST_ON_HOST = 2**27
 #: Losses that are smaller than this share of the tolerance are 0, or the rounding of two models that are equal.
@@ -125,8 +121,8 @@ def _in_pairs(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:
         runs = trial.run(parts[0]), trial.run(parts[1]), trial.run(parts[2])
     except Exception:
         return tried
-    fits = fits_by(1, 1, *runs) if tried.kind is LossKind.ROWS else _fits(tried.kind, *runs)
-    if fits or not all(map(is_finite, runs)) or trial.run(parts[0], seed=1).total != runs[0].total:
+    adds_up = fits_by(1, 1, *runs) if tried.kind is LossKind.ROWS else fits(tried.kind, *runs)
+    if adds_up or not all(map(is_finite, runs)) or trial.run(parts[0], seed=1).total != runs[0].total:
         return tried
     return tried._replace(problem=mismatch(*runs, 2, 1))
 
@@ -176,7 +172,7 @@ def _by_halves(trial: Trial, example: Batch, seen: Seen) -> Tried | None:
         if len(whole.counts) == len(large.counts) == len(small.counts) == 1:
             weights = {LossKind.LABELS: (large.counts[0], small.counts[0]), **weights}
         kinds = [kind for kind, each in weights.items() if fits_by(*each, *runs)]
-        kinds += [LossKind.SUM] if _fits(LossKind.SUM, *runs) else []
+        kinds += [LossKind.SUM] if fits(LossKind.SUM, *runs) else []
         if kinds and all(map(is_finite, runs)):
             return Tried(kinds[0], labels=max(1, whole.labels * NUM_ROWS // number))
         return Tried(LossKind.ROWS, mismatch(*runs, number, half))
@@ -301,7 +297,7 @@ def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Trie
     now = whole, large, small
     if any(each.has_drawn for each in now):
         return tried
-    if not all(map(is_finite, now)) or (whole.number is not None and not _fits(LossKind.SUM, *runs)):
+    if not all(map(is_finite, now)) or (whole.number is not None and not fits(LossKind.SUM, *runs)):
         return tried
     if not _fits_as(tried, three, seen, now):
         return tried._replace(problem=f"in training mode {mismatch(*now)}")
@@ -324,9 +320,9 @@ def _are_left_alike(one: Run, other: Run) -> bool:
 def _fits_as(tried: Tried, three: Batch, seen: Seen, now: Runs) -> bool:
     """Whether other runs fit the kind that was found."""
     if tried.through is not None:
-        return fits_by(*_weights(tried.through, three, seen), *now)
+        return fits_by(*weights_of(tried.through, three, seen), *now)
     kinds = {LossKind.PAIR: LossKind.SUM, LossKind.EVEN: LossKind.ROWS}
-    return _fits(kinds.get(tried.kind, tried.kind), *now)
+    return fits(kinds.get(tried.kind, tried.kind), *now)
 
 
 def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried:
@@ -338,9 +334,14 @@ def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
         if not tried.inside and _is_small(runs[0].output):
             values = (IGNORED, *(UNKNOWN if has_fractions(three, seen) else ()))
             others = [trial.less(with_hidden(three, seen, each), seen, runs, again=False) for each in values]
-        if all_at_once is not None and all(each is None or _fits(kind, *each) for each in (all_at_once, *others)):
+        others += [
+            trial.less(with_hidden(three, seen, value, path), seen, runs)
+            for path, value in ways_to_hide(three, seen)
+            if are_inside(trial, path, value)
+        ]
+        if all_at_once is not None and all(each is None or fits(kind, *each) for each in (all_at_once, *others)):
             return tried
-    found = _find_entry(trial, three, seen, runs, tried)
+    found = find_entry(trial, three, seen, runs, tried)
     if found is not None:
         return found
     if kind is LossKind.UNTRIED:
@@ -351,7 +352,7 @@ def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
         return tried._replace(kind=LossKind.ROWS, problem=f"{mismatch(*runs)} (rows see each other in {where})")
     if all_at_once is None:
         return tried
-    if runs[0].counts and _fits(LossKind.ROWS, *runs):
+    if runs[0].counts and fits(LossKind.ROWS, *runs):
         return tried._replace(kind=LossKind.EVEN, of_rows=len({len(each.counts) for each in runs}) > 1)
     return tried._replace(
         problem="the loss is a mean over labels that are not ignored, and something else: parts of a batch that ignore"
@@ -362,14 +363,7 @@ def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
 def _kind(whole: Run, large: Run, small: Run) -> LossKind:
     is_counted = len(whole.counts) == len(large.counts) == len(small.counts) == 1
     kinds = (*([LossKind.LABELS] if is_counted else []), LossKind.ROWS, LossKind.SUM)
-    return next((kind for kind in kinds if _fits(kind, whole, large, small)), LossKind.UNTRIED)
-
-
-def _fits(kind: LossKind, whole: Run, large: Run, small: Run) -> bool:
-    if kind is LossKind.SUM:
-        return fits_by(1, 1, whole._replace(total=whole.total / 2), large, small)
-    weight, other = (large.counts[0], small.counts[0]) if kind is LossKind.LABELS else (FIRST, 1)
-    return fits_by(weight, other, whole, large, small)
+    return next((kind for kind in kinds if fits(kind, whole, large, small)), LossKind.UNTRIED)
 
 
 def _pair(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Tried:
@@ -377,7 +371,7 @@ def _pair(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Tried:
     whole, large, small = runs
     number, first, other = (each.number or 0.0 for each in runs)
     adds_up = abs(number - first - other) <= whole.tolerance * abs(number)
-    if not adds_up or not number or _fits(LossKind.SUM, *runs):
+    if not adds_up or not number or fits(LossKind.SUM, *runs):
         return Tried(LossKind.PAIR, apart=not adds_up)
     told = (
         f"the loss is a pair of {whole.total:.6g} and {number:g} for {NUM_ROWS} rows, but the first is %s: for"
@@ -389,7 +383,7 @@ def _pair(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Tried:
         return Tried(LossKind.PAIR)
     two, one = two_and_one(three, seen)
     outputs = [with_numbers_of(whole.output, each.output) for each in (large, small)]
-    if _fits(LossKind.SUM, whole, trial.run(two, output=outputs[0]), trial.run(one, output=outputs[1])):
+    if fits(LossKind.SUM, whole, trial.run(two, output=outputs[0]), trial.run(one, output=outputs[1])):
         return Tried(LossKind.BESIDE)
     where = _place(trial, three, one, whole.tolerance)
     return Tried(LossKind.PAIR, told % f"no sum over rows, which see each other in {where}", remedy=REMEDY_OF_PARTS)
@@ -398,48 +392,6 @@ def _pair(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Tried:
 def _place(trial: Trial, three: Batch, one: Batch, tolerance: float) -> str:
     """Return where rows interact."""
     return first_across(trial.module, trial.run, three, one, tolerance) or "the loss"
-
-
-def _find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried | None:
-    """Find the entry that the loss is a mean over: weighted by it, parts have to give the loss of the whole."""
-    for path, value in ways_to_hide(three, seen):
-        hidden = with_hidden(three, seen, value, path)
-        again = value in (None, 0) and not isinstance(value, float)
-        less = trial.less(hidden, seen, runs, again=again)
-        if less is None or (tried.kind is not LossKind.UNTRIED and _fits(tried.kind, *less)):
-            continue
-        if less[0].counts != runs[0].counts and tried.kind is not LossKind.UNTRIED:
-            continue  # Torch's mean over labels ignores these, and its labels are counted in every batch.
-        for through in throughs(path, value, next(each for here, each in nodes(three) if here == path), NUM_ROWS):
-            # With few tokens, weights may fit by chance, so the entry is hidden in other ways too.
-            others = [with_hidden(three, seen, value, path, **how) for how in _OTHER_WAYS]
-            tried_on = [(each, trial.less(each, seen, runs, again=again)) for each in others]
-            # Other integers must not change the weights: a loss may leave out every fifth class.
-            words = [with_hidden(three, seen, each, path) for each in words_of(three, path)] if _is_zero(value) else []
-            tried_on += [(each, trial.less(each, seen, runs, again=False)) for each in words]
-            # Another entry may decide as well: a mask, and labels that are ignored.
-            beside = [with_hidden(three, seen, each, name) for name, each in ways_to_hide(three, seen) if name != path]
-            tried_on += [(each, trial.less(each, seen, runs, again=False)) for each in beside]
-            cases = ((three, runs), (hidden, less), *tried_on)
-            if all(each is None or fits_by(*_weights(through, batch, seen), *each) for batch, each in cases):
-                return tried._replace(kind=LossKind.ENTRY, through=through)
-        if tried.kind is not LossKind.UNTRIED:
-            whole, large, small = (each.total for each in less)
-            return tried._replace(
-                problem=f"the loss is divided by something that {path} decides: with {value or 0} for some of it in"
-                f" {FIRST} rows, the loss of {NUM_ROWS} rows is {whole:.6g}, and not the mean of {large:.6g} and"
-                f" {small:.6g} by rows, so parts of a batch do not tell its loss"
-            )
-    return None
-
-
-def _is_zero(value: float | None) -> bool:
-    return value == 0 and not isinstance(value, float)
-
-
-def _weights(through: Through, three: Batch, seen: Seen) -> tuple[float, float]:
-    two, one = two_and_one(three, seen)
-    return float(through.of(two)), float(through.of(one))
 
 
 def _is_small(output: Any) -> bool:

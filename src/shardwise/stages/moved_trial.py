@@ -10,6 +10,7 @@ from collections.abc import Callable
 from shardwise.stages.loss_kind import LossKind, Tried
 from shardwise.stages.moved_weights import moved_weights
 from shardwise.stages.rows import Seen
+from shardwise.stages.split.names_reached import names_reached
 from shardwise.stages.stage import Batch
 from shardwise.stages.trial_rows import two_and_one, with_hidden
 from shardwise.stages.trial_run import Runs, Trial, is_finite
@@ -30,7 +31,8 @@ def find_moved(trial: Trial, three: Batch, seen: Seen, tried: Tried, outcome: _O
             runs = trial.run(three), trial.run(two), trial.run(one)
             if not all(map(is_finite, runs)) or trial.run(three, seed=1).total != runs[0].total:
                 return tried
-            if tried.kind is not LossKind.UNTRIED and _holds(trial, three, seen, tried, runs, fits_as):
+            holds = tried.kind is not LossKind.UNTRIED and _holds(trial, three, seen, tried, runs, fits_as)
+            if holds and not _is_other_in_training(trial, three, runs):
                 return tried
             found = outcome(trial, three, seen)
         except Exception:  # It may not run with any other weights.
@@ -38,6 +40,13 @@ def find_moved(trial: Trial, three: Batch, seen: Seen, tried: Tried, outcome: _O
     if found.problem is not None:
         return found._replace(problem=f"with other weights than those that training begins with, {found.problem}")
     return tried if found.kind is LossKind.UNTRIED else found
+
+
+def _is_other_in_training(trial: Trial, three: Batch, runs: Runs) -> bool:
+    """Whether the forward may be written for two modes, and is another in training."""
+    if "training" not in names_reached(trial.module, trial.loss):
+        return False
+    return trial.run_in_training(three)[0].total != runs[0].total
 
 
 def _holds(trial: Trial, three: Batch, seen: Seen, tried: Tried, runs: Runs, fits_as: _Fits) -> bool:

@@ -3,7 +3,7 @@
     gate = nn.Parameter(torch.zeros(()))      a branch adds nothing, until the gate has moved
     nn.init.zeros_(adapter.up.weight)         so does an adapter
 
-Small parameters that are trained are moved, and large ones if they are all 0.
+Small parameters that are trained are moved; of large and of frozen ones, those that are all 0.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def moved_weights(module: nn.Module) -> Iterator[bool]:
     try:
         with torch.no_grad():
             for each in module.parameters():
-                if each.requires_grad and _can_move(each):
+                if _can_move(each):
                     kept.append((each.data, each.data.clone() if each.numel() <= _SMALL else None))
                     _move(each.data)
         yield bool(kept)
@@ -44,7 +44,7 @@ def _can_move(each: Tensor) -> bool:
         return False
     if each.layout is not torch.strided or 0 in each.stride() or not each.numel():
         return False
-    return each.numel() <= _SMALL or not bool(each.any())
+    return (each.requires_grad and each.numel() <= _SMALL) or not bool(each.any())
 
 
 def _move(data: Tensor) -> None:

@@ -20,6 +20,7 @@ from shardwise.stages.backward_trial import (
 )
 from shardwise.stages.decisions import Decisions, find_decision
 from shardwise.stages.full_precision import full_precision
+from shardwise.stages.index_check import IndexCheck
 from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.metrics import take_metrics
 from shardwise.stages.rows import Seen, changed
@@ -174,6 +175,10 @@ class Trial:
             left_out=counts.left_out,
         )  # fmt: skip
 
+    def takes(self, path: str) -> bool:
+        """Whether an entry of the batch is an argument of the module."""
+        return path in self._signature.names
+
     def decides(self, three: Batch, one: Batch) -> str | None:
         """Return the line that branches on a value over all rows; None if there is none or it cannot be tried."""
         tolerance = 0.0
@@ -194,12 +199,13 @@ class Trial:
         """Return the runs with parts of two rows hidden; None if the module or the loss does not support that.
 
         Without `again` only the loss gets them, on the host: an index out of range raises there, and would break a GPU.
+        A module gets indices that are checked.
         """
         two, one = two_and_one(hidden, seen)
         try:
             if again:
-                whole = self.run(hidden, ignored / NUM_ROWS)
-                made = whole, self.run(two, whole.left_out), runs[2]
+                whole = self.run(hidden, ignored / NUM_ROWS, within=IndexCheck)
+                made = whole, self.run(two, whole.left_out, within=IndexCheck), runs[2]
             else:
                 outputs = [_on_host(each.output) for each in runs]
                 # The last row too, where nothing is hidden: a loss may read what a forward left on the module.

@@ -209,3 +209,51 @@ class Chunked(Net):
 def a_loss_in_chunks_inside_of_the_module(parallelize: Parallelize) -> Result:
     """Sums of chunks, divided by the number of labels: the example ignores none."""
     return run(parallelize, lambda output, _: output, with_labels(answers), Chunked().double())
+
+
+class Known(Net):
+    """Its loss is of those words alone that are no padding."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        losses = functional.cross_entropy(super().forward(x).transpose(1, 2), labels, reduction="none")
+        keep = labels != 2
+        return (losses * keep).sum() / keep.sum()
+
+
+@program(dict.fromkeys(UNEVEN, "divided by something that labels decides"), but="cp", whole=True)
+def padding_with_a_number_inside_of_the_module(parallelize: Parallelize) -> Result:
+    """`labels != tokenizer.pad_token_id`: the example has no padding."""
+
+    def write(labels: Tensor, step: int) -> None:
+        labels[0, 1:], labels[2, :step] = 2, 2
+
+    def make(step: int) -> Batch:
+        made = with_labels(write)(step)
+        return made if step else {**made, "labels": made["labels"].clamp(min=3)}
+
+    return run(parallelize, lambda output, _: output, make, Known().double())
+
+
+class Regressed(nn.Module):
+    """Its loss is of those targets alone that are known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        known = ~y.isnan()
+        return functional.mse_loss(self.layers(x)[known], y[known])
+
+
+@program(but="cp", whole=True)
+def unknown_targets_inside_of_the_module(parallelize: Parallelize) -> Result:
+    """Targets that are NaN, and none in the example."""
+
+    def make(step: int) -> Batch:
+        generator = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(4, size, generator=generator, dtype=torch.float64) for size in (3, 4))
+        y[0, 1:], y[2, :step] = (torch.nan, torch.nan) if step else (y[0, 1:], y[2, :step])
+        return {"x": x, "y": y}
+
+    return run(parallelize, lambda output, _: output, make, Regressed().double())

@@ -24,8 +24,6 @@ _INDEXED = {
     aten.index_put.default: (1, True),
     aten.index_put_.default: (1, True),
 }
-#: The label that a loss of torch ignores: the only number below 0 that a trial puts in.
-_IGNORED = -100
 
 
 class IndexCheck(EagerDispatchMode):  # type: ignore[no-untyped-call]
@@ -42,6 +40,7 @@ class IndexCheck(EagerDispatchMode):  # type: ignore[no-untyped-call]
             for dim, each in enumerate(given):
                 if isinstance(each, Tensor) and each.is_cuda and each.dtype in (torch.int64, torch.int32):
                     least = -sizes[dim] if dim < len(sizes) else 0
-                    if each.numel() and int(each.min()) == _IGNORED and least > _IGNORED:
-                        raise IndexError(f"a label of {_IGNORED} is an index of {func}")
+                    lowest = int(each.min()) if each.numel() else 0
+                    if lowest < least:
+                        raise IndexError(f"{lowest} is an index of {func}")
         return func(*args, **(kwargs or {}))

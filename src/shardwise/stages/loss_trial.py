@@ -26,6 +26,7 @@ from torch import nn
 from shardwise.stages.across_rows import first_across, with_numbers_of
 from shardwise.stages.backward_trial import NOT_IN_PROPORTION
 from shardwise.stages.entry_trial import are_inside, find_entry, weights_of
+from shardwise.stages.index_check import IndexCheck
 from shardwise.stages.longer_trial import find_longer
 from shardwise.stages.loss_kind import (
     LEARNED_NUMBER,
@@ -45,7 +46,7 @@ from shardwise.stages.spread_outputs import WAYS, spread
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.trial_rows import (
     FIRST,
-    IGNORED,
+    MARKS,
     NUM_ROWS,
     UNKNOWN,
     has_fractions,
@@ -332,12 +333,12 @@ def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
         all_at_once = trial.less(with_hidden(three, seen, 0), seen, runs, 1.0)
         others: list[Runs | None] = []
         if not tried.inside and _is_small(runs[0].output):
-            values = (IGNORED, *(UNKNOWN if has_fractions(three, seen) else ()))
+            values = (*MARKS, *(UNKNOWN if has_fractions(three, seen) else ()))
             others = [trial.less(with_hidden(three, seen, each), seen, runs, again=False) for each in values]
         others += [
-            trial.less(with_hidden(three, seen, value, path), seen, runs)
+            trial.less(with_hidden(three, seen, value, path), seen, runs, within=IndexCheck)
             for path, value in ways_to_hide(three, seen)
-            if are_inside(trial, path, value)
+            if are_inside(trial, path, value, runs)
         ]
         if all_at_once is not None and all(each is None or fits(kind, *each) for each in (all_at_once, *others)):
             return tried

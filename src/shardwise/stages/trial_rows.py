@@ -15,6 +15,8 @@ NUM_ROWS = 3
 FIRST = 2
 #: The label that torch's losses ignore.
 IGNORED = -100
+#: Labels that others ignore, or that a user's mask leaves out.
+MARKS = (IGNORED, -1)
 #: Values that may mark an unknown target where targets are floats.
 UNKNOWN = (0.0, -1.0, float(IGNORED), math.nan)
 #: About this many integers are tried as replacements in an entry.
@@ -69,7 +71,8 @@ def with_hidden(
         if isinstance(value, float) and not given.is_floating_point():
             return None
         is_one = is_mask(given) and not isinstance(value, float)
-        if given.is_complex() or (value == IGNORED and (is_one or given.is_floating_point())):
+        is_label = value == IGNORED or (value in MARKS and not isinstance(value, float))
+        if given.is_complex() or (is_label and (is_one or given.is_floating_point())):
             return None
         made = given.clone()
         if given.is_floating_point() and not is_one and not isinstance(value, float):
@@ -98,7 +101,7 @@ def ways_to_hide(three: Batch, seen: Seen) -> Iterator[tuple[str, float | None]]
     for path, value in nodes(three):
         if path in seen.paths and isinstance(value, Tensor):
             is_whole = not is_mask(value) and not value.is_floating_point()
-            yield from [(path, 0), (path, IGNORED)] if is_whole else [(path, None)]
+            yield from [(path, 0), *((path, each) for each in MARKS)] if is_whole else [(path, None)]
             yield from [(path, each) for each in UNKNOWN] if value.is_floating_point() else []
 
 

@@ -20,7 +20,6 @@ from shardwise.stages.backward_trial import (
 )
 from shardwise.stages.decisions import Decisions, find_decision
 from shardwise.stages.full_precision import full_precision
-from shardwise.stages.index_check import IndexCheck
 from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.metrics import take_metrics
 from shardwise.stages.rows import Seen, changed
@@ -195,17 +194,20 @@ class Trial:
         except Exception:
             return None
 
-    def less(self, hidden: Batch, seen: Seen, runs: Runs, ignored: float = 0.0, *, again: bool = True) -> Runs | None:
+    def less(
+        self, hidden: Batch, seen: Seen, runs: Runs, ignored: float = 0.0, *, again: bool = True,
+        within: Context = nullcontext,
+    ) -> Runs | None:  # fmt: skip
         """Return the runs with parts of two rows hidden; None if the module or the loss does not support that.
 
         Without `again` only the loss gets them, on the host: an index out of range raises there, and would break a GPU.
-        A module gets indices that are checked.
+        The module runs `within` a context: one that checks indices, for example.
         """
         two, one = two_and_one(hidden, seen)
         try:
             if again:
-                whole = self.run(hidden, ignored / NUM_ROWS, within=IndexCheck)
-                made = whole, self.run(two, whole.left_out, within=IndexCheck), runs[2]
+                whole = self.run(hidden, ignored / NUM_ROWS, within=within)
+                made = whole, self.run(two, whole.left_out, within=within), runs[2]
             else:
                 outputs = [_on_host(each.output) for each in runs]
                 # The last row too, where nothing is hidden: a loss may read what a forward left on the module.

@@ -311,7 +311,7 @@ def test_a_term_that_is_constant_as_long_as_a_model_is_its_reference_is_noticed(
     reference.load_state_dict(module.state_dict())
     given = {"input": torch.randn(4, 6, 3, dtype=torch.float64), "labels": torch.randint(5, (4, 6))}
 
-    def loss(output: Tensor, batch: Any) -> Tensor:
+    def loss(output: Tensor, batch: Any) -> Any:
         apart = (output - reference(batch["input"])).square().mean()
         return functional.cross_entropy(output.flatten(0, 1), batch["labels"].flatten()) + apart
 
@@ -337,7 +337,7 @@ def test_lengths_of_which_the_loss_makes_a_mask_weigh_parts(longest: int) -> Non
         "lengths": torch.tensor([6, longest, 5, 6]),
     }
 
-    def loss(output: Tensor, batch: Any) -> Tensor:
+    def loss(output: Tensor, batch: Any) -> Any:
         mask = torch.arange(6) < batch["lengths"][:, None]
         losses = functional.cross_entropy(output.transpose(1, 2), batch["labels"], reduction="none")
         return (losses * mask).sum() / mask.sum()

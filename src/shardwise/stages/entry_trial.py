@@ -56,7 +56,7 @@ def are_inside(trial: Trial, path: str, value: float | None, runs: Runs) -> bool
     """Whether labels to ignore, or unknown targets, are given to the module, which may compute a loss of them."""
     if value is None or not trial.takes(path):
         return False
-    return computes_loss(runs) if isinstance(value, float) else value in MARKS
+    return value in MARKS if isinstance(value, int) else computes_loss(runs)
 
 
 def computes_loss(runs: Runs) -> bool:

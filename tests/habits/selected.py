@@ -1,6 +1,6 @@
 """Means over labels that a mask selects: by itself, beside other terms, in some parts of a batch only, or of none."""
 # Programs as users write them.
-# mypy: disable-error-code="no-any-return"
+# mypy: disable-error-code="no-any-return,override"
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -118,7 +118,7 @@ def a_term_of_marked_tokens(parallelize: Parallelize) -> Result:
 class Scored(Net):
     """It computes its loss itself, with a penalty of large scores, as nanoGPT's forks do."""
 
-    def forward(self, x: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
         scores = super().forward(x)
         loss = functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=-1)
         return scores, loss + 0.1 * scores.logsumexp(-1).square().mean()
@@ -189,3 +189,71 @@ def weights_that_come_later(parallelize: Parallelize) -> Result:
 def weights_that_a_batch_lacks(parallelize: Parallelize) -> Result:
     """The example has some."""
     return run(parallelize, weighed_if_told, lambda step: batch(step) if step == 1 else weights(step))
+
+
+class Chunked(Net):
+    """It computes its loss in pieces, so that not all scores are there at a time."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        total = hidden.new_zeros(())
+        for part, wanted in zip(self.norm(hidden).chunk(3, 1), labels.chunk(3, 1), strict=True):
+            scores = self.head(part).flatten(0, 1)
+            total = total + functional.cross_entropy(scores, wanted.flatten(), reduction="sum")
+        return total / (labels != -100).sum()
+
+
+@program(but="cp", whole=True)
+def a_loss_in_chunks_inside_of_the_module(parallelize: Parallelize) -> Result:
+    """Sums of chunks, divided by the number of labels: the example ignores none."""
+    return run(parallelize, lambda output, _: output, with_labels(answers), Chunked().double())
+
+
+class Known(Net):
+    """Its loss is of those words alone that are no padding."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        losses = functional.cross_entropy(super().forward(x).transpose(1, 2), labels, reduction="none")
+        keep = labels != 2
+        return (losses * keep).sum() / keep.sum()
+
+
+@program(dict.fromkeys(UNEVEN, "divided by something that labels decides"), but="cp", whole=True)
+def padding_with_a_number_inside_of_the_module(parallelize: Parallelize) -> Result:
+    """`labels != tokenizer.pad_token_id`: the example has no padding."""
+
+    def write(labels: Tensor, step: int) -> None:
+        labels[0, 1:], labels[2, :step] = 2, 2
+
+    def make(step: int) -> Batch:
+        made = with_labels(write)(step)
+        return made if step else {**made, "labels": made["labels"].clamp(min=3)}
+
+    return run(parallelize, lambda output, _: output, make, Known().double())
+
+
+class Regressed(nn.Module):
+    """Its loss is of those targets alone that are known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        known = ~y.isnan()
+        return functional.mse_loss(self.layers(x)[known], y[known])
+
+
+@program(but="cp", whole=True)
+def unknown_targets_inside_of_the_module(parallelize: Parallelize) -> Result:
+    """Targets that are NaN, and none in the example."""
+
+    def make(step: int) -> Batch:
+        generator = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(4, size, generator=generator, dtype=torch.float64) for size in (3, 4))
+        y[0, 1:], y[2, :step] = (torch.nan, torch.nan) if step else (y[0, 1:], y[2, :step])
+        return {"x": x, "y": y}
+
+    return run(parallelize, lambda output, _: output, make, Regressed().double())

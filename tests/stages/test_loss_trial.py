@@ -282,3 +282,67 @@ def test_rows_that_do_not_interact_may_be_cut_with_parts_of_sequences() -> None:
     for loss, kind in ((counted, LossKind.PAIR), (tokens, LossKind.LABELS)):
         found = try_tokens(_Rows(torch.tanh), loss, example(), RowRule({"input": None}), nullcontext, num_parts=2)
         assert (found.kind, found.problem) == (kind, None)
+
+
+class _Gated(nn.Module):
+    """The mean over rows is behind a gate that is closed at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(3, 2), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x)
+        return made + self.gate * made.mean(0)
+
+
+def test_what_mixes_rows_behind_a_closed_gate_is_refused_and_the_weights_are_as_they_were() -> None:
+    module = _Gated().double()
+    before = {name: each.clone() for name, each in module.state_dict().items()}
+    given = {"x": torch.randn(4, 3, dtype=torch.float64)}
+    tried = try_loss(module, lambda output, _: output.square().mean(), given, RowRule(), num_parts=2)
+    assert "with other weights than those that training begins with, the loss of 3 rows is" in str(tried.problem)
+    assert all(torch.equal(each, before[name]) for name, each in module.state_dict().items())
+
+
+def test_a_term_that_is_constant_as_long_as_a_model_is_its_reference_is_noticed() -> None:
+    module = nn.Linear(3, 5).double()
+    reference = nn.Linear(3, 5).double().requires_grad_(False)
+    reference.load_state_dict(module.state_dict())
+    given = {"input": torch.randn(4, 6, 3, dtype=torch.float64), "labels": torch.randint(5, (4, 6))}
+
+    def loss(output: Tensor, batch: Any) -> Any:
+        apart = (output - reference(batch["input"])).square().mean()
+        return functional.cross_entropy(output.flatten(0, 1), batch["labels"].flatten()) + apart
+
+    assert try_loss(module, loss, given, RowRule(), num_parts=2).kind is LossKind.EVEN
+
+
+def test_a_loss_that_is_0_at_first_is_tried_with_other_weights() -> None:
+    module = nn.Linear(3, 5).double()
+    reference = nn.Linear(3, 5).double().requires_grad_(False)
+    reference.load_state_dict(module.state_dict())
+    given = {"input": torch.randn(4, 3, dtype=torch.float64)}
+    tried = try_loss(
+        module, lambda output, batch: (output - reference(batch["input"])).square().sum(), given, RowRule(), num_parts=2
+    )
+    assert tried.kind is LossKind.SUM
+
+
+@pytest.mark.parametrize("longest", [6, 4])
+def test_lengths_of_which_the_loss_makes_a_mask_weigh_parts(longest: int) -> None:
+    given = {
+        "input": torch.randn(4, 6, 3, dtype=torch.float64),
+        "labels": torch.randint(5, (4, 6)),
+        "lengths": torch.tensor([6, longest, 5, 6]),
+    }
+
+    def loss(output: Tensor, batch: Any) -> Any:
+        mask = torch.arange(6) < batch["lengths"][:, None]
+        losses = functional.cross_entropy(output.transpose(1, 2), batch["labels"], reduction="none")
+        return (losses * mask).sum() / mask.sum()
+
+    tried = try_loss(nn.Linear(3, 5).double(), loss, given, RowRule(), num_parts=2)
+    assert (tried.kind, tried.through and tried.through.path) == (LossKind.ENTRY, "lengths")
+    assert tried.through is not None
+    assert float(tried.through.of(given)) == float(given["lengths"].sum())

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from shardwise.stages.entry_trial import computes_loss
 from shardwise.stages.loss_kind import LossKind, Tried
 from shardwise.stages.loss_parts import fits_by, mismatch
 from shardwise.stages.rows import Seen, nodes, take_rows
@@ -96,8 +97,14 @@ def _of_other_labels(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> st
         if path not in seen.paths or not is_whole or not entry.numel():
             continue
         most = int(entry.max())
-        for value in sorted({1, 2, 3, *(1 + (most - 1) * part // _WORDS for part in range(_WORDS + 1))}):
-            less = trial.less(with_hidden(three, seen, value, path), seen, runs, again=False) if value <= most else None
+        is_inside = trial.takes(path) and computes_loss(runs)
+        for value in sorted(
+            {1, 2, 3, most}
+            if is_inside
+            else {1, 2, 3, *(1 + (most - 1) * part // _WORDS for part in range(_WORDS + 1))}
+        ):
+            hidden = with_hidden(three, seen, value, path)
+            less = trial.less(hidden, seen, runs, again=is_inside) if value <= most else None
             if less is not None and not fits_by(FIRST, NUM_ROWS - FIRST, *less):
                 whole, large, small = (each.total for each in less)
                 return (

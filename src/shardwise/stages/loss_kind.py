@@ -76,6 +76,18 @@ class Through(NamedTuple):
         return made
 
 
+def throughs(path: str, value: float | None, entry: Tensor, num_rows: int) -> list[Through]:
+    """Return the weights that an entry may give, if hiding `value` in it changes what a mean is over."""
+    if isinstance(value, float) and not math.isnan(value):
+        return []
+    row = max(1, entry.numel() // num_rows)
+    found = [Through(path, first, value, row) for first in (0, 1)]
+    if value == 0 and entry.dim() == 1 and not entry.is_floating_point() and bool((entry >= 0).all()):
+        # Lengths, of which the loss makes a mask.
+        found.append(Through(path, row=max(1, int(entry.max()))))
+    return found
+
+
 class Tried(NamedTuple):
     """The outcome: a kind, or a problem; and `tables`, paths of entries as long as the batch that are not its rows."""
 

@@ -1,5 +1,6 @@
 """Whether the losses of two parts determine that of the whole."""
 
+from shardwise.stages.loss_kind import LossKind
 from shardwise.stages.trial_rows import FIRST, NUM_ROWS
 from shardwise.stages.trial_run import Run
 
@@ -11,6 +12,14 @@ def fits_by(weight: float, other: float, whole: Run, large: Run, small: Run, *, 
     wanted = (weight * large.total + other * small.total) / (weight + other)
     most = max(abs(each.total) for each in (whole, large, small))
     return abs(whole.total - wanted) <= slack * whole.tolerance * most
+
+
+def fits(kind: LossKind, whole: Run, large: Run, small: Run) -> bool:
+    """Whether the parts give the whole as this kind says, up to rounding."""
+    if kind is LossKind.SUM:
+        return fits_by(1, 1, whole._replace(total=whole.total / 2), large, small)
+    weight, other = (large.counts[0], small.counts[0]) if kind is LossKind.LABELS else (FIRST, 1)
+    return fits_by(weight, other, whole, large, small)
 
 
 def is_mean(weight: float, other: float, whole: Run, large: Run, small: Run) -> bool:

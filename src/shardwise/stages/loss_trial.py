@@ -13,19 +13,20 @@ The same is tried with masks that hide parts of two rows, and with ignored label
 only while nothing is hidden would silently go wrong in a later batch. The same with targets that are NaN or another
 marker of unknown values, and with gradients (`slope_trial.py`). It is tried in training mode, with deterministic draws
 (`steady_draws.py`): a forward may compute something else there, and its backward may not be linear
-(`backward_trial.py`). And on more rows, if they are not long (`longer_trial.py`).
+(`backward_trial.py`). And on more rows, if they are not long (`longer_trial.py`), and with other weights
+(`moved_trial.py`): those at the start may hide a term, or what mixes rows.
 """
 
-import math
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.stages.across_rows import first_across, with_numbers_of
 from shardwise.stages.backward_trial import NOT_IN_PROPORTION
+from shardwise.stages.entry_trial import are_inside, find_entry, weights_of
+from shardwise.stages.index_check import IndexCheck
 from shardwise.stages.longer_trial import find_longer
 from shardwise.stages.loss_kind import (
     LEARNED_NUMBER,
@@ -34,24 +35,32 @@ from shardwise.stages.loss_kind import (
     REMEDY_OF_OWN,
     REMEDY_OF_PARTS,
     LossKind,
-    Through,
     Tried,
 )
-from shardwise.stages.loss_parts import fits_by, is_mean, mismatch
+from shardwise.stages.loss_parts import fits, fits_by, is_mean, mismatch
+from shardwise.stages.moved_trial import find_moved
 from shardwise.stages.no_collectives import NoCollectives
-from shardwise.stages.rows import RowRule, Seen, nodes, take_rows, tensors_in, unmarked
+from shardwise.stages.rows import RowRule, Seen, take_rows, tensors_in, unmarked
 from shardwise.stages.slope_trial import by_parameters, slopes_of
 from shardwise.stages.spread_outputs import WAYS, spread
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.trial_rows import FIRST, IGNORED, NUM_ROWS, UNKNOWN, is_mask, three_rows, two_and_one, with_hidden
+from shardwise.stages.trial_rows import (
+    FIRST,
+    MARKS,
+    NUM_ROWS,
+    UNKNOWN,
+    has_fractions,
+    three_rows,
+    two_and_one,
+    ways_to_hide,
+    with_hidden,
+)
 from shardwise.stages.trial_run import Context, Run, Runs, Trial, is_finite
 
-#: Other ways to hide parts of an entry: in one row only, the first token, every second token.
-_OTHER_WAYS: tuple[dict[str, Any], ...] = ({"rows": 1}, {"tokens": slice(0, 1)}, {"tokens": slice(None, None, 2)})
-#: About this many integers are tried as replacements in an entry.
-_MOST_WORDS = 12
 #: Outputs with more elements than this are not tried on the host.
 _MOST_ON_HOST = 2**27
+#: Losses that are smaller than this share of the tolerance are 0, or the rounding of two models that are equal.
+_NOTHING = 0.1
 
 
 def try_loss(
@@ -72,9 +81,16 @@ def try_loss(
     part are known to interact, and that is intended.
     `for_all`: no other rank tries it; raise `CollectiveMetError` if all must."""
     seen = rule.look(example)
-    trial = Trial(module, loss, precision, meets=meets, at_first=at_first(for_all), in_turn=in_turn)
+    options: dict[str, Any] = {"meets": meets, "at_first": at_first(for_all), "in_turn": in_turn}
+    trial = Trial(module, loss, precision, **options)
     three = three_rows(example, seen)
     first = _outcome(trial, three, seen)
+    if first.problem is None:
+        # Another trial: this one has a snapshot of the weights as they are.
+        moved = find_moved(Trial(module, loss, precision, **options), three, seen, first, _outcome, _fits_as)
+        if moved.problem is not None:
+            return moved
+        first = moved
     if first.problem is None and seen.length // num_parts % 2:
         first = _in_pairs(trial, three, seen, first)
     if first.problem is None and num_parts > 1:
@@ -106,8 +122,8 @@ def _in_pairs(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:
         runs = trial.run(parts[0]), trial.run(parts[1]), trial.run(parts[2])
     except Exception:
         return tried
-    fits = fits_by(1, 1, *runs) if tried.kind is LossKind.ROWS else _fits(tried.kind, *runs)
-    if fits or not all(map(is_finite, runs)) or trial.run(parts[0], seed=1).total != runs[0].total:
+    adds_up = fits_by(1, 1, *runs) if tried.kind is LossKind.ROWS else fits(tried.kind, *runs)
+    if adds_up or not all(map(is_finite, runs)) or trial.run(parts[0], seed=1).total != runs[0].total:
         return tried
     return tried._replace(problem=mismatch(*runs, 2, 1))
 
@@ -157,7 +173,7 @@ def _by_halves(trial: Trial, example: Batch, seen: Seen) -> Tried | None:
         if len(whole.counts) == len(large.counts) == len(small.counts) == 1:
             weights = {LossKind.LABELS: (large.counts[0], small.counts[0]), **weights}
         kinds = [kind for kind, each in weights.items() if fits_by(*each, *runs)]
-        kinds += [LossKind.SUM] if _fits(LossKind.SUM, *runs) else []
+        kinds += [LossKind.SUM] if fits(LossKind.SUM, *runs) else []
         if kinds and all(map(is_finite, runs)):
             return Tried(kinds[0], labels=max(1, whole.labels * NUM_ROWS // number))
         return Tried(LossKind.ROWS, mismatch(*runs, number, half))
@@ -184,7 +200,7 @@ def _outcome(trial: Trial, three: Batch, seen: Seen) -> Tried:
     if whole.number is not None:
         pair = _by_slopes(trial, three, seen, runs, _pair(trial, three, seen, runs))
         return _in_training(trial, three, seen, runs, pair)
-    if not any(each.total for each in runs):
+    if all(abs(each.total) <= _NOTHING * each.tolerance for each in runs):
         found = _by_slopes(trial, three, seen, runs, Tried(LossKind.ROWS))
         return found if found.problem is not None else Tried(LossKind.UNTRIED)
     tried = Tried(_kind(*runs), labels=whole.labels, inside=bool(whole.inside), depends=large.total != small.total)
@@ -282,7 +298,7 @@ def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Trie
     now = whole, large, small
     if any(each.has_drawn for each in now):
         return tried
-    if not all(map(is_finite, now)) or (whole.number is not None and not _fits(LossKind.SUM, *runs)):
+    if not all(map(is_finite, now)) or (whole.number is not None and not fits(LossKind.SUM, *runs)):
         return tried
     if not _fits_as(tried, three, seen, now):
         return tried._replace(problem=f"in training mode {mismatch(*now)}")
@@ -305,9 +321,9 @@ def _are_left_alike(one: Run, other: Run) -> bool:
 def _fits_as(tried: Tried, three: Batch, seen: Seen, now: Runs) -> bool:
     """Whether other runs fit the kind that was found."""
     if tried.through is not None:
-        return fits_by(*_weights(tried.through, three, seen), *now)
+        return fits_by(*weights_of(tried.through, three, seen), *now)
     kinds = {LossKind.PAIR: LossKind.SUM, LossKind.EVEN: LossKind.ROWS}
-    return _fits(kinds.get(tried.kind, tried.kind), *now)
+    return fits(kinds.get(tried.kind, tried.kind), *now)
 
 
 def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried:
@@ -317,11 +333,16 @@ def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
         all_at_once = trial.less(with_hidden(three, seen, 0), seen, runs, 1.0)
         others: list[Runs | None] = []
         if not tried.inside and _is_small(runs[0].output):
-            values = (IGNORED, *(UNKNOWN if _has_fractions(three, seen) else ()))
+            values = (*MARKS, *(UNKNOWN if has_fractions(three, seen) else ()))
             others = [trial.less(with_hidden(three, seen, each), seen, runs, again=False) for each in values]
-        if all_at_once is not None and all(each is None or _fits(kind, *each) for each in (all_at_once, *others)):
+        others += [
+            trial.less(with_hidden(three, seen, value, path), seen, runs, within=IndexCheck)
+            for path, value in ways_to_hide(three, seen)
+            if are_inside(trial, path, value, runs)
+        ]
+        if all_at_once is not None and all(each is None or fits(kind, *each) for each in (all_at_once, *others)):
             return tried
-    found = _find_entry(trial, three, seen, runs, tried)
+    found = find_entry(trial, three, seen, runs, tried)
     if found is not None:
         return found
     if kind is LossKind.UNTRIED:
@@ -332,7 +353,7 @@ def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
         return tried._replace(kind=LossKind.ROWS, problem=f"{mismatch(*runs)} (rows see each other in {where})")
     if all_at_once is None:
         return tried
-    if runs[0].counts and _fits(LossKind.ROWS, *runs):
+    if runs[0].counts and fits(LossKind.ROWS, *runs):
         return tried._replace(kind=LossKind.EVEN, of_rows=len({len(each.counts) for each in runs}) > 1)
     return tried._replace(
         problem="the loss is a mean over labels that are not ignored, and something else: parts of a batch that ignore"
@@ -343,14 +364,7 @@ def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
 def _kind(whole: Run, large: Run, small: Run) -> LossKind:
     is_counted = len(whole.counts) == len(large.counts) == len(small.counts) == 1
     kinds = (*([LossKind.LABELS] if is_counted else []), LossKind.ROWS, LossKind.SUM)
-    return next((kind for kind in kinds if _fits(kind, whole, large, small)), LossKind.UNTRIED)
-
-
-def _fits(kind: LossKind, whole: Run, large: Run, small: Run) -> bool:
-    if kind is LossKind.SUM:
-        return fits_by(1, 1, whole._replace(total=whole.total / 2), large, small)
-    weight, other = (large.counts[0], small.counts[0]) if kind is LossKind.LABELS else (FIRST, 1)
-    return fits_by(weight, other, whole, large, small)
+    return next((kind for kind in kinds if fits(kind, whole, large, small)), LossKind.UNTRIED)
 
 
 def _pair(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Tried:
@@ -358,7 +372,7 @@ def _pair(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Tried:
     whole, large, small = runs
     number, first, other = (each.number or 0.0 for each in runs)
     adds_up = abs(number - first - other) <= whole.tolerance * abs(number)
-    if not adds_up or not number or _fits(LossKind.SUM, *runs):
+    if not adds_up or not number or fits(LossKind.SUM, *runs):
         return Tried(LossKind.PAIR, apart=not adds_up)
     told = (
         f"the loss is a pair of {whole.total:.6g} and {number:g} for {NUM_ROWS} rows, but the first is %s: for"
@@ -370,7 +384,7 @@ def _pair(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Tried:
         return Tried(LossKind.PAIR)
     two, one = two_and_one(three, seen)
     outputs = [with_numbers_of(whole.output, each.output) for each in (large, small)]
-    if _fits(LossKind.SUM, whole, trial.run(two, output=outputs[0]), trial.run(one, output=outputs[1])):
+    if fits(LossKind.SUM, whole, trial.run(two, output=outputs[0]), trial.run(one, output=outputs[1])):
         return Tried(LossKind.BESIDE)
     where = _place(trial, three, one, whole.tolerance)
     return Tried(LossKind.PAIR, told % f"no sum over rows, which see each other in {where}", remedy=REMEDY_OF_PARTS)
@@ -379,70 +393,6 @@ def _pair(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Tried:
 def _place(trial: Trial, three: Batch, one: Batch, tolerance: float) -> str:
     """Return where rows interact."""
     return first_across(trial.module, trial.run, three, one, tolerance) or "the loss"
-
-
-def _find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried | None:
-    """Find the entry that the loss is a mean over: weighted by it, parts have to give the loss of the whole."""
-    for path, value in _ways_to_hide(three, seen):
-        hidden = with_hidden(three, seen, value, path)
-        again = value in (None, 0) and not isinstance(value, float)
-        less = trial.less(hidden, seen, runs, again=again)
-        if less is None or (tried.kind is not LossKind.UNTRIED and _fits(tried.kind, *less)):
-            continue
-        if less[0].counts != runs[0].counts and tried.kind is not LossKind.UNTRIED:
-            continue  # Torch's mean over labels ignores these, and its labels are counted in every batch.
-        row = next(int(each.numel()) for here, each in nodes(three) if here == path) // NUM_ROWS
-        for first in (0, 1) if not isinstance(value, float) or math.isnan(value) else ():
-            through = Through(path, first, value, max(1, row))
-            # With few tokens, weights may fit by chance, so the entry is hidden in other ways too.
-            others = [with_hidden(three, seen, value, path, **how) for how in _OTHER_WAYS]
-            tried_on = [(each, trial.less(each, seen, runs, again=again)) for each in others]
-            # Other integers must not change the weights: a loss may leave out every fifth class.
-            words = [with_hidden(three, seen, each, path) for each in _words_of(three, path)] if _is_zero(value) else []
-            tried_on += [(each, trial.less(each, seen, runs, again=False)) for each in words]
-            # Another entry may decide as well: a mask, and labels that are ignored.
-            beside = [with_hidden(three, seen, each, name) for name, each in _ways_to_hide(three, seen) if name != path]
-            tried_on += [(each, trial.less(each, seen, runs, again=False)) for each in beside]
-            cases = ((three, runs), (hidden, less), *tried_on)
-            if all(each is None or fits_by(*_weights(through, batch, seen), *each) for batch, each in cases):
-                return tried._replace(kind=LossKind.ENTRY, through=through)
-        if tried.kind is not LossKind.UNTRIED:
-            whole, large, small = (each.total for each in less)
-            return tried._replace(
-                problem=f"the loss is divided by something that {path} decides: with {value or 0} for some of it in"
-                f" {FIRST} rows, the loss of {NUM_ROWS} rows is {whole:.6g}, and not the mean of {large:.6g} and"
-                f" {small:.6g} by rows, so parts of a batch do not tell its loss"
-            )
-    return None
-
-
-def _ways_to_hide(three: Batch, seen: Seen) -> Iterator[tuple[str, float | None]]:
-    for path, value in nodes(three):
-        if path in seen.paths and isinstance(value, Tensor):
-            is_whole = not is_mask(value) and not value.is_floating_point()
-            yield from [(path, 0), (path, IGNORED)] if is_whole else [(path, None)]
-            yield from [(path, each) for each in UNKNOWN] if value.is_floating_point() else []
-
-
-def _is_zero(value: float | None) -> bool:
-    return value == 0 and not isinstance(value, float)
-
-
-def _words_of(three: Batch, path: str) -> list[int]:
-    """Return a few integers within the range of an entry."""
-    entry = next(value for here, value in nodes(three) if here == path)
-    most = int(entry.max())
-    return sorted({1 + (most - 1) * number // _MOST_WORDS for number in range(_MOST_WORDS + 1)} if most > 0 else ())
-
-
-def _has_fractions(three: Batch, seen: Seen) -> bool:
-    found = (value for path, value in nodes(three) if path in seen.paths)
-    return any(isinstance(value, Tensor) and value.is_floating_point() for value in found)
-
-
-def _weights(through: Through, three: Batch, seen: Seen) -> tuple[float, float]:
-    two, one = two_and_one(three, seen)
-    return float(through.of(two)), float(through.of(one))
 
 
 def _is_small(output: Any) -> bool:

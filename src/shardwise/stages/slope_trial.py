@@ -19,6 +19,8 @@ from shardwise.stages.trial_run import Run, Runs, Trial
 
 #: The difference, relative to the largest number, up to which numbers count as equal; and which share is "most".
 _NEAR, _MOST = 0.05, 0.75
+#: Gradients that are smaller than this share of the tolerance are rounding, of a loss that is 0 (two equal models).
+_NOTHING = 0.1
 #: The factor on the tolerance for gradients of parameters, which are sums of many more numbers than a loss is.
 _SLACK = 100.0
 
@@ -53,7 +55,7 @@ def slopes_of(trial: Trial, batches: Sequence[Batch], runs: Runs) -> list[Runs]:
     size = max(each.size for each in found)
     for totals in ([each.along for each in found], [each.across for each in found]):
         largest = max(map(abs, totals))
-        if largest > 0 and size < float("inf"):
+        if largest > 0 and _NOTHING * runs[0].tolerance < size < float("inf"):
             # Rounding is relative to the magnitudes summed, much of which may have cancelled.
             whole, large, small = (
                 each.run._replace(total=total, tolerance=each.run.tolerance * size / largest)
@@ -68,7 +70,8 @@ def by_parameters(runs: Runs) -> Iterator[tuple[str, Runs]]:
     for name in runs[0].gradients:
         pairs = [each.gradients[name] for each in runs if name in each.gradients]
         largest, size = max(abs(total) for total, _ in pairs), max(size for _, size in pairs)
-        if len(pairs) == len(runs) and 0 < largest < float("inf"):
+        is_rounding = size <= _NOTHING * runs[0].tolerance
+        if len(pairs) == len(runs) and not is_rounding and 0 < largest < float("inf"):
             whole, large, small = (
                 run._replace(total=total, tolerance=_SLACK * run.tolerance * size / largest)
                 for run, (total, _) in zip(runs, pairs, strict=True)

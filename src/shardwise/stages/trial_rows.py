@@ -1,6 +1,7 @@
 """The rows on which a loss is tried: three of an example, two and one of them, and the same with values hidden."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,8 +15,12 @@ NUM_ROWS = 3
 FIRST = 2
 #: The label that torch's losses ignore.
 IGNORED = -100
+#: Labels that others ignore, or that a user's mask leaves out.
+MARKS = (IGNORED, -1)
 #: Values that may mark an unknown target where targets are floats.
 UNKNOWN = (0.0, -1.0, float(IGNORED), math.nan)
+#: About this many integers are tried as replacements in an entry.
+_MOST_WORDS = 12
 
 
 def three_rows(example: Batch, seen: Seen) -> Batch:
@@ -66,7 +71,8 @@ def with_hidden(
         if isinstance(value, float) and not given.is_floating_point():
             return None
         is_one = is_mask(given) and not isinstance(value, float)
-        if given.is_complex() or (value == IGNORED and (is_one or given.is_floating_point())):
+        is_label = value == IGNORED or (value in MARKS and not isinstance(value, float))
+        if given.is_complex() or (is_label and (is_one or given.is_floating_point())):
             return None
         made = given.clone()
         if given.is_floating_point() and not is_one and not isinstance(value, float):
@@ -89,3 +95,23 @@ def _hide(part: Tensor, value: float | None, *, is_one: bool) -> None:
 
 def is_mask(value: Tensor) -> bool:
     return value.dtype is torch.bool or bool(((value == 0) | (value == 1)).all())
+
+
+def ways_to_hide(three: Batch, seen: Seen) -> Iterator[tuple[str, float | None]]:
+    for path, value in nodes(three):
+        if path in seen.paths and isinstance(value, Tensor):
+            is_whole = not is_mask(value) and not value.is_floating_point()
+            yield from [(path, 0), *((path, each) for each in MARKS)] if is_whole else [(path, None)]
+            yield from [(path, each) for each in UNKNOWN] if value.is_floating_point() else []
+
+
+def words_of(three: Batch, path: str) -> list[int]:
+    """Return a few integers within the range of an entry."""
+    entry = next(value for here, value in nodes(three) if here == path)
+    most = int(entry.max())
+    return sorted({1 + (most - 1) * number // _MOST_WORDS for number in range(_MOST_WORDS + 1)} if most > 0 else ())
+
+
+def has_fractions(three: Batch, seen: Seen) -> bool:
+    found = (value for path, value in nodes(three) if path in seen.paths)
+    return any(isinstance(value, Tensor) and value.is_floating_point() for value in found)

@@ -180,6 +180,10 @@ class Trial:
         """Whether the current run has changed state of Python that the next would read."""
         return self._noted is not None and bool(self._noted.state.changed())
 
+    def takes(self, path: str) -> bool:
+        """Whether an entry of the batch is an argument of the module."""
+        return path in self._signature.names
+
     def decides(self, three: Batch, one: Batch) -> str | None:
         """Return the line that branches on a value over all rows; None if there is none or it cannot be tried."""
         tolerance = 0.0
@@ -196,26 +200,31 @@ class Trial:
         except Exception:
             return None
 
-    def less(self, hidden: Batch, seen: Seen, runs: Runs, ignored: float = 0.0, *, again: bool = True) -> Runs | None:
+    def less(
+        self, hidden: Batch, seen: Seen, runs: Runs, ignored: float = 0.0, *, again: bool = True,
+        within: Context = nullcontext,
+    ) -> Runs | None:  # fmt: skip
         """Return the runs with parts of two rows hidden; None if the module or the loss does not support that.
 
         Without `again` only the loss gets them, on the host: an index out of range raises there, and would break a GPU.
+        The module runs `within` a context: one that checks indices, for example.
         """
-        two = two_and_one(hidden, seen)[0]
+        two, one = two_and_one(hidden, seen)
         try:
             if again:
-                whole = self.run(hidden, ignored / NUM_ROWS)
-                made = whole, self.run(two, whole.left_out), runs[2]
+                whole = self.run(hidden, ignored / NUM_ROWS, within=within)
+                made = whole, self.run(two, whole.left_out, within=within), runs[2]
             else:
                 outputs = [_on_host(each.output) for each in runs]
-                hosted = [_on_host(each) for each in (hidden, two)]
-                given = [self.run(each, output=output) for each, output in zip(hosted, outputs, strict=False)]
+                # The last row too, where nothing is hidden: a loss may read what a forward left on the module.
+                hosted = [_on_host(each) for each in (hidden, two, one)]
+                given = [self.run(each, output=output) for each, output in zip(hosted, outputs, strict=True)]
                 # The module has counted its own labels when it made these outputs.
                 counted = [
                     each._replace(counts=own.counts[: own.inside] + each.counts)
-                    for each, own in zip(given, runs, strict=False)
+                    for each, own in zip(given, runs, strict=True)
                 ]
-                made = counted[0], counted[1], runs[2]
+                made = counted[0], counted[1], counted[2]
         except Exception:
             return None
         return made if all(map(is_finite, made)) else None

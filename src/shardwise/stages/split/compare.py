@@ -3,7 +3,8 @@
 Tensors and numbers that a unit returns are sent to the stages that use them. State that it stores in an attribute, a
 list or a global is not: another stage would use an outdated value. So all stages are run once, one after the other,
 each with the attributes, lists and buffers that its process would have, and every unit must return what it returns in
-the module's own forward. The second batch has other values than the example, so only true constants pass.
+the module's own forward. The second batch has other values than the example, so only true constants pass. Weights are
+moved (`moved_weights.py`): one that is 0 at first hides what it is multiplied with.
 
     the module      embed  layers.0  layers.1  layers.2  head          prints of what each unit returns
     stage 0         embed  layers.0                                    the same prints
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ShardwiseError, some
+from shardwise.stages.moved_weights import moved_weights
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.flow import UnitFlow
 from shardwise.stages.split.forecast import Forecast
@@ -85,7 +87,11 @@ class StageCheck:
         """Raise if stages would not compute what the module does."""
         found: ShardwiseError | None = None
         if self._second.is_tried and (len(self._parts) > 1 or self._flow.traces):
-            with undisturbed(self._module, self._units, *self._roots[1:]) as switch:
+            # Other weights: a gate that is 0 at first hides what it lets through later.
+            with (
+                moved_weights(self._module),
+                undisturbed(self._module, self._units, *self._roots[1:]) as switch,
+            ):
                 found = self._find(switch)
         if self._second.agree is not None:
             self._second.agree(found, self._draws and len(self._parts) > 1)

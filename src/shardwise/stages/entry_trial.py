@@ -1,0 +1,68 @@
+"""Find the entry of a batch that a loss is a mean over: a mask, weights, lengths, or labels that are not ignored."""
+
+from typing import Any
+
+from shardwise.stages.index_check import IndexCheck
+from shardwise.stages.loss_kind import LossKind, Through, Tried, throughs
+from shardwise.stages.loss_parts import fits, fits_by
+from shardwise.stages.rows import Seen, nodes, tensors_in
+from shardwise.stages.stage import Batch
+from shardwise.stages.trial_rows import FIRST, MARKS, NUM_ROWS, two_and_one, ways_to_hide, with_hidden, words_of
+from shardwise.stages.trial_run import Runs, Trial
+
+#: Other ways to hide parts of an entry: in one row only, the first token, every second token.
+_OTHER_WAYS: tuple[dict[str, Any], ...] = ({"rows": 1}, {"tokens": slice(0, 1)}, {"tokens": slice(None, None, 2)})
+
+
+def find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried | None:
+    """Find the entry that the loss is a mean over: weighted by it, parts have to give the loss of the whole."""
+    for path, value in ways_to_hide(three, seen):
+        hidden = with_hidden(three, seen, value, path)
+        again = (value in (None, 0) and not isinstance(value, float)) or are_inside(trial, path, value, runs)
+        less = trial.less(hidden, seen, runs, again=again, within=IndexCheck)
+        if less is None or (tried.kind is not LossKind.UNTRIED and fits(tried.kind, *less)):
+            continue
+        if less[0].counts != runs[0].counts and tried.kind is not LossKind.UNTRIED:
+            continue  # Torch's mean over labels ignores these, and its labels are counted in every batch.
+        for through in throughs(path, value, next(each for here, each in nodes(three) if here == path), NUM_ROWS):
+            # With few tokens, weights may fit by chance, so the entry is hidden in other ways too.
+            others = [with_hidden(three, seen, value, path, **how) for how in _OTHER_WAYS]
+            tried_on = [(each, trial.less(each, seen, runs, again=again, within=IndexCheck)) for each in others]
+            # Other integers must not change the weights: a loss may leave out every fifth class.
+            words = [with_hidden(three, seen, each, path) for each in words_of(three, path)] if _is_zero(value) else []
+            tried_on += [(each, trial.less(each, seen, runs, again=False)) for each in words]
+            # Another entry may decide as well: a mask, and labels that are ignored.
+            beside = [with_hidden(three, seen, each, name) for name, each in ways_to_hide(three, seen) if name != path]
+            tried_on += [(each, trial.less(each, seen, runs, again=False)) for each in beside]
+            cases = ((three, runs), (hidden, less), *tried_on)
+            if all(each is None or fits_by(*weights_of(through, batch, seen), *each) for batch, each in cases):
+                return tried._replace(kind=LossKind.ENTRY, through=through)
+        if tried.kind is not LossKind.UNTRIED:
+            whole, large, small = (each.total for each in less)
+            return tried._replace(
+                problem=f"the loss is divided by something that {path} decides: with {value or 0} for some of it in"
+                f" {FIRST} rows, the loss of {NUM_ROWS} rows is {whole:.6g}, and not the mean of {large:.6g} and"
+                f" {small:.6g} by rows, so parts of a batch do not tell its loss"
+            )
+    return None
+
+
+def weights_of(through: Through, three: Batch, seen: Seen) -> tuple[float, float]:
+    two, one = two_and_one(three, seen)
+    return float(through.of(two)), float(through.of(one))
+
+
+def are_inside(trial: Trial, path: str, value: float | None, runs: Runs) -> bool:
+    """Whether labels to ignore, or unknown targets, are given to the module, which may compute a loss of them."""
+    if value is None or not trial.takes(path):
+        return False
+    return value in MARKS if isinstance(value, int) else computes_loss(runs)
+
+
+def computes_loss(runs: Runs) -> bool:
+    """Whether the module returns a number, and not only rows."""
+    return any(not each.dim() and each.is_floating_point() for each in tensors_in({"": runs[0].output}))
+
+
+def _is_zero(value: float | None) -> bool:
+    return value == 0 and not isinstance(value, float)

@@ -184,6 +184,26 @@ def a_forward_that_asks_for_its_rank(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, Ranked().double()))
 
 
+#: Replicas have other rows; under pp not all ranks come to the call.
+TOLD = {"dp": "combines numbers of all ranks", "pp": "talks to other ranks"}
+
+
+@program(TOLD, but="cp", whole=True)
+def boxes_counted_over_ranks(parallelize: Parallelize) -> Result:
+    """DETR: `all_reduce(num_boxes)`, divided by the world size. All ranks that have the same rows are told the same."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        chosen = given["labels"] > 5
+        count = chosen.sum().double()
+        if world() > 1:
+            dist.all_reduce(count)
+            count = count / world()
+        each = functional.cross_entropy(output.flatten(0, 1), given["labels"].flatten(), reduction="none")
+        return (each * chosen.flatten()).sum() / count.clamp(min=1)
+
+    return trained(parallelize(small_net(), loss=loss, optimizer=sgd, example=batch(0)))
+
+
 @program({"pp": "talks to other ranks"}, but="cp")
 def a_loss_logged_by_all_ranks(parallelize: Parallelize) -> Result:
     """`dist.all_reduce(loss.detach().clone())` for a log; under pp only the last stage would come to it."""

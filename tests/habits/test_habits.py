@@ -63,6 +63,7 @@ _ONE_TRIAL = [
     ("selected", "selected_labels_and_a_penalty", "pp=2,microbatches=2"),
     ("asking", "a_buffer_set_by_what_a_rank_has_seen", "dp=2"),
     ("asking", "weights_scaled_by_what_a_rank_has_seen", "dp=2"),
+    ("asking", "boxes_counted_over_ranks", "dp=2"),
     ("tokens", "gradients_of_tokens_are_centred", "cp=2"),
     ("tokens", "long_sequences_do_something_else", "cp=2"),
     ("tokens", "every_other_token_and_a_longer_batch", "cp=2"),

@@ -6,6 +6,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from shardwise.engine.drawn_steps import DrawnSteps
 from shardwise.engine.make_execution import Execution
 from shardwise.engine.make_states import States
 from shardwise.engine.metrics import MetricSum
@@ -33,6 +34,7 @@ class Steps:
         self._hooks, self._settings = UnchangedHooks(parts), parts.settings
         self._end_settings()
         self._groups = UnchangedGroups(states.parameters, states.data.updates, is_all=parts.plan.pp == 1)
+        self._drawn = DrawnSteps(states.data.updates.optimizers, parts.wires, parts.device)
         self._predictions = Predictions(parts, execution)
         self.graphs = StepGraphs(parts, states, execution.dropouts)
         self.num_begun = 0
@@ -73,6 +75,7 @@ class Steps:
                 if states.stream is None:
                     states.data.finish()
                 execution.batches.same.check_told()
+                self._drawn.check()
                 if states.stream is None:
                     (update or states.update.take)(tally)
                 if execution.batches.outside is not None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Event, Thread
+from typing import Any
 
 import numpy as np
 import torch
@@ -220,6 +221,40 @@ def a_loss_logged_by_all_ranks(parallelize: Parallelize) -> Result:
         return found
 
     return trained(parallelize(small_net(), loss=loss, optimizer=sgd, example=batch(0)))
+
+
+class Langevin(torch.optim.Optimizer):
+    """SGLD: noise on every step."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.add_(each.grad, alpha=-group["lr"])
+                    each.add_(torch.randn_like(each), alpha=0.01)
+
+
+#: What is known of pieces is asked first.
+DRAWN = {**dict.fromkeys(("pp", "offload.optimizer", "offload.parameters"), "draws random numbers"),
+         **dict.fromkeys(("zero=1", "zero=2", "zero=3", "tp"), "in pieces under this plan")}  # fmt: skip
+
+
+@program(DRAWN, but="cp")
+def noise_of_an_optimizer(parallelize: Parallelize) -> Result:
+    """The same on all replicas, as they have the same seed."""
+    return trained(start(parallelize, small_net(), Langevin))
+
+
+@program({**DRAWN, "dp": f"not at the same place of their generators|{'|'.join(set(DRAWN.values()))}"}, but="cp")
+def noise_of_an_optimizer_and_a_seed_of_each_rank(parallelize: Parallelize) -> Result:
+    """`torch.manual_seed(seed + rank)`: replicas would add other noise to the same weights."""
+    engine = start(parallelize, small_net(), Langevin)
+    torch.manual_seed(7 + rank())
+    return trained(engine)
 
 
 #: Other stages have no such buffer, and some plans have pieces of weights.

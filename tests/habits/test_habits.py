@@ -45,6 +45,8 @@ _ONE_TRIAL = [
     ("critics", "a_step_size_with_a_scaled_gradient", "dp=2"),
     ("critics", "hardest_triplets_of_a_batch", "dp=2"),
     ("critics", "a_forward_compiled_around_layers", "dp=2,zero=1"),
+    ("critics", "a_forward_compiled_when_the_engine_is_there", "dp=2,zero=1"),
+    ("critics", "layers_compiled_when_the_engine_is_there", "dp=2,zero=3"),
     ("critics", "forwards_counted_in_a_byte", "dp=2"),
     ("critics", "distributions_in_a_forward", "tp=2"),
     ("critics", "gradients_of_each_row_by_torch_func", "pp=2,microbatches=2"),

@@ -14,6 +14,7 @@ from shardwise.engine.parts import Parts
 from shardwise.engine.predictions import Predictions
 from shardwise.engine.step_graphs import StepGraphs
 from shardwise.engine.unchanged import Unchanged, UnchangedGroups, UnchangedHooks
+from shardwise.engine.unchanged_calls import UnchangedCalls
 from shardwise.engine.update import LaunchedStep, StepNumbers
 from shardwise.execution.collector import StreamCollector
 from shardwise.execution.executor import Executor, Record
@@ -31,7 +32,7 @@ class Steps:
         self._module, self._sharded, self._wires = parts.module, parts.sharded, parts.wires
         self._execution, self._states = execution, states
         self._unchanged, self.metrics = Unchanged(parts.module), MetricSum(parts)
-        self._hooks, self._settings = UnchangedHooks(parts), parts.settings
+        self._hooks, self._calls, self._settings = UnchangedHooks(parts), UnchangedCalls(parts), parts.settings
         self._end_settings()
         self._groups = UnchangedGroups(states.parameters, states.data.updates, is_all=parts.plan.pp == 1)
         self._drawn = DrawnSteps(states.data.updates.optimizers, parts.wires, parts.device)
@@ -56,6 +57,7 @@ class Steps:
         with self._wires.told_to_all():
             self._unchanged.check()
             self._hooks.check()
+            self._calls.check()
             self._groups.check()
             self._check_settings(batch)
             if execution.batches.outside is not None:

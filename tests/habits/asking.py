@@ -287,6 +287,18 @@ def a_buffer_set_by_what_a_rank_has_seen(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, model), between=between)
 
 
+@program({"dp": "written between steps, and not the same values"}, only="dp")
+def a_buffer_assigned_by_what_a_rank_has_seen(parallelize: Parallelize) -> Result:
+    """The same without a look at the old one, which a stage without the layer would refuse."""
+    model = small_net(block=Watched)
+
+    def between(_: int) -> None:
+        for layer in model.layers:
+            layer.gain = torch.tensor(0.9 + 0.1 / layer.size, dtype=torch.float64)
+
+    return trained(start(parallelize, model), between=between)
+
+
 @program({"dp": APART}, only="dp")
 def weights_scaled_by_what_a_rank_has_seen(parallelize: Parallelize) -> Result:
     """All ranks write to the same weights, and each its own values."""

@@ -85,6 +85,11 @@ def test_what_one_trial_finds_is_found(topic: str, name: str, plan: str, two: Cr
     assert two.run(run_one, topic, name, plan) == [None, None]
 
 
+def test_what_replicas_of_a_stage_write_differently_is_found(four: Crowd) -> None:
+    found = four.run(run_one, "asking", "a_buffer_assigned_by_what_a_rank_has_seen", "dp=2,pp=2,microbatches=2")
+    assert found == [None] * 4
+
+
 def test_every_plan_has_programs_of_several_files() -> None:
     for plan in _EVERY_PLAN:
         met = [topic for topic in TOPICS if plan in turns_of(topic, _EVERY_PLAN).values()]

@@ -38,6 +38,7 @@ def test_all_that_users_write_is_equal_to_plain_torch_or_refused(
 #: Programs that only one trial, or one guard, refuses or puts right; some under plans of their own.
 _ONE_TRIAL = [
     ("backwards", "gradients_of_rows_are_centred", "cp=2,microbatches=2"),
+    ("calling", "layers_in_pairs", "tp=2,sp=true"),
     ("critics", "a_critic_with_a_spectral_norm", "tp=2"),
     ("critics", "a_critic_with_a_parametrized_spectral_norm", "pp=2,microbatches=2"),
     ("critics", "a_table_of_samples_that_training_writes", "dp=2"),
@@ -73,6 +74,7 @@ _ONE_TRIAL = [
     ("tokens", "long_sequences_do_something_else", "cp=2"),
     ("tokens", "every_other_token_and_a_longer_batch", "cp=2"),
     ("tokens", "tokens_in_reverse_and_a_shorter_batch", "cp=2"),
+    ("scripts", "orthogonal_weights_cached_around_a_step", "pp=2,microbatches=2"),
     ("weighing", "hidden_channels_read_by_the_loss", "cp=2"),
     ("weighing", "hidden_channels_read_by_the_loss", "tp=2"),
     ("weighing", "the_same_of_a_tied_layer", "pp=2"),

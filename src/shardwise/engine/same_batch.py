@@ -163,9 +163,7 @@ class SameBatch:
         """Return what ranks have told: checksums, draws, writes, and of the parts of a batch."""
         sizes = (2, len(self._replicas), len(self._together), len(self._alike), NUM_TOLD)
         ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-        _, sums, draws, writes, parts = (
-            self.told[end - size : end] for size, end in zip(sizes, ends, strict=True)
-        )
+        _, sums, draws, writes, parts = (self.told[end - size : end] for size, end in zip(sizes, ends, strict=True))
         return sums, draws, writes, parts
 
     def _are_written_alike(self, writes: Sequence[float]) -> bool:

@@ -23,6 +23,7 @@ from shardwise.kernels.lazy_logits import before_a_loss
 from shardwise.stages.batch import shapes_of
 from shardwise.stages.metrics import Metrics
 from shardwise.stages.stage import Batch
+from shardwise.torch_private import uncached_parametrizations
 
 
 class Steps:
@@ -149,10 +150,11 @@ class Steps:
 
     def _run(self, executor: Executor, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:
         """Run a step or an evaluation, and return the loss of the whole batch."""
-        if self._states.stream is not None and executor is self._execution.trainer:
-            tally = self._states.stream.train_step(microbatches, signature, record)
-        else:
-            agreed = None if self._shapes_by_data else signature
-            tally = self._execution.losses.of(executor.run(microbatches, signature=agreed, record=record))
+        with uncached_parametrizations():
+            if self._states.stream is not None and executor is self._execution.trainer:
+                tally = self._states.stream.train_step(microbatches, signature, record)
+            else:
+                agreed = None if self._shapes_by_data else signature
+                tally = self._execution.losses.of(executor.run(microbatches, signature=agreed, record=record))
         self._sharded.check_attention(self._module, self._wires)
         return tally

@@ -35,7 +35,9 @@ class UnchangedCalls:
         """Refuse what was compiled since."""
         for name, module, call, forward, below in self._kept:
             children = submodules(module)
-            later = [key for key, each in below.items() if children.get(key) is not each and _is_compiled(children, key)]
+            later = [
+                key for key, each in below.items() if children.get(key) is not each and _is_compiled(children, key)
+            ]
             if later:
                 raise self._late(f"{name}.{later[0]}" if name else later[0])
             now = _forward_of(module)

@@ -230,12 +230,13 @@ class Langevin(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for each in group["params"]:
                 if each.grad is not None:
                     each.add_(each.grad, alpha=-group["lr"])
                     each.add_(torch.randn_like(each), alpha=0.01)
+        return closure
 
 
 #: What is known of pieces is asked first.

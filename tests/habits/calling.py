@@ -466,9 +466,10 @@ class Pairs(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
-        for norm, qkv, out, feed in self.layers:
+        for each in self.layers:
+            norm, qkv, out, feed = list(each.children())
             parts = qkv(norm(hidden)).chunk(3, -1)
-            q, k, v = (each.unflatten(-1, (4, 2)).transpose(1, 2) for each in parts)
+            q, k, v = (part.unflatten(-1, (4, 2)).transpose(1, 2) for part in parts)
             seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             hidden = hidden + out(seen.transpose(1, 2).flatten(2))
             hidden = hidden + feed(hidden)
@@ -477,5 +478,5 @@ class Pairs(nn.Module):
 
 @program(but="cp")
 def layers_in_pairs(parallelize: Parallelize) -> Result:
-    """`for attention, feed in self.layers:`, a list of lists: no module around the layers has a forward but the root."""
+    """`for attention, feed in self.layers:`, a list of lists: of what is around the layers the root alone is called."""
     return trained(start(parallelize, Pairs().double()))

@@ -35,9 +35,8 @@ class UnchangedCalls:
         """Refuse what was compiled since."""
         for name, module, call, forward, below in self._kept:
             children = submodules(module)
-            later = [
-                key for key, each in below.items() if children.get(key) is not each and _is_compiled(children, key)
-            ]
+            others = [key for key, each in below.items() if children.get(key) is not each]
+            later = [key for key in others if _is_compiled(children.get(key))]
             if later:
                 raise self._late(f"{name}.{later[0]}" if name else later[0])
             now = _forward_of(module)
@@ -56,5 +55,5 @@ def _forward_of(module: nn.Module) -> Any:
     return vars(module).get("forward")
 
 
-def _is_compiled(children: Any, key: str) -> bool:
-    return isinstance(children.get(key), nn.Module) and is_compiled(children[key])
+def _is_compiled(child: nn.Module | None) -> bool:
+    return child is not None and is_compiled(child)

@@ -109,7 +109,7 @@ class _Asking:
     def find_dependent(self) -> str | None:
         """Return the problem if the result depends on what other ranks tell. All ranks call this alike."""
         try:
-            changed = self._run(ChangedCollectives())
+            changed = self._run(ChangedCollectives())  # type: ignore[no-untyped-call]
         except Exception:  # Something else is told than what it can do with.
             return None
         if self._among is None or _are_equal(self._among, changed):

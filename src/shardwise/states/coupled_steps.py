@@ -32,8 +32,8 @@ def check_coupled(optimizers: Sequence[Optimizer], pieces: str) -> None:
         kind = type(optimizer).__name__
         if draws(optimizer):
             raise ShardwiseError(
-                f"{kind}.step() draws random numbers, and on this rank it would see {pieces}: parameters would get other"
-                " numbers than on one device",
+                f"{kind}.step() draws random numbers, and on this rank it would see {pieces}: parameters would get"
+                " other numbers than on one device",
                 remedy="a plan of dp with zero=0; or noise that the script adds between steps, by engine.state_dict()"
                 " and engine.load_state_dict(state)",
             )

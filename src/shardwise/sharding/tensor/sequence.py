@@ -67,9 +67,7 @@ class SequenceRegions:
                 if not all(place.isdecimal() for place, _ in child.named_children()):
                     raise UnsharedError(f"the blocks of {path} have names, and no order")
                 if any(isinstance(block, (nn.ModuleList, nn.ModuleDict)) for block in blocks):
-                    raise UnsharedError(
-                        f"the blocks of {path} are lists of layers, and what calls these is around them"
-                    )
+                    raise UnsharedError(f"the blocks of {path} are lists of layers, which the module around calls")
                 yield path, blocks
             else:
                 yield from self._outermost_lists(path, child)

@@ -20,8 +20,8 @@ from shardwise.states.coupled_steps import draws
 class DrawnSteps:
     """Compares the generators of ranks, if one of the `optimizers` draws from them."""
 
-    def __init__(self, optimizers: Iterable[Optimizer], wires: Wires, device: torch.device) -> None:
-        self._wires, self._device = wires, device
+    def __init__(self, optimizers: Iterable[Optimizer], wires: Wires) -> None:
+        self._wires = wires
         several = wires.watch is not None
         self._kind = next((type(each).__name__ for each in optimizers if several and draws(each)), None)
 
@@ -29,7 +29,7 @@ class DrawnSteps:
         """Refuse generators at different places. All ranks call this alike, before weights change."""
         if self._kind is None:
             return
-        told = self._wires.gather(self._place())
+        told = self._wires.gather(_place())
         other = next((rank for rank, place in enumerate(told) if place != told[0]), None)
         if other is not None:
             raise ShardwiseError(
@@ -39,8 +39,9 @@ class DrawnSteps:
                 " different numbers in the forward",
             )
 
-    def _place(self) -> int:
-        states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        return crc32(b"".join(each.numpy().tobytes() for each in states))
+
+def _place() -> int:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return crc32(b"".join(each.numpy().tobytes() for each in states))

@@ -6,7 +6,6 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from shardwise.engine.drawn_steps import DrawnSteps
 from shardwise.engine.make_execution import Execution
 from shardwise.engine.make_states import States
 from shardwise.engine.metrics import MetricSum
@@ -14,7 +13,6 @@ from shardwise.engine.parts import Parts
 from shardwise.engine.predictions import Predictions
 from shardwise.engine.step_graphs import StepGraphs
 from shardwise.engine.unchanged import Unchanged, UnchangedGroups, UnchangedHooks
-from shardwise.engine.unchanged_calls import UnchangedCalls
 from shardwise.engine.update import LaunchedStep, StepNumbers
 from shardwise.execution.collector import StreamCollector
 from shardwise.execution.executor import Executor, Record
@@ -23,7 +21,6 @@ from shardwise.kernels.lazy_logits import before_a_loss
 from shardwise.stages.batch import shapes_of
 from shardwise.stages.metrics import Metrics
 from shardwise.stages.stage import Batch
-from shardwise.torch_private import uncached_parametrizations
 
 
 class Steps:
@@ -33,10 +30,9 @@ class Steps:
         self._module, self._sharded, self._wires = parts.module, parts.sharded, parts.wires
         self._execution, self._states = execution, states
         self._unchanged, self.metrics = Unchanged(parts.module), MetricSum(parts)
-        self._hooks, self._calls, self._settings = UnchangedHooks(parts), UnchangedCalls(parts), parts.settings
+        self._hooks, self._settings = UnchangedHooks(parts), parts.settings
         self._end_settings()
         self._groups = UnchangedGroups(states.parameters, states.data.updates, is_all=parts.plan.pp == 1)
-        self._drawn = DrawnSteps(states.data.updates.optimizers, parts.wires, parts.device)
         self._predictions = Predictions(parts, execution)
         self.graphs = StepGraphs(parts, states, execution.dropouts)
         self.num_begun = 0
@@ -58,7 +54,6 @@ class Steps:
         with self._wires.told_to_all():
             self._unchanged.check()
             self._hooks.check()
-            self._calls.check()
             self._groups.check()
             self._check_settings(batch)
             if execution.batches.outside is not None:
@@ -78,7 +73,6 @@ class Steps:
                 if states.stream is None:
                     states.data.finish()
                 execution.batches.same.check_told()
-                self._drawn.check()
                 if states.stream is None:
                     (update or states.update.take)(tally)
                 if execution.batches.outside is not None:
@@ -150,11 +144,10 @@ class Steps:
 
     def _run(self, executor: Executor, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:
         """Run a step or an evaluation, and return the loss of the whole batch."""
-        with uncached_parametrizations():
-            if self._states.stream is not None and executor is self._execution.trainer:
-                tally = self._states.stream.train_step(microbatches, signature, record)
-            else:
-                agreed = None if self._shapes_by_data else signature
-                tally = self._execution.losses.of(executor.run(microbatches, signature=agreed, record=record))
+        if self._states.stream is not None and executor is self._execution.trainer:
+            tally = self._states.stream.train_step(microbatches, signature, record)
+        else:
+            agreed = None if self._shapes_by_data else signature
+            tally = self._execution.losses.of(executor.run(microbatches, signature=agreed, record=record))
         self._sharded.check_attention(self._module, self._wires)
         return tally

@@ -12,9 +12,6 @@ from shardwise.sharding.tensor.linear import ParallelLinear
 from shardwise.sharding.tensor.regions import Found
 from shardwise.stages.split.meta import Guesses
 
-#: Arguments of a module on the meta device.
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 def is_crossed(found: Found, block: str) -> bool:
     """Whether a region is only partly in a block: then operations between its layers are outside the block, too."""
@@ -38,7 +35,7 @@ def different_ranks(found: Found, num_ranks: int) -> list[int]:
     return list(kinds.values())
 
 
-def run_on_meta(module: nn.Module, arguments: Arguments, watch: BlockWatch) -> Any:
+def run_on_meta(module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], watch: BlockWatch) -> Any:
     """Run a module on the meta device. Nothing is sent."""
     args, kwargs = arguments
     with torch.no_grad(), Guesses(), watch:

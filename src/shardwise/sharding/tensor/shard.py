@@ -25,12 +25,11 @@ from shardwise.errors import ShardwiseError
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.mesh import Mesh
 from shardwise.sharding.tensor.channel_groups import ChannelTrace, trace
-from shardwise.sharding.tensor.meta_runs import Arguments
 from shardwise.sharding.tensor.plain_layers import has_hooks, is_layer, why_whole
 from shardwise.sharding.tensor.regions import Found, find_regions
 from shardwise.sharding.tensor.sharding import Sharding, Shards, cost_of, starred
 from shardwise.sharding.tensor.tensor_plan import TensorPlan, read_tensor_plan
-from shardwise.sharding.tensor.trial import ByFirst, Trial, settle
+from shardwise.sharding.tensor.trial import Arguments, ByFirst, Trial, settle
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin

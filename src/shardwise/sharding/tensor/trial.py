@@ -28,7 +28,7 @@ from shardwise.sharding.stand_in import another, converted, examples_of, fitting
 from shardwise.sharding.tensor import numbers
 from shardwise.sharding.tensor.channel_groups import ChannelTrace
 from shardwise.sharding.tensor.cut_layers import LayerCutter, cut, is_by_heads
-from shardwise.sharding.tensor.meta_runs import Arguments, different_ranks, find_holder, is_crossed, run_on_meta
+from shardwise.sharding.tensor.meta_runs import different_ranks, find_holder, is_crossed, run_on_meta
 from shardwise.sharding.tensor.numbers import Course, Difference
 from shardwise.sharding.tensor.regions import GUESSES, Found
 from shardwise.sharding.tensor.sequence import UnsharedError
@@ -39,6 +39,10 @@ from shardwise.stages.stage import Batch, Loss
 
 #: Why nothing is sharded along the sequence if a forward draws random numbers.
 _DRAWS = "its forward draws at random, which each rank would for its tokens alone"
+
+
+#: Arguments of a module on the meta device.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _UntriedError(Exception):
@@ -124,21 +128,12 @@ class Trial:
                 why = f"{holder or type(self.module).__name__} cannot work with a part of its channels: {error}"
                 if not blames:
                     return [], why
-                kinds = (self._kinds_in(holder) if holder is not None else []) or self._kinds_that_raise()
+                kinds = (self._kinds_in(holder) if holder is not None else []) or _kinds_that_raise(self)
                 if not kinds:
                     remedy = f'tensor={{"{starred(holder)}": "whole"}}, or tp=1' if holder else "tp=1"
                     raise ShardwiseError(why, remedy=remedy) from error
                 return kinds, why
         return None
-
-    def _kinds_that_raise(self) -> list[str]:
-        """Return the kinds of cuts without which a copy runs: one if that is enough, else all. The layers of the root
-        itself, and those of lists without a forward, have no module around them to blame."""
-        every = list(self._kinds())
-        for kinds in (*([each] for each in reversed(every)), every):
-            if _without(self, kinds)._fault_of_shapes(blames=False) is None:
-                return kinds
-        return []
 
     def _fault_without_sequence(self, why: str) -> tuple[list[str], str] | None:
         """Give up sharding along the sequence, which does not change the results, and check shapes again."""
@@ -310,6 +305,16 @@ class Trial:
         self.found = _without(self, kinds).found
         self.found.whole |= reasons
         self.found.kept |= reasons.keys()
+
+
+def _kinds_that_raise(trial: Trial) -> list[str]:
+    """Return the kinds of cuts without which a copy runs: one if that is enough, else all. The layers of the root
+    itself, and those of lists without a forward, have no module around them to blame."""
+    every = list(trial._kinds())
+    for kinds in (*([each] for each in reversed(every)), every):
+        if _without(trial, kinds)._fault_of_shapes(blames=False) is None:
+            return kinds
+    return []
 
 
 def _without(trial: Trial, kinds: list[str]) -> Trial:

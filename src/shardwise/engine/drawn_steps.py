@@ -42,6 +42,6 @@ class DrawnSteps:
 
 def _place() -> int:
     states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())
     return crc32(b"".join(each.numpy().tobytes() for each in states))

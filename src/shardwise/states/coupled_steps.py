@@ -47,9 +47,10 @@ def check_coupled(optimizers: Sequence[Optimizer], pieces: str) -> None:
 
 def draws(optimizer: Optimizer) -> bool:
     """Return whether steps of a custom optimizer draw from torch's own generator; False if they cannot be tried."""
-    if type(optimizer) in ELEMENTWISE | MATRIXWISE:
+    kind = type(optimizer)
+    if kind in ELEMENTWISE | MATRIXWISE:
         return False
-    places = _places(optimizer)
+    places, own = _places(optimizer), vars(kind).get("step")
     try:
         with torch.random.fork_rng(devices=[]):
             _stepped(optimizer, places, places)
@@ -58,6 +59,10 @@ def draws(optimizer: Optimizer) -> bool:
             return not torch.equal(torch.get_rng_state(), now)
     except Exception:  # The real step will raise the same error.
         return False
+    finally:
+        # Copies let torch wrap the step of a class, which fails for optimizers that never called `super().__init__()`.
+        if own is not None and vars(kind)["step"] is not own:
+            kind.step = own  # type: ignore[method-assign]
 
 
 def _places(optimizer: Optimizer) -> list[tuple[int, int]]:

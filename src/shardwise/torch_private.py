@@ -11,10 +11,11 @@ torch is imported when this is: rooms without torch must not import it.
 """
 
 import inspect
+import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any, cast
 
@@ -280,6 +281,22 @@ def num_hooks(modules: Iterable[nn.Module]) -> int:
         + len(each._backward_pre_hooks)
         for each in modules
     )  # fmt: skip
+
+
+@contextmanager
+def uncached_parametrizations() -> Iterator[None]:
+    """Compute parametrized weights in each forward, also where a script has put `parametrize.cached()` around: torch
+    keeps the graph of the first backward for all. There is no public way to end a cache within its context."""
+    home = sys.modules.get("torch.nn.utils.parametrize")
+    before = getattr(home, "_cache_enabled", 0)
+    if not before:
+        yield
+        return
+    vars(home)["_cache_enabled"] = 0
+    try:
+        yield
+    finally:
+        vars(home)["_cache_enabled"] = before
 
 
 def get_compiled_call(module: nn.Module) -> Callable[..., Any] | None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Event, Thread
+from typing import Any
 
 import numpy as np
 import torch
@@ -184,6 +185,26 @@ def a_forward_that_asks_for_its_rank(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, Ranked().double()))
 
 
+#: Replicas have other rows; under pp not all ranks come to the call.
+TOLD = {"dp": "combines numbers of all ranks", "pp": "talks to other ranks"}
+
+
+@program(TOLD, but="cp", whole=True)
+def boxes_counted_over_ranks(parallelize: Parallelize) -> Result:
+    """DETR: `all_reduce(num_boxes)`, divided by the world size. All ranks that have the same rows are told the same."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        chosen = given["labels"] > 5
+        count = chosen.sum().double()
+        if world() > 1:
+            dist.all_reduce(count)
+            count = count / world()
+        each = functional.cross_entropy(output.flatten(0, 1), given["labels"].flatten(), reduction="none")
+        return (each * chosen.flatten()).sum() / count.clamp(min=1)
+
+    return trained(parallelize(small_net(), loss=loss, optimizer=sgd, example=batch(0)))
+
+
 @program({"pp": "talks to other ranks"}, but="cp")
 def a_loss_logged_by_all_ranks(parallelize: Parallelize) -> Result:
     """`dist.all_reduce(loss.detach().clone())` for a log; under pp only the last stage would come to it."""
@@ -200,6 +221,41 @@ def a_loss_logged_by_all_ranks(parallelize: Parallelize) -> Result:
         return found
 
     return trained(parallelize(small_net(), loss=loss, optimizer=sgd, example=batch(0)))
+
+
+class Langevin(torch.optim.Optimizer):
+    """SGLD: noise on every step."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.add_(each.grad, alpha=-group["lr"])
+                    each.add_(torch.randn_like(each), alpha=0.01)
+        return closure
+
+
+#: What is known of pieces is asked first.
+DRAWN = {**dict.fromkeys(("pp", "offload.optimizer", "offload.parameters"), "draws random numbers"),
+         **dict.fromkeys(("zero=1", "zero=2", "zero=3", "tp"), "in pieces under this plan")}  # fmt: skip
+
+
+@program(DRAWN, but="cp")
+def noise_of_an_optimizer(parallelize: Parallelize) -> Result:
+    """The same on all replicas, as they have the same seed."""
+    return trained(start(parallelize, small_net(), Langevin))
+
+
+@program({**DRAWN, "dp": f"not at the same place of their generators|{'|'.join(set(DRAWN.values()))}"}, but="cp")
+def noise_of_an_optimizer_and_a_seed_of_each_rank(parallelize: Parallelize) -> Result:
+    """`torch.manual_seed(seed + rank)`: replicas would add other noise to the same weights."""
+    engine = start(parallelize, small_net(), Langevin)
+    torch.manual_seed(7 + rank())
+    return trained(engine)
 
 
 #: Other stages have no such buffer, and some plans have pieces of weights.
@@ -228,6 +284,18 @@ def a_buffer_set_by_what_a_rank_has_seen(parallelize: Parallelize) -> Result:
     def between(_: int) -> None:
         for layer in model.layers:
             layer.gain = layer.gain * 0.9 + 0.1 / layer.size
+
+    return trained(start(parallelize, model), between=between)
+
+
+@program({"dp": "written between steps, and not the same values"}, only="dp")
+def a_buffer_assigned_by_what_a_rank_has_seen(parallelize: Parallelize) -> Result:
+    """The same without a look at the old one, which a stage without the layer would refuse."""
+    model = small_net(block=Watched)
+
+    def between(_: int) -> None:
+        for layer in model.layers:
+            layer.gain = torch.tensor(0.9 + 0.1 / layer.size, dtype=torch.float64)
 
     return trained(start(parallelize, model), between=between)
 

@@ -97,6 +97,16 @@ def a_largest_value(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, net(largest)))
 
 
+def enqueue(block: Any, x: Tensor) -> None:
+    block.seen = torch.cat([x[:, 0, :2].flatten(), block.seen])[:8]
+
+
+@program(DIFFERENT, but="cp")
+def a_queue_of_rows_and_a_mean_over_replicas(parallelize: Parallelize) -> Result:
+    """MoCo's queue with `buffers="mean"`: the mean of two queues has the keys of no row."""
+    return trained(start(parallelize, net(enqueue), buffers="mean"))
+
+
 @program({"all": "buffers='sum' is no way"})
 def no_way_to_agree(parallelize: Parallelize) -> Result:
     """A word that means nothing."""

@@ -449,3 +449,34 @@ def blocks_that_begin_in_place(parallelize: Parallelize) -> Result:
 def blocks_that_begin_in_place_computed_again(parallelize: Parallelize) -> Result:
     """The second forward is given what the first one was given, not what that has written there."""
     return trained(start(parallelize, small_net(block=InPlace)))
+
+
+class Pairs(nn.Module):
+    """Attention and a feed-forward net in pairs, and the root computes with both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+        self.layers = nn.ModuleList([self._pair() for _ in range(2)])
+
+    @staticmethod
+    def _pair() -> nn.ModuleList:
+        feed = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        return nn.ModuleList([nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8), feed])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for each in self.layers:
+            norm, qkv, out, feed = list(each.children())
+            parts = qkv(norm(hidden)).chunk(3, -1)
+            q, k, v = (part.unflatten(-1, (4, 2)).transpose(1, 2) for part in parts)
+            seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            hidden = hidden + out(seen.transpose(1, 2).flatten(2))
+            hidden = hidden + feed(hidden)
+        return self.head(hidden)
+
+
+@program(but="cp")
+def layers_in_pairs(parallelize: Parallelize) -> Result:
+    """`for attention, feed in self.layers:`, a list of lists: of what is around the layers the root alone is called."""
+    return trained(start(parallelize, Pairs().double()))

@@ -152,6 +152,34 @@ def a_forward_compiled_around_layers(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, _Compiled().double()))
 
 
+#: Where a rank has all weights at any time, compiled code reads the right ones.
+LATER = dict.fromkeys(
+    ("zero", "pp", "tp", "cp", "offload.optimizer", "offload.parameters"), "was compiled by torch.compile once the eng"
+)
+
+
+@program(LATER)
+def a_forward_compiled_when_the_engine_is_there(parallelize: Parallelize) -> Result:
+    """`model.forward = torch.compile(model.forward)` after `parallelize`."""
+    model = Net().double()
+    engine = start(parallelize, model)
+    model.forward = torch.compile(model.forward, backend="eager")  # type: ignore[method-assign]
+    return trained(engine)
+
+
+@program(LATER)
+def layers_compiled_when_the_engine_is_there(parallelize: Parallelize) -> Result:
+    """`layer.compile()` between two steps."""
+    model = Net().double()
+
+    def between(step: int) -> None:
+        if step == 1:
+            for layer in model.layers:
+                layer.compile(backend="eager")
+
+    return trained(start(parallelize, model), between=between)
+
+
 class _Bytes(Block):
     """Counts its forwards in a byte."""
 

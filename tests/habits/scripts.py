@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.habits.harness import (
     Batch,
@@ -198,6 +198,18 @@ def orthogonal_weights(parallelize: Parallelize) -> Result:
     for each in model.layers:
         parametrizations.orthogonal(each.down)
     return trained(start(parallelize, model.double()))
+
+
+@program(whole=True)
+def orthogonal_weights_cached_around_a_step(parallelize: Parallelize) -> Result:
+    """`with parametrize.cached():` around a step: each microbatch has a graph of its own."""
+    model = small_net()
+    for each in model.layers:
+        parametrizations.orthogonal(each.down)
+    engine = start(parallelize, model.double())
+    with parametrize.cached():
+        found = {"first": engine.train_step(batch(0))}
+    return found | trained(engine)
 
 
 @program({"all": "is compiled by torch.jit"})

@@ -38,6 +38,7 @@ def test_all_that_users_write_is_equal_to_plain_torch_or_refused(
 #: Programs that only one trial, or one guard, refuses or puts right; some under plans of their own.
 _ONE_TRIAL = [
     ("backwards", "gradients_of_rows_are_centred", "cp=2,microbatches=2"),
+    ("calling", "layers_in_pairs", "tp=2,sp=true"),
     ("critics", "a_critic_with_a_spectral_norm", "tp=2"),
     ("critics", "a_critic_with_a_parametrized_spectral_norm", "pp=2,microbatches=2"),
     ("critics", "a_table_of_samples_that_training_writes", "dp=2"),
@@ -45,6 +46,8 @@ _ONE_TRIAL = [
     ("critics", "a_step_size_with_a_scaled_gradient", "dp=2"),
     ("critics", "hardest_triplets_of_a_batch", "dp=2"),
     ("critics", "a_forward_compiled_around_layers", "dp=2,zero=1"),
+    ("critics", "a_forward_compiled_when_the_engine_is_there", "dp=2,zero=1"),
+    ("critics", "layers_compiled_when_the_engine_is_there", "dp=2,zero=3"),
     ("critics", "forwards_counted_in_a_byte", "dp=2"),
     ("critics", "distributions_in_a_forward", "tp=2"),
     ("critics", "gradients_of_each_row_by_torch_func", "pp=2,microbatches=2"),
@@ -72,10 +75,15 @@ _ONE_TRIAL = [
     ("starting", "a_penalty_of_each_token_on_the_blocks", "dp=2"),
     ("asking", "a_buffer_set_by_what_a_rank_has_seen", "dp=2"),
     ("asking", "weights_scaled_by_what_a_rank_has_seen", "dp=2"),
+    ("asking", "boxes_counted_over_ranks", "dp=2"),
+    ("asking", "noise_of_an_optimizer", "dp=2"),
+    ("asking", "noise_of_an_optimizer_and_a_seed_of_each_rank", "dp=2"),
+    ("buffers", "a_queue_of_rows_and_a_mean_over_replicas", "dp=2"),
     ("tokens", "gradients_of_tokens_are_centred", "cp=2"),
     ("tokens", "long_sequences_do_something_else", "cp=2"),
     ("tokens", "every_other_token_and_a_longer_batch", "cp=2"),
     ("tokens", "tokens_in_reverse_and_a_shorter_batch", "cp=2"),
+    ("scripts", "orthogonal_weights_cached_around_a_step", "pp=2,microbatches=2"),
     ("weighing", "hidden_channels_read_by_the_loss", "cp=2"),
     ("weighing", "hidden_channels_read_by_the_loss", "tp=2"),
     ("weighing", "the_same_of_a_tied_layer", "pp=2"),
@@ -86,6 +94,11 @@ _ONE_TRIAL = [
 @pytest.mark.parametrize(("topic", "name", "plan"), _ONE_TRIAL, ids=str)
 def test_what_one_trial_finds_is_found(topic: str, name: str, plan: str, two: Crowd) -> None:
     assert two.run(run_one, topic, name, plan) == [None, None]
+
+
+def test_what_replicas_of_a_stage_write_differently_is_found(four: Crowd) -> None:
+    found = four.run(run_one, "asking", "a_buffer_assigned_by_what_a_rank_has_seen", "dp=2,pp=2,microbatches=2")
+    assert found == [None] * 4
 
 
 def test_every_plan_has_programs_of_several_files() -> None:

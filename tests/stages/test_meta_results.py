@@ -79,6 +79,7 @@ BY_DATA: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sums of weights": lambda given, _: torch.bincount(given.flatten(), given.flatten().double(), minlength=9),
     "what a mask selects": lambda given, mask: given.masked_select(mask),
     "a mask of one row": lambda given, mask: given.masked_select(mask[:1]),
+    "each once": lambda given, mask: given.repeat_interleave(mask[0].long(), dim=1),
     "other elements": lambda given, _: torch.unique(given),
     "where they are and how often": lambda given, _: torch.unique(given, return_inverse=True, return_counts=True),
     "other rows": lambda given, _: torch.unique(given, dim=0, return_counts=True),

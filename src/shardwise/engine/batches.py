@@ -144,7 +144,14 @@ def _outside_writes(parts: Parts) -> OutsideWrites | None:
     if plan.dp * plan.cp == 1 or isinstance(parts.wires, OneProcess) or parts.schedule.staleness:
         return None
     come_late = plan.zero or plan.offload.parameters or plan.offload.optimizer
-    are_whole = plan.dp * plan.cp == plan.num_ranks and plan.ep == 1
-    parameters = parts.module.parameters() if are_whole and not come_late else ()
-    # Other stages have other buffers, and so have ranks with other experts.
-    return OutsideWrites(parameters, parts.module if plan.pp * plan.ep == 1 else None)
+    held = _held(parts)
+    are_whole = plan.tp == 1 and plan.ep == 1 and not come_late
+    parameters = [each for name, each in parts.module.named_parameters() if name in held] if are_whole else []
+    # Ranks with other experts have other buffers.
+    return OutsideWrites(parameters, parts.module if plan.ep == 1 else None, held)
+
+
+def _held(parts: Parts) -> set[str]:
+    """Return the names of the parameters and buffers of this rank's stages."""
+    stages = [each for each in parts.split.stages if each is not None]
+    return {name for each in stages for name in (*each.parameters, *each.buffers)}

@@ -12,16 +12,21 @@ from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 
 
-def check_compiled(compiled: str | None, plan: Plan) -> None:
-    """Refuse the compiled function of this name under a plan whose units are more than their code."""
+def axes_that_bring_weights(plan: Plan) -> str:
+    """Return what of a plan brings the weights of a layer when it is called; empty if a rank has all at any time."""
     away = [f"{axis}={getattr(plan, axis)}" for axis in ("pp", "tp", "cp", "ep") if getattr(plan, axis) > 1]
     away += [f"zero={plan.zero}"] if plan.zero else []
     kinds = ("optimizer", "parameters", "activations")
-    away += [f"offload.{kind}" for kind in kinds if getattr(plan.offload, kind)]
+    return ", ".join([*away, *(f"offload.{kind}" for kind in kinds if getattr(plan.offload, kind))])
+
+
+def check_compiled(compiled: str | None, plan: Plan) -> None:
+    """Refuse the compiled function of this name under a plan whose units are more than their code."""
+    away = axes_that_bring_weights(plan)
     if compiled is not None and away:
         raise ShardwiseError(
             f"{compiled} is compiled by torch.compile and calls layers: the compiled code reads their weights"
-            f" by itself, and under {', '.join(away)} these come when a layer is called",
+            f" by itself, and under {away} these come when a layer is called",
             remedy="the function from before torch.compile, and parallelize(..., compile=True); or layer.compile() of"
             " each layer",
         )

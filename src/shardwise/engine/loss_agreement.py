@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 
 from shardwise.engine.options import Options
-from shardwise.engine.row_counters import check_row_counters, find_row_counters
+from shardwise.engine.row_buffers import RowBuffers, check_row_buffers, find_row_buffers
 from shardwise.engine.world_check import as_if_alone, check_world
 from shardwise.errors import ShardwiseError, some
 from shardwise.execution.compute_policy import ComputePolicy
@@ -23,8 +23,8 @@ from shardwise.stages.rows import RowRule
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.token_trial import try_tokens
 
-#: The kind of a loss, and the buffers that count rows.
-_Found = tuple[Tried, list[str]]
+#: The kind of a loss, and the buffers that depend on rows.
+_Found = tuple[Tried, RowBuffers]
 
 
 def agree_on_loss(
@@ -50,13 +50,15 @@ def agree_on_loss(
         def try_both(*, for_all: bool = False) -> _Found:
             with around():
                 found = attempt(module, loss, example, rule, precision, for_all=for_all)
-                looks = plan.dp > 1 and options.buffers is None and not found.writes_none
-                return found, find_row_counters(module, example, rule.look(example), precision) if looks else []
+                looks = plan.dp > 1 and options.buffers != "first" and not found.writes_none
+                if not looks:
+                    return found, RowBuffers()
+                return found, find_row_buffers(module, example, rule.look(example), precision)
 
-        (tried, counters), is_quiet = _tried(try_both, options, wires)
+        (tried, buffers), is_quiet = _tried(try_both, options, wires)
         is_quiet = is_quiet and not asks
         tried.check()
-        check_row_counters(counters, plan.dp)
+        check_row_buffers(buffers, plan.dp, options.buffers)
     if tried.decides is not None and wires.rank == 0:
         warnings.warn(
             f"{tried.decides} decides by a number of all rows that it is given, and the loss depends on it: each of"
@@ -72,7 +74,7 @@ def _tried(attempt: Callable[..., _Found], options: Options, wires: Wires) -> tu
     """Try on the first rank, since all have the same module and example. If ranks communicate in the trial, or have
     their own examples, all of them try. Also return whether it is known not to communicate."""
     if not options.is_local:
-        mine: _Found | None = Tried(LossKind.UNTRIED), []
+        mine: _Found | None = Tried(LossKind.UNTRIED), RowBuffers()
         if wires.rank == 0:
             try:
                 mine = attempt(for_all=True)
@@ -85,7 +87,7 @@ def _tried(attempt: Callable[..., _Found], options: Options, wires: Wires) -> tu
     found: list[_Found] = wires.gather(mine)
     problem = next((each for each, _ in found if each.problem), None)
     tried = problem or next((each for each, _ in found if each.kind is not LossKind.UNTRIED), mine[0])
-    return (tried, max(counters for _, counters in found)), False
+    return (tried, max(buffers for _, buffers in found)), False
 
 
 def _has_capacity(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.engine.same_draws import SameDraws, are_alike, check_draws
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
-from shardwise.ranks.mesh import places_together, replicas_of
+from shardwise.ranks.mesh import places_together, replicas_of, stages_of
 from shardwise.ranks.wires import Wires
 from shardwise.stages.parts_alike import NUM_TOLD, PartsAlike, are_parts_alike, uneven
 from shardwise.stages.rows import tensors_in
@@ -78,6 +78,15 @@ def set_apart(num_ranks: int) -> ShardwiseError:
     )
 
 
+def _written_apart(num_ranks: int) -> ShardwiseError:
+    return ShardwiseError(
+        f"parameters or buffers were written between steps, and not the same values on all {num_ranks} ranks:"
+        " replicas would go apart",
+        remedy="write the same on every rank, by what all have alike (a loss, metrics) and not by what forwards leave"
+        " for the rows of one; or engine.load_state_dict(state) on every rank",
+    )
+
+
 class SameBatch:
     """Compares the batches of ranks. Every rank has one.
 
@@ -104,6 +113,10 @@ class SameBatch:
         if device is not None and not self._is_alone:
             self._draws = SameDraws(device, computed, is_early=plan.pp > 1, of_torch=draws)
             self._together = places_together(plan)
+        #: With stages, the ranks that hold the same parameters and buffers; a rank's writes are compared with theirs.
+        self._alike: list[int] = []
+        if outside is not None and plan.pp > 1:
+            self._alike = stages_of(plan)
         self._now: Checksum | None = None
         self._num_early = {"step": _NUM_EARLY, "evaluation": 1}
         self._has_warned = False
@@ -137,21 +150,35 @@ class SameBatch:
         draws = [0.0 for _ in self._together]
         if self._draws is not None:
             draws[self._wires.rank] = self._draws.number
-        return [float(self._set), float(self._set**2), *sums, *draws, *self._parts.numbers]
+        writes = [0.0 for _ in self._alike]
+        if self._alike and self._outside is not None:
+            writes[self._wires.rank] = float(self._outside.bits)
+        return [float(self._set), float(self._set**2), *sums, *draws, *writes, *self._parts.numbers]
 
     def _all_told(self) -> list[_Told]:
-        return [*(each for each in (self._values, self._outside) if each is not None), *self._routes]
+        outside = None if self._alike else self._outside
+        return [*(each for each in (self._values, outside) if each is not None), *self._routes]
+
+    def _told_parts(self) -> tuple[list[float], list[float], list[float], list[float]]:
+        """Return what ranks have told: checksums, draws, writes, and of the parts of a batch."""
+        sizes = (2, len(self._replicas), len(self._together), len(self._alike), NUM_TOLD)
+        ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+        _, sums, draws, writes, parts = (self.told[end - size : end] for size, end in zip(sizes, ends, strict=True))
+        return sums, draws, writes, parts
+
+    def _are_written_alike(self, writes: Sequence[float]) -> bool:
+        return len(set(zip(self._alike, writes, strict=True))) == len(set(self._alike))
 
     @property
     def is_as_told(self) -> bool:
         """Whether what came with the sum of the loss is as it should be."""
-        keys, count = self._replicas if self._is_local else [0] * len(self._replicas), len(self._replicas)
+        keys = self._replicas if self._is_local else [0] * len(self._replicas)
         if not self.told:
             return True
-        draws, parts = self.told[2 + count : -NUM_TOLD], self.told[-NUM_TOLD:]
+        sums, draws, writes, parts = self._told_parts()
         if not self._are_set_alike or not are_alike(draws, self._together) or not are_parts_alike(parts):
             return False
-        return len(set(zip(keys, self.told[2 : 2 + count], strict=False))) == len(set(keys))
+        return self._are_written_alike(writes) and len(set(zip(keys, sums, strict=True))) == len(set(keys))
 
     @property
     def _are_set_alike(self) -> bool:
@@ -161,16 +188,17 @@ class SameBatch:
     def check_told(self) -> None:
         """Refuse what came with the sum of the loss, at a moment when no rank has anything under way."""
         is_alike = not self.told or self._are_set_alike
-        count = len(self._replicas)
-        found, draws = self.told[2 : 2 + count], self.told[2 + count : -NUM_TOLD]
-        parts, self.told = self.told[-NUM_TOLD:], []
+        found, draws, writes, parts = self._told_parts()
+        has_told, self.told = bool(self.told), []
         if self._draws is not None:
             self._draws.look()
-        if found:
+        if has_told:
             self.check(found)
             check_draws(draws, self._together)
             if not are_parts_alike(parts):
                 raise uneven()
+            if not self._are_written_alike(writes):
+                raise _written_apart(len(self._replicas))
         if not is_alike:
             gathered = self._wires.gather([each.bits for each in self._all_told()])
             differ = [len(set(bits)) > 1 for bits in zip(*gathered, strict=True)]
@@ -179,12 +207,7 @@ class SameBatch:
             if self._values is not None and differ[0]:
                 raise set_apart(len(self._replicas))
             if any(differ):
-                raise ShardwiseError(
-                    "parameters or buffers were written between steps, and not the same values on all"
-                    f" {len(self._replicas)} ranks: replicas would go apart",
-                    remedy="write the same on every rank, by what all have alike (a loss, metrics) and not by what"
-                    " forwards leave for the rows of one; or engine.load_state_dict(state) on every rank",
-                )
+                raise _written_apart(len(self._replicas))
             raise ShardwiseError(
                 f"the groups of optimizers do not have the same lr, weight_decay, momentum and betas on all"
                 f" {len(self._replicas)} ranks: each would take another step",

@@ -5,7 +5,7 @@ one rank only, rely on that. Here every rank makes the same module; a difference
 Sampled elements are compared, as for batches (`same_batch.py`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 from zlib import crc32
 
@@ -86,15 +86,18 @@ class OutsideWrites:
     """Detects a script's writes to parameters and buffers between steps, by a few sampled elements of each.
 
     A change on one rank alone, or to another value, would let replicas diverge. `parameters` are those without a guard:
-    all of them, and the buffers of `module`, are sampled at the end of a step and before the next. Others are guarded
-    (`shown.py`), and noted on access.
+    all of them, and the buffers of `module` that are `held`, are sampled at the end of a step and before the next.
+    Others are guarded (`shown.py`), and noted on access.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], module: nn.Module | None = None) -> None:
+    def __init__(self, parameters: Iterable[Tensor], module: nn.Module | None, held: Collection[str]) -> None:
         self._parameters = [each for each in parameters if not each.is_meta and each.numel()]
         # Scripts assign buffers too, so each is looked up by its name.
         self._buffers = [
-            (owner, key) for owner in ([] if module is None else module.modules()) for key in owner._buffers
+            (owner, key)
+            for prefix, owner in ([] if module is None else module.named_modules())
+            for key in owner._buffers
+            if (f"{prefix}.{key}" if prefix else key) in held
         ]
         self._views: list[list[Tensor]] = []
         #: The address of each parameter when the guards were made: a script or the engine may give it other memory.

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from shardwise.engine.module_check import home_of_hook, is_linear, parts_of
 from shardwise.engine.parts import Parts
+from shardwise.engine.unchanged_calls import UnchangedCalls
 from shardwise.errors import ShardwiseError, some
 from shardwise.states.optimizers.updates import Updates
 from shardwise.torch_private import (
@@ -71,11 +72,12 @@ class UnchangedHooks:
     (`wandb.watch`). For earlier hooks, `parallelize` would have kept a layer whole, or tried them on parts of a
     gradient.
 
-    All parameters are checked; of modules, only layers that are sharded over ranks.
+    All parameters are checked; of modules, only layers that are sharded over ranks. And what was compiled since
+    (`unchanged_calls.py`).
     """
 
     def __init__(self, parts: Parts) -> None:
-        self._parts_of_batch = parts_of(parts.plan)
+        self._parts_of_batch, self._calls = parts_of(parts.plan), UnchangedCalls(parts)
         self._parameters = list(parts.module.named_parameters())
         self._cut = {name: each for name, each in self._parameters if each.shape != parts.shapes.get(name, each.shape)}
         owners = dict.fromkeys(name.rpartition(".")[0] for name in self._cut)
@@ -86,6 +88,7 @@ class UnchangedHooks:
 
     def check(self) -> None:
         """Refuse what would see something else than it does without a plan."""
+        self._calls.check()
         for name, hook in self._hooks_of_parameters():
             if self._is_new(hook):
                 self._check_hook(name, hook)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.engine.drawn_steps import DrawnSteps
 from shardwise.engine.parts import Parts
 from shardwise.execution.step_losses import Tally
 from shardwise.planner.plan import Offload
@@ -37,6 +38,7 @@ class Update:
         self, data: DataParallel, wires: Wires, clip: float | None, *, divides_on: torch.device | None = None
     ) -> None:
         self._data, self._wires, self._clip, self._divides_on = data, wires, clip, divides_on
+        self._drawn = DrawnSteps(data.updates.optimizers, wires)
         self.gradient_norm: float | None = None
         self.was_finite = True
         #: Called with loss and norm before weights change: whether to hold the step back. The same on all ranks.
@@ -57,6 +59,7 @@ class Update:
         self.was_held = self.holds is not None and self.holds(tally.mean, self.gradient_norm)
         if self.was_held:
             return
+        self._drawn.check()
         if self.was_finite and self._divides_on is not None and scale != 1.0:
             divisor, never = (
                 torch.full((), 1 / scale, device=self._divides_on),

@@ -19,6 +19,7 @@ from shardwise.execution.step_losses import Tally
 from shardwise.schedule.instruction import COMPUTE, OFFLOADS, SENDS, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.stage import Batch
+from shardwise.torch_private import uncached_parametrizations
 
 #: Called for each instruction that takes time: rank, instruction, start and end in seconds.
 Record = Callable[[int, Instruction, float, float], None]
@@ -101,7 +102,8 @@ class Executor:
             self._begin(signature)
         for interpreter in self.interpreters:
             interpreter.take(step, microbatches)
-        self._walk(self._feeds[step], record)
+        with uncached_parametrizations():
+            self._walk(self._feeds[step], record)
         self._num_fed += 1
         total = Tally()
         for interpreter in self.interpreters:
@@ -110,7 +112,8 @@ class Executor:
 
     def flush(self, *, record: Record | None = None) -> None:
         """Run the remaining instructions of the steps that were fed, and wait until all messages have arrived."""
-        self._walk(self._flushes[self._num_fed - 1], record)
+        with uncached_parametrizations():
+            self._walk(self._flushes[self._num_fed - 1], record)
         self._num_fed = 0
         self._end()
         for interpreter in self.interpreters:

@@ -133,6 +133,14 @@ def places_together(plan: Plan) -> list[int]:
     return [places[rank] for rank in range(plan.num_ranks)]
 
 
+def stages_of(plan: Plan) -> list[int]:
+    """Return for each rank of a plan, in order, a number that it shares with the ranks that hold the same stages, and
+    the same parts of their layers."""
+    grid = _grid(plan).movedim((ORDER.index("pp"), ORDER.index("tp")), (0, 1)).flatten(2).flatten(0, 1)
+    places = {rank: place for place, ranks in enumerate(grid.tolist()) for rank in ranks}
+    return [places[rank] for rank in range(plan.num_ranks)]
+
+
 def agree_on(plan: Plan, watch: Watch) -> None:
     """Detect ranks with another plan before anything else is done: one of them reports it, and all stop."""
     plans = watch.exchange(str(plan), "the comparison of plans")

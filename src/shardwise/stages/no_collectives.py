@@ -7,7 +7,9 @@ stop at the first collective; then all ranks run the trial.
 
 from typing import Any
 
-from shardwise.torch_private import TorchDispatchMode
+from torch import Tensor
+
+from shardwise.torch_private import TorchDispatchMode, pytree
 
 _NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
 
@@ -41,3 +43,32 @@ class SeenCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del types
         self.are_there = self.are_there or func.namespace in _NAMESPACES
         return func(*args, **(kwargs or {}))
+
+
+class ChangedCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets other ranks be told other numbers than this one has: a result that depends on what ranks tell changes.
+
+    Sums are told twice the numbers, and gathered tensors are shifted. Broadcasts are left alone, since ranks agree by
+    them on what one has drawn; so are integers that are gathered, which may be the bytes of an object.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        name = str(func).partition(".")[2]
+        if func.namespace in _NAMESPACES and "reduce" in name and "scatter" not in name:
+            if func.namespace == "c10d":
+                for each in args[0]:
+                    each.mul_(2)  # The sum is written there.
+            else:
+                args = (args[0] * 2, *args[1:])
+        elif func.namespace in _NAMESPACES and "gather" in name:
+            at = 1 if func.namespace == "c10d" else 0  # Before it are the tensors that are written.
+            args = (*args[:at], pytree.tree_map(_shifted, args[at]), *args[at + 1 :])
+        return func(*args, **(kwargs or {}))
+
+
+def _shifted(given: Any) -> Any:
+    is_number = isinstance(given, Tensor) and given.is_floating_point()
+    return given * 2 + 1 if is_number else given

@@ -1,8 +1,8 @@
 """Custom optimizers whose step on one parameter depends on others: by a norm of all gradients in `step` (LAMB), or by a
-learning rate found from all of them (D-Adaptation, Prodigy).
+learning rate found from all of them (D-Adaptation, Prodigy). And optimizers that draw random numbers (SGLD).
 
-A rank that has pieces, the parameters of a stage, or some at a time would compute such a norm over these only. Such a
-class is detected by steps on small parameters, with all of them and with some alone.
+A rank that has pieces, the parameters of a stage, or some at a time would compute such a norm over these only, and draw
+other numbers for them. Such a class is detected by steps on small parameters, with all of them and with some alone.
 """
 
 import copy
@@ -23,13 +23,21 @@ _MOST_GROUPS = 16
 _SHAPES = ((4, 4), (4,))
 #: Scales of gradients that clipping by norm would shorten, and that it would not.
 _SCALES = (10.0, 1e-3)
+_SEED = 0
 
 
 def check_coupled(optimizers: Sequence[Optimizer], pieces: str) -> None:
     """Raise an error for an optimizer with coupled steps that does not have all parameters; `pieces`: what it has."""
     for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if draws(optimizer):
+            raise ShardwiseError(
+                f"{kind}.step() draws random numbers, and on this rank it would see {pieces}: parameters would get"
+                " other numbers than on one device",
+                remedy="a plan of dp with zero=0; or noise that the script adds between steps, by engine.state_dict()"
+                " and engine.load_state_dict(state)",
+            )
         if type(optimizer) not in ELEMENTWISE | MATRIXWISE and is_coupled(optimizer):
-            kind = type(optimizer).__name__
             raise ShardwiseError(
                 f"what {kind}.step() does to a parameter depends on others (a norm or a sum over all), and on this rank"
                 f" it would see {pieces}",
@@ -37,13 +45,35 @@ def check_coupled(optimizers: Sequence[Optimizer], pieces: str) -> None:
             )
 
 
+def draws(optimizer: Optimizer) -> bool:
+    """Return whether steps of a custom optimizer draw from torch's own generator; False if they cannot be tried."""
+    kind = type(optimizer)
+    if kind in ELEMENTWISE | MATRIXWISE:
+        return False
+    places, own = _places(optimizer), vars(kind).get("step")
+    try:
+        with torch.random.fork_rng(devices=[]):
+            _stepped(optimizer, places, places)
+            now = torch.get_rng_state()
+            torch.manual_seed(_SEED)
+            return not torch.equal(torch.get_rng_state(), now)
+    except Exception:  # The real step will raise the same error.
+        return False
+    finally:
+        # Copies let torch wrap the step of a class, which fails for optimizers that never called `super().__init__()`.
+        if own is not None and vars(kind)["step"] is not own:
+            kind.step = own  # type: ignore[method-assign]
+
+
+def _places(optimizer: Optimizer) -> list[tuple[int, int]]:
+    """Return the small parameters of each group, by their shape."""
+    groups = range(min(len(optimizer.param_groups), _MOST_GROUPS))
+    return [(group, shape) for group in groups for shape in range(len(_SHAPES))]
+
+
 def is_coupled(optimizer: Optimizer) -> bool:
     """Return whether a step on some parameters alone differs from one on all; False if it cannot be tried."""
-    places = [
-        (group, shape)
-        for group in range(min(len(optimizer.param_groups), _MOST_GROUPS))
-        for shape in range(len(_SHAPES))
-    ]
+    places = _places(optimizer)
     rules: list[Callable[[int, int], bool]] = [lambda _, shape: not shape, lambda _, shape: bool(shape)]
     if len(optimizer.param_groups) > 1:
         rules.append(lambda group, _: group % 2 == 1)
@@ -71,7 +101,7 @@ def _stepped(optimizer: Optimizer, places: list[Any], kept: list[Any]) -> dict[A
         {**group, "params": [weights[place] for place in kept if place[0] == number]}
         for number, group in enumerate(optimizer.param_groups[:_MOST_GROUPS])
     ]
-    torch.manual_seed(0)
+    torch.manual_seed(_SEED)
     for scale in _SCALES:
         for place, each in weights.items():
             each.grad = scale * _drawn(place[1], generator)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from shardwise.states.coupled_steps import is_coupled
+from shardwise.states.coupled_steps import draws, is_coupled
 
 
 class Lamb(SGD):
@@ -49,6 +49,24 @@ class Clipped(SGD):
             for each in group["params"]:
                 each.sub_(each.grad / each.grad.norm().clamp(min=1.0) / self.counts[0])
         return closure
+
+
+class Noisy(SGD):
+    """Noise beside the gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.sub_(each.grad + torch.randn_like(each))
+        return closure
+
+
+@pytest.mark.parametrize(("kind", "is_one"), [(Noisy, True), (Lamb, False), (Clipped, False)])
+def test_steps_that_draw_random_numbers_are_told_and_leave_the_generator(kind: type[SGD], is_one: bool) -> None:
+    optimizer, before = kind([nn.Parameter(torch.ones(3))], lr=0.1), torch.get_rng_state()
+    assert draws(optimizer) is is_one
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ class SequenceRegions:
             ):
                 if not all(place.isdecimal() for place, _ in child.named_children()):
                     raise UnsharedError(f"the blocks of {path} have names, and no order")
+                if any(isinstance(block, (nn.ModuleList, nn.ModuleDict)) for block in blocks):
+                    raise UnsharedError(f"the blocks of {path} are lists of layers, which the module around calls")
                 yield path, blocks
             else:
                 yield from self._outermost_lists(path, child)
@@ -157,7 +159,10 @@ class SequenceRegions:
 
     def _has_tokens_last(self, stream: str, name: str) -> bool:
         """Whether a module's input is (batch, channels, tokens), as for convolutions."""
-        given, tokens = self._seen.given.get(name), self._seen.given[f"{stream}.0"].shape[-2]
+        given, first = self._seen.given.get(name), self._seen.given.get(f"{stream}.0")
+        if first is None:
+            raise UnsharedError(f"the blocks of {stream} are not called as modules")
+        tokens = first.shape[-2]
         return given is not None and given.dim() > 2 and given.shape[-1] == tokens != given.shape[-2]
 
     def _give_all_tokens(

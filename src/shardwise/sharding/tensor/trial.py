@@ -12,7 +12,6 @@ Blocks that differ only in their number are treated alike. Either one process tr
 uses its result, or every process tries all ranks, and all get the same result.
 """
 
-import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -29,21 +28,21 @@ from shardwise.sharding.stand_in import another, converted, examples_of, fitting
 from shardwise.sharding.tensor import numbers
 from shardwise.sharding.tensor.channel_groups import ChannelTrace
 from shardwise.sharding.tensor.cut_layers import LayerCutter, cut, is_by_heads
-from shardwise.sharding.tensor.linear import ParallelLinear
+from shardwise.sharding.tensor.meta_runs import different_ranks, find_holder, is_crossed, run_on_meta
 from shardwise.sharding.tensor.numbers import Course, Difference
 from shardwise.sharding.tensor.regions import GUESSES, Found
 from shardwise.sharding.tensor.sequence import UnsharedError
 from shardwise.sharding.tensor.sharding import Shards, starred
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.meta import Guesses, meta_twin
+from shardwise.stages.split.meta import meta_twin
 from shardwise.stages.stage import Batch, Loss
-
-#: Arguments of a module on the meta device.
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 #: Why nothing is sharded along the sequence if a forward draws random numbers.
 _DRAWS = "its forward draws at random, which each rank would for its tokens alone"
+
+
+#: Arguments of a module on the meta device.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _UntriedError(Exception):
@@ -110,9 +109,9 @@ class Trial:
         found = self.found.within({name for name, _ in module.named_modules()})
         return cut(module, group, found, self.seen, sequence=with_sequence, num_chunks=self.num_chunks)
 
-    def _fault_of_shapes(self) -> tuple[list[str], str] | None:
-        """Cut a copy on the meta device as on each rank, and run it."""
-        for rank in _different_ranks(self.found, self.num_ranks):
+    def _fault_of_shapes(self, *, blames: bool = True) -> tuple[list[str], str] | None:
+        """Cut a copy on the meta device as on each rank, and run it. Without `blames` no kinds are named."""
+        for rank in different_ranks(self.found, self.num_ranks):
             twin = meta_twin(self.twin)
             try:
                 self._shards = self.cut(twin, SimulatedGroup(rank, self.num_ranks)).shards()
@@ -121,21 +120,19 @@ class Trial:
             watch = BlockWatch(twin)
             try:
                 run_on_meta(twin, self.on_meta, watch)
-                self._passing = {
-                    path: done for path, done in watch.passing.items() if not _is_crossed(self.found, path)
-                }
+                self._passing = {path: done for path, done in watch.passing.items() if not is_crossed(self.found, path)}
             except Exception as error:
-                if self.sequence and replace(self, sequence=False)._fault_of_shapes() is None:
+                if self.sequence and replace(self, sequence=False)._fault_of_shapes(blames=False) is None:
                     return self._fault_without_sequence(f"with a part of the tokens it raises: {error}")
-                holder = _find_holder(twin, error)
-                kinds = self._kinds_in(holder) if holder is not None else []
-                name = holder or type(self.module).__name__
+                holder = find_holder(twin, error)
+                why = f"{holder or type(self.module).__name__} cannot work with a part of its channels: {error}"
+                if not blames:
+                    return [], why
+                kinds = (self._kinds_in(holder) if holder is not None else []) or _kinds_that_raise(self)
                 if not kinds:
-                    raise ShardwiseError(
-                        f"{name} cannot work with a part of its channels: {error}",
-                        remedy=f'tensor={{"{starred(holder)}": "whole"}}, or tp=1' if holder else "tp=1",
-                    ) from error
-                return kinds, f"{name} cannot work with a part of its channels: {error}"
+                    remedy = f'tensor={{"{starred(holder)}": "whole"}}, or tp=1' if holder else "tp=1"
+                    raise ShardwiseError(why, remedy=remedy) from error
+                return kinds, why
         return None
 
     def _fault_without_sequence(self, why: str) -> tuple[list[str], str] | None:
@@ -273,7 +270,7 @@ class Trial:
         try:
             ranks = simulate(self.num_ranks, on_rank)
         except Exception as error:
-            holders = [_find_holder(each, error) for each in modules.values()]
+            holders = [find_holder(each, error) for each in modules.values()]
             rows = [row for each in holders if each for kind in self._kinds_in(each) for row in self._kinds()[kind]]
             return Difference(mark=rows[0] if rows else "", error=1.0, raised=str(error))
         return numbers.compare(whole.course, ranks, shards[0], whole.dtype, with_marks=not sequence)
@@ -310,6 +307,16 @@ class Trial:
         self.found.kept |= reasons.keys()
 
 
+def _kinds_that_raise(trial: Trial) -> list[str]:
+    """Return the kinds of cuts without which a copy runs: one if that is enough, else all. The layers of the root
+    itself, and those of lists without a forward, have no module around them to blame."""
+    every = list(trial._kinds())
+    for kinds in (*([each] for each in reversed(every)), every):
+        if _without(trial, kinds)._fault_of_shapes(blames=False) is None:
+            return kinds
+    return []
+
+
 def _without(trial: Trial, kinds: list[str]) -> Trial:
     """Return the same trial with some kinds of layers whole."""
     found = replace(
@@ -320,28 +327,6 @@ def _without(trial: Trial, kinds: list[str]) -> Trial:
         whole=dict(trial.found.whole),
     )
     return replace(trial, found=found)
-
-
-def _is_crossed(found: Found, block: str) -> bool:
-    """Whether a region is only partly in a block: then operations between its layers are outside the block, too."""
-    for region in found.regions:
-        inside = [name == block or name.startswith(f"{block}.") for name in (*region.columns, *region.rows)]
-        if block in (*region.columns, *region.rows) or (any(inside) and not all(inside)):
-            return True
-    return False
-
-
-def _different_ranks(found: Found, num_ranks: int) -> list[int]:
-    """Return one rank of each kind: ranks with equally many channels in every layer are alike."""
-    kinds: dict[Hashable, int] = {}
-    for rank in range(num_ranks):
-        sizes = tuple(
-            sum(stop - start for start, stop in runs[rank])
-            for region in found.regions
-            for runs in (*region.columns.values(), *region.rows.values())
-        )
-        kinds.setdefault(sizes, rank)
-    return list(kinds.values())
 
 
 class Settled(NamedTuple):
@@ -431,20 +416,3 @@ def in_evaluation_mode(*modules: nn.Module) -> Iterator[None]:
     finally:
         for each in training:
             each.training = True
-
-
-def run_on_meta(module: nn.Module, arguments: Arguments, watch: BlockWatch) -> Any:
-    """Run a module on the meta device. Nothing is sent."""
-    args, kwargs = arguments
-    with torch.no_grad(), Guesses(), watch:
-        return module(*args, **kwargs)
-
-
-def _find_holder(twin: nn.Module, error: Exception) -> str | None:
-    """Return the innermost module with cut layers that was running when an error was raised; None if none was."""
-    names: dict[nn.Module, str] = {each: name for name, each in twin.named_modules()}
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        running = frame.f_locals.get("self")
-        if isinstance(running, nn.Module) and any(isinstance(each, ParallelLinear) for each in running.children()):
-            return names.get(running)
-    return None

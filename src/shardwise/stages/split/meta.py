@@ -53,10 +53,16 @@ def _unique_in_a_row(
     return _unique(given) if dim is None else _unique_along(given, dim)
 
 
+def _repeated(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
+    """Return the place of each element, as often as it is repeated."""
+    return repeats.new_empty(repeats.numel() if output_size is None else output_size)
+
+
 #: Operations without a kernel for the meta device, as their shapes depend on data. Each element counts as another one.
 _BY_DATA: dict[Any, Callable[..., Any]] = {
     aten.bincount.default: _counted,
     aten.masked_select.default: _selected,
+    aten.repeat_interleave.Tensor: _repeated,
     UNIQUE.default: _unique,
     aten.unique_consecutive.default: _unique_in_a_row,
     aten.unique_dim.default: _unique_along,

@@ -91,6 +91,6 @@ def test_nothing_is_compared_that_may_differ(what: str) -> None:
 @pytest.mark.parametrize("plan", ["microbatches=2", "microbatches=4,recompute=full", "pp=2,microbatches=2"])
 def test_a_step_that_is_right_is_taken(plan: str) -> None:
     with engine_for(by_labels, plan) as engine:
-        assert engine.steps.first.is_due
+        assert engine.execution.batches.first.is_due
         engine.train_step(BATCH)
-        assert not engine.steps.first.is_due
+        assert not engine.execution.batches.first.is_due

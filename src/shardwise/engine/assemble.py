@@ -63,7 +63,7 @@ def _parts(
     if not any(each.training for each in module.modules()):
         # Dropout acts in training mode only. In a module with mixed modes, the user chose the mode of each part.
         module.train()
-    (microbatch, *others), device, rule, kind, loss, weighed, is_quiet, by_first, settings, compared = check_example(
+    (microbatch, *others), device, rule, found, loss, weighed, by_first, settings = check_example(
         module, plan, loss, example, options, wires
     )
     sharded = Sharded(module, plan, wires.mesh, microbatch, options, loss, by_first)
@@ -76,7 +76,7 @@ def _parts(
     trial = Trial(module, loss, microbatch)
     split, computed, callers, calls_before = prepare(
         module, plan, microbatch, second=trial.second(plan, others), probe=trial.probe, rank=place, options=options,
-        gather=wires.gather, is_tried=wires.rank == 0 or not is_quiet or max(plan.tp, plan.ep, plan.cp) > 1,
+        gather=wires.gather, is_tried=wires.rank == 0 or not found.is_quiet or max(plan.tp, plan.ep, plan.cp) > 1,
     )  # fmt: skip
     trial.check(plan, shapes, split, wires)
     trial.guard(weighed, plan, split, sharded)
@@ -94,9 +94,9 @@ def _parts(
         module=module, plan=plan, split=split, schedule=computed,
         loss=weighed, options=options, sharded=sharded, order=order, shapes=shapes,
         wires=wires, device=device, callers=callers, calls_before=calls_before, written=trial.written,
-        rule=rule, kind=kind,
+        rule=rule, kind=found.tried.kind,
         has_metrics=trial.has_metrics, is_without_numbers=bool(without_numbers), fused=fused,
-        settings=settings, compared=compared,
+        settings=settings, compared=found.compared,
     )  # fmt: skip
     return parts, optimizers
 
@@ -113,4 +113,7 @@ def from_parts(parts: Parts, optimizers: Sequence[MadeOptimizer], *, owns_wires:
     )
     parts = replace(parts, schedule=schedule)
     states = make_states(parts, optimizers, sharing)
-    return Engine(parts, make_execution(parts, states), states, owns_wires=owns_wires)
+    engine = Engine(parts, make_execution(parts, states), states, owns_wires=owns_wires)
+    with engine.shown.open():
+        engine.execution.batches.first.begin()
+    return engine

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.engine.first_step import FirstStep
 from shardwise.engine.parts import Parts
 from shardwise.engine.rank_device import batch_on
 from shardwise.engine.same_batch import SameBatch
-from shardwise.engine.same_weights import OutsideWrites, settings_of
+from shardwise.engine.same_weights import outside_writes, settings_of
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.ranks.mesh import Mesh
-from shardwise.ranks.wires import OneProcess
 from shardwise.sharding.context.sequence_shards import LocalBatch
 from shardwise.sharding.dropout import Place, num_tokens_of
 from shardwise.sharding.zigzag import zigzag_shard
@@ -75,7 +75,7 @@ class Batches:
         self._plan, self._mesh, self._device = parts.plan, parts.wires.mesh, parts.device
         self._context, is_local = parts.sharded.context, parts.options.is_local
         self._cutter = Cutter(parts.plan, self._mesh, parts.rule, pad=parts.options.pad, is_local=is_local)
-        self.outside = _outside_writes(parts)
+        self.outside, self.first = outside_writes(parts), FirstStep(parts)
         self.same = SameBatch(
             parts.plan, parts.wires, is_local=is_local, settings=lambda: settings_of(optimizers), outside=self.outside,
             routes=[each.route for each in parts.split.stages if isinstance(each, ModuleStage)], values=parts.settings,
@@ -135,23 +135,3 @@ class Batches:
         num_pieces = plan.tp if plan.sp else 1
         first_row = self._cutter.first_row
         return replace(place, first_row=first_row, tokens=tokens, piece=axes["tp"] % num_pieces, num_pieces=num_pieces)
-
-
-def _outside_writes(parts: Parts) -> OutsideWrites | None:
-    """Return a detector of writes if several ranks have copies of parameters and buffers. Late values arrive before it
-    reads them."""
-    plan = parts.plan
-    if plan.dp * plan.cp == 1 or isinstance(parts.wires, OneProcess) or parts.schedule.staleness:
-        return None
-    come_late = plan.zero or plan.offload.parameters or plan.offload.optimizer
-    held = _held(parts)
-    are_whole = plan.tp == 1 and plan.ep == 1 and not come_late
-    parameters = [each for name, each in parts.module.named_parameters() if name in held] if are_whole else []
-    # Ranks with other experts have other buffers.
-    return OutsideWrites(parameters, parts.module if plan.ep == 1 else None, held)
-
-
-def _held(parts: Parts) -> set[str]:
-    """Return the names of the parameters and buffers of this rank's stages."""
-    stages = [each for each in parts.split.stages if each is not None]
-    return {name for each in stages for name in (*each.parameters, *each.buffers)}

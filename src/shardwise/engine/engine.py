@@ -71,15 +71,12 @@ class Engine:
         self.module, self.plan, self.split, self.schedule = parts.module, parts.plan, parts.split, parts.schedule
         self.parameters, self._owns_wires = states.parameters, owns_wires
         self.execution, self.states, self.sharded, self.wires = execution, states, parts.sharded, parts.wires
-        #: The ranks of the pipeline that this process runs; the placement of experts, if they are sharded.
+        #: The ranks of the pipeline that this process runs, and the placement of experts; its replica, of how many.
         self.ranks, self.experts = parts.wires.ranks, parts.sharded.experts
+        self.replica, self.num_replicas = parts.wires.mesh.coordinates["dp"], parts.plan.dp
         self.steps, self._parts = Steps(parts, execution, states), parts
         self.shown = make_shown(parts, states.parameters, states.buffers, states.data, execution.batches.outside)
         self.shown.guard()
-        with self.shown.open():
-            self.steps.first.begin()
-        #: The data parallel replica that this process belongs to, and the number of replicas.
-        self.replica, self.num_replicas = parts.wires.mesh.coordinates["dp"], parts.plan.dp
         self.loads = Loads(self.module, self.experts, self.wires.sum, num_alike=self.plan.tp)
 
     @property
@@ -179,8 +176,8 @@ class Engine:
         self.flush()
         with self.wires.told_to_all():
             self.states.module.load(state)
-        self.steps.first.drop()
         self.states.begin_stream()
+        self.execution.batches.first.drop()
 
     @property
     @_at_work

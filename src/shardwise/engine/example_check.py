@@ -8,53 +8,46 @@ from torch import nn
 
 from shardwise.engine.agreement import tried_by_first
 from shardwise.engine.batches import Cutter
-from shardwise.engine.loss_agreement import agree_on_loss
 from shardwise.engine.options import Options
-from shardwise.engine.same_batch import Checksum
 from shardwise.engine.same_weights import agree_on_set, check_given
 from shardwise.engine.tried_again import TriedAgain
-from shardwise.execution.compute_policy import ComputePolicy
+from shardwise.engine.whole_example import TriedExample, try_example
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
 from shardwise.sharding.tensor import ByFirst
 from shardwise.stages.batch import home_of
-from shardwise.stages.loss_kind import LossKind, Tried
 from shardwise.stages.losses import WeighedLoss, numbers_in, summed_only
 from shardwise.stages.rows import RowRule, check_openable
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.whole_step import Compared, must_be_equal, whole_step
 
 
 class Checked(NamedTuple):
     """The microbatches of the example and their device, the rule by which they were cut, and the kind of the loss.
 
-    `loss` is the user's, for a microbatch; `weighed` is the same with its weight in the batch. `is_quiet`: module and
-    loss are known not to communicate, so that one rank may run trials for all. `by_first`: how one rank tries what `tp`
-    cuts, if ranks share the example. `settings` are values that a script may set later, unless nothing is tried.
-    `compared` is what the first step is compared with, if it can be.
+    `found` is what trials have found. `loss` is the user's, for a microbatch; `weighed` is the same with its weight in
+    the batch. `by_first`: how one rank tries what `tp` cuts, if ranks share the example. `settings` are values that a
+    script may set later, unless nothing is tried.
     """
 
     microbatches: list[Batch]
     device: torch.device
     rule: RowRule
-    kind: LossKind
+    found: TriedExample
     loss: Loss
     weighed: WeighedLoss
-    is_quiet: bool
     by_first: ByFirst | None
     settings: TriedAgain | None
-    compared: Compared | None
 
 
 def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, options: Options, wires: Wires) -> Checked:
     """Refuse an example that ranks do not share, and a loss that parts of a batch do not tell. All call this alike."""
     check_given(module, plan, example, wires, is_local=options.is_local)
-    checksum = Checksum(example).read()
     if plan.dp * plan.microbatches > 1:
         check_openable(example)
     rule = RowRule(Signature(module).names)
-    tried, is_quiet, around = agree_on_loss(module, plan, loss, example, rule, options, wires)
+    found = try_example(module, plan, loss, example, rule, options, wires)
+    tried, around = found.tried, found.around
     rule.tables |= set(tried.tables)
     cutter = Cutter(plan, wires.mesh, rule, pad=options.pad, is_local=options.is_local)
     microbatches = cutter.cut(example)
@@ -64,7 +57,7 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
         settings.around = around
         settings.agree = partial(agree_on_set, wires) if plan.cp > 1 else None
     num_parts = plan.dp * plan.microbatches * plan.cp
-    users = first_loss = loss
+    users = loss
     if plan.cp > 1:
         # A trial compares means over parts of sequences with that over the whole. A step adds up parts of a sum.
         users = summed_only(loss, plan.cp, tried, lambda _: 1 / num_parts)
@@ -81,24 +74,4 @@ def check_example(module: nn.Module, plan: Plan, loss: Loss, example: Batch, opt
         settings.tried, settings.weigh = tried, weighed.weigh
     device = home_of(microbatches[0])
     by_first = None if options.is_local else partial(tried_by_first, wires.gather, wires.rank, device)
-    compared = None
-    if options.verify and not options.is_local and plan.num_ranks * num_parts > 1:
-        with around():
-            compared = _compared(module, plan, first_loss, example, tried, options, checksum, wires)
-    return Checked(microbatches, device, rule, tried.kind, loss, weighed, is_quiet, by_first, settings, compared)
-
-
-def _compared(
-    module: nn.Module, plan: Plan, loss: Loss, example: Batch, tried: Tried, options: Options, checksum: int,
-    wires: Wires,
-) -> Compared | None:  # fmt: skip
-    """Compute the whole step on the first rank; `checksum` is that of the example as it was given."""
-    num_parts = plan.dp * plan.microbatches * plan.cp
-    if not must_be_equal(module, example, tried, num_parts):
-        return None
-    whole = None
-    if wires.rank == 0 and Checksum(example).read() == checksum:  # A loss may have written to it in its trials.
-        precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
-        in_turn = plan.microbatches > 1
-        whole = whole_step(module, loss, example, precision, num_parts=num_parts, in_turn=in_turn)
-    return Compared(loss, whole, checksum)
+    return Checked(microbatches, device, rule, found, loss, weighed, by_first, settings)

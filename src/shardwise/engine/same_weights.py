@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.engine.parts import Parts
 from shardwise.engine.same_batch import Checksum, SameBatch, set_apart
 from shardwise.engine.shown import is_guarded
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
-from shardwise.ranks.wires import Wires
+from shardwise.ranks.wires import OneProcess, Wires
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import is_persistent
 
@@ -152,6 +153,26 @@ class OutsideWrites:
             if len(places):  # Seldom, and an accelerator is waited for once more.
                 found.append((places.tolist(), now[places].tolist()))
         return _hashed(found) if self._written or len(found) > 1 else 0
+
+
+def outside_writes(parts: Parts) -> OutsideWrites | None:
+    """Return a detector of writes if several ranks have copies of parameters and buffers. Late values arrive before it
+    reads them."""
+    plan = parts.plan
+    if plan.dp * plan.cp == 1 or isinstance(parts.wires, OneProcess) or parts.schedule.staleness:
+        return None
+    come_late = plan.zero or plan.offload.parameters or plan.offload.optimizer
+    held = _held(parts)
+    are_whole = plan.tp == 1 and plan.ep == 1 and not come_late
+    parameters = [each for name, each in parts.module.named_parameters() if name in held] if are_whole else []
+    # Ranks with other experts have other buffers.
+    return OutsideWrites(parameters, parts.module if plan.ep == 1 else None, held)
+
+
+def _held(parts: Parts) -> set[str]:
+    """Return the names of the parameters and buffers of this rank's stages."""
+    stages = [each for each in parts.split.stages if each is not None]
+    return {name for each in stages for name in (*each.parameters, *each.buffers)}
 
 
 def _few_of(tensor: Tensor) -> Tensor:

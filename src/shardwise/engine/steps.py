@@ -6,7 +6,6 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from shardwise.engine.first_step import FirstStep
 from shardwise.engine.make_execution import Execution
 from shardwise.engine.make_states import States
 from shardwise.engine.metrics import MetricSum
@@ -36,7 +35,7 @@ class Steps:
         self._groups = UnchangedGroups(states.parameters, states.data.updates, is_all=parts.plan.pp == 1)
         self._predictions = Predictions(parts, execution)
         self.graphs = StepGraphs(parts, states, execution.dropouts)
-        self.num_begun, self.first = 0, FirstStep(parts)
+        self.num_begun = 0
         #: Whether stages may send different shapes for batches of the same shapes.
         self._shapes_by_data = parts.split.shapes_by_data
 
@@ -57,7 +56,7 @@ class Steps:
             self._hooks.check()
             self._groups.check()
             self._check_settings(batch)
-            self.first.note(batch)
+            execution.batches.first.note(batch)
             if execution.batches.outside is not None:
                 execution.batches.outside.begin()
             states.begin_step()
@@ -75,7 +74,7 @@ class Steps:
                 if states.stream is None:
                     states.data.finish()
                 execution.batches.same.check_told()
-                self.first.check(tally, states.module.gradients)
+                execution.batches.first.check(tally, states.module.gradients)
                 if states.stream is None:
                     (update or states.update.take)(tally)
                 if execution.batches.outside is not None:

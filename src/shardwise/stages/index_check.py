@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.torch_private import EagerDispatchMode, pytree
+from shardwise.torch_private import LOCAL_SCALAR, TO_COPY, EagerDispatchMode, pytree
 
 aten = torch.ops.aten
 _LOSSES = {aten.nll_loss_forward.default: 4, aten.nll_loss2d_forward.default: 4}
 _INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 #: Besides elementwise operations and views.
 _HARMLESS = {
-    aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.cat.default, aten.stack.default,
+    aten.clone.default, TO_COPY.default, aten.copy_.default, aten.cat.default, aten.stack.default,
     aten.sum.default, aten.sum.dim_IntList, aten.any.default, aten.all.default, aten.max.default, aten.min.default,
-    aten.nonzero.default, aten.constant_pad_nd.default, aten._local_scalar_dense.default, aten.roll.default,
+    aten.nonzero.default, aten.constant_pad_nd.default, LOCAL_SCALAR.default, aten.roll.default,
     aten.new_zeros.default, aten.new_full.default, aten.full_like.default, aten.zeros_like.default,
     aten.ones_like.default, aten.empty_like.default, aten.masked_select.default,
 }  # fmt: skip

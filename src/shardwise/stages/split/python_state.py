@@ -73,14 +73,12 @@ class PythonState:
         self._empty: list[tuple[str, OrderedDict[Any, Any]]] = []
         #: The names of buffers whose values are not saved: a forward may register new ones.
         self._buffers: list[tuple[dict[str, Any], frozenset[str]]] = []
-        self._versions: dict[int, int] = {}
-        self._seen: set[int] = set()
+        self._versions, self._seen = dict[int, int](), set[int]()
         self._kinds: dict[type, _Note | None] = {}
         #: The names used in the user's functions.
         self.named: set[str] = set()
         #: Functions under `lru_cache`; and the parameters of all modules, whose values are not saved.
-        self.remembering: list[Any] = []
-        self.parameters: list[nn.Parameter] = []
+        self.remembering, self.parameters = list[Any](), list[nn.Parameter]()
         self._drawn = python_draws()
         for root in roots:
             self._walk(root)

@@ -94,9 +94,12 @@ def _stepped(optimizer: Optimizer, places: list[Any], kept: list[Any]) -> dict[A
     generator = torch.Generator().manual_seed(0)
     weights = {place: nn.Parameter(_drawn(place[1], generator)) for place in places}
     twin = without_step_hooks(optimizer)
+    # Parameters are not copied: they may be large, or not there while offloaded.
+    memo: dict[int, Any] = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+    memo[id(optimizer)] = twin
     for key, value in vars(optimizer).items():
         if key not in ("param_groups", "state", "step") and not key.startswith("_"):
-            vars(twin)[key] = copy.deepcopy(value)
+            vars(twin)[key] = copy.deepcopy(value, memo)
     twin.param_groups = [
         {**group, "params": [weights[place] for place in kept if place[0] == number]}
         for number, group in enumerate(optimizer.param_groups[:_MOST_GROUPS])

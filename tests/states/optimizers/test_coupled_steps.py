@@ -79,3 +79,15 @@ def test_steps_on_some_parameters_alone_tell_it(kind: type[Optimizer], is_one: b
     if kind is Clipped:
         assert optimizer.counts == [0]
     assert all(float(each.detach().sum()) == each.numel() for group in groups for each in group["params"])
+
+
+class _NotToBeCopied(nn.Parameter):
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        raise AssertionError(f"copied, after {len(memo)} others")
+
+
+def test_what_an_optimizer_keeps_of_itself_copies_no_parameters() -> None:
+    """Offloaded parameters have no memory to copy then."""
+    optimizer: Any = Noisy([_NotToBeCopied(torch.ones(3))], lr=0.1)
+    optimizer.hooked = optimizer.zero_grad
+    assert draws(optimizer)

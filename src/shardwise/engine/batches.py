@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.engine.first_step import FirstStep
+from shardwise.engine.first_steps import FirstSteps
 from shardwise.engine.parts import Parts
 from shardwise.engine.rank_device import batch_on
 from shardwise.engine.same_batch import SameBatch
@@ -75,7 +75,7 @@ class Batches:
         self._plan, self._mesh, self._device = parts.plan, parts.wires.mesh, parts.device
         self._context, is_local = parts.sharded.context, parts.options.is_local
         self._cutter = Cutter(parts.plan, self._mesh, parts.rule, pad=parts.options.pad, is_local=is_local)
-        self.outside, self.first = outside_writes(parts), FirstStep(parts)
+        self.outside, self.first = outside_writes(parts), FirstSteps(parts)
         self.same = SameBatch(
             parts.plan, parts.wires, is_local=is_local, settings=lambda: settings_of(optimizers), outside=self.outside,
             routes=[each.route for each in parts.split.stages if isinstance(each, ModuleStage)], values=parts.settings,
@@ -114,6 +114,8 @@ class Batches:
         plan, rule, last = self._plan, self._cutter.rule, self._cutter.rule.last
         given = "rows of its own" if self._cutter.is_local else "all rows, and takes its own"
         lines = [f"every replica is given {given} ({plan.dp} replicas, {plan.microbatches} microbatches of each)"]
+        if self.first.compared:
+            lines.append(f"compared with steps of one process, and equal: {', '.join(map(str, self.first.compared))}")
         if last is None:
             return [*lines, "nothing is cut: each process takes the whole batch"]
         cut = ", ".join(sorted(last.paths)) or "nothing"

@@ -9,6 +9,7 @@ from torch import nn
 from shardwise.engine.options import Options
 from shardwise.engine.sharded import Sharded
 from shardwise.engine.tried_again import TriedAgain
+from shardwise.engine.whole_example import Compared
 from shardwise.fusion.fuse import Fused
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
@@ -16,7 +17,6 @@ from shardwise.schedule.schedule import Schedule
 from shardwise.stages.loss_kind import LossKind
 from shardwise.stages.rows import RowRule
 from shardwise.stages.stage import Loss, Split
-from shardwise.stages.whole_step import Compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Training steps, evaluations and predictions: cut the batch, run the schedule, reduce gradients, update."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -56,7 +56,7 @@ class Steps:
             self._hooks.check()
             self._groups.check()
             self._check_settings(batch)
-            execution.batches.first.note(batch)
+            execution.batches.first.note(batch, self._whole_state, is_timed=trace)
             if execution.batches.outside is not None:
                 execution.batches.outside.begin()
             states.begin_step()
@@ -81,12 +81,17 @@ class Steps:
                     execution.batches.outside.end()
                 self._groups.end()
                 self._end_settings()
+                execution.batches.first.begin()
                 end = perf_counter()
         if recording is not None:
             execution.recorder.end(
                 recording, signature, step=(start, end), begin=begin, data_wait=data_wait, streams=streams
             )
         return tally
+
+    def _whole_state(self) -> Mapping[str, Any]:
+        self._states.flush()
+        return self._states.module.whole()
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Launch a step whose numbers can be read later; if the host must wait for its device, it is over on return."""

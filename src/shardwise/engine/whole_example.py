@@ -1,7 +1,7 @@
 """Try the loss on the example, and compute the step of the whole example, with which the first step is compared."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +17,18 @@ from shardwise.stages.batch import home_of
 from shardwise.stages.loss_kind import Tried
 from shardwise.stages.rows import RowRule
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.whole_step import Compared, must_be_equal, whole_step
+from shardwise.stages.whole_copy import WholeCopy, keep_copy
+from shardwise.stages.whole_step import WholeStep, must_be_equal, whole_step
+
+
+class Compared(NamedTuple):
+    """What the first steps are compared with: the loss, the example's checksum, and on the first rank the whole step of
+    the example and a copy of the module for others."""
+
+    loss: Loss
+    whole: WholeStep | None
+    example: int
+    copy: WholeCopy | None = None
 
 
 class TriedExample(NamedTuple):
@@ -43,10 +54,13 @@ def try_example(
     is_compared = options.verify and not options.is_local and plan.num_ranks * num_parts > 1
     if not is_compared or not must_be_equal(module, example, tried, num_parts):
         return TriedExample(tried, is_quiet, around, None)
-    whole = None
+    whole, copy = None, None
     if wires.rank == 0 and Checksum(example).read() == checksum:  # A loss may have written to it in its trials.
         precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
         with around():
             in_turn = plan.microbatches > 1
             whole = whole_step(module, loss, example, precision, num_parts=num_parts, in_turn=in_turn)
-    return TriedExample(tried, is_quiet, around, Compared(loss, whole, checksum))
+        # Its code asks for ranks if something has to be around it.
+        if whole is not None and around is nullcontext:
+            copy = keep_copy(module, loss, example, precision, whole, num_parts=num_parts, in_turn=in_turn)
+    return TriedExample(tried, is_quiet, around, Compared(loss, whole, checksum, copy))

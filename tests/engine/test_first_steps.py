@@ -25,10 +25,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.scale = nn.Linear(6, 8), nn.Linear(8, 3), 1.0
+        self.act: nn.Module = nn.Tanh()
         self.offset, self.shift = nn.Buffer(torch.zeros(3)), nn.Buffer(torch.zeros(3), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.tanh(self.first(x))) * self.scale + self.offset + self.shift
+        out: Tensor = self.second(self.act(self.first(x))) * self.scale + self.offset + self.shift
         return out
 
 
@@ -123,13 +124,15 @@ def test_what_goes_wrong_in_a_later_batch_is_refused_there() -> None:
 
 
 @pytest.mark.usefixtures("untried")
-@pytest.mark.parametrize("what", ["attribute", "mode", "frozen", "buffer"])
+@pytest.mark.parametrize("what", ["attribute", "layer", "mode", "frozen", "buffer"])
 def test_what_a_script_sets_between_steps_ends_the_comparison(what: str) -> None:
     with engine_for(by_labels) as engine:
         net: Any = engine.module
         engine.train_step(BATCH)
         if what == "attribute":
             net.scale = 2.0
+        elif what == "layer":
+            net.act = nn.ReLU()
         elif what == "mode":
             net.first.eval()
         elif what == "frozen":

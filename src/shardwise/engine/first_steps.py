@@ -146,7 +146,7 @@ class FirstSteps:
 
 
 class _Now:
-    """Everything that a forward and a loss read: Python's state, sampled parameters and buffers, hooks and modes."""
+    """Everything that a forward and a loss read: Python's state, sampled parameters and buffers, hooks, layers."""
 
     def __init__(self, module: nn.Module, loss: Loss, *, with_numbers: bool) -> None:
         self._module, self._state = module, PythonState(module, loss)
@@ -172,8 +172,8 @@ class _Now:
     def _find_marks(self) -> list[Any]:
         parameters = list(self._module.parameters())
         hooks = [len(hooks) for each in parameters for hooks in (gradient_hooks(each), accumulated_hooks(each))]
-        modes = [each.training for each in self._module.modules()]
-        return [*hooks, *modes, *(each.requires_grad for each in parameters)]
+        modules = [(each, type(each), each.training) for each in self._module.modules()]
+        return [*hooks, *modules, *(each.requires_grad for each in parameters)]
 
     def has_changed(self, settings: TriedAgain | None) -> bool:
         """Whether a script has changed any of it that is in no state of the module; or a trial has, as functions under

@@ -112,12 +112,11 @@ def difference(
     smaller: near a minimum they are sums of larger terms. `closer` divides what is taken for rounding.
     """
     near, near_all = _NEAR.get(kind, 2e-2) / closer, _NEAR_ALL.get(kind, 1e-3) / closer
-    given = {} if gradients is None else gradients
-    wanted = {name: each for name, each in whole.gradients.items() if each is not None and name in given}
+    wanted = {name: each for name, each in whole.gradients.items() if each is not None and gradients is not None}
     size = max(least, whole.size)
     others: dict[str, float] = {}
     for name, each in wanted.items():
-        norm, other = float(each.double().norm()), given[name]
+        norm, other = float(each.double().norm()), (gradients or {}).get(name)
         found = 0.0 if other is None else other.to(each.device).double() * scale
         distance = float((each.double() - found).norm())
         if not distance <= near * norm + near_all * size:

@@ -174,11 +174,6 @@ def compared_on_a_rank(text: str) -> list[int]:
     plan = Plan.parse(text)
     problem = make_problem("tied", plan)()
     first, *_ = problem.batches
-    for each in problem.module.modules():  # Nothing is compared where numbers are drawn.
-        if isinstance(each, nn.Dropout):
-            each.p = 0.0
-        elif "dropout" in vars(each):
-            setattr(each, "dropout", 0.0)  # noqa: B010 - the kinds of modules differ
     with sw.parallelize(
         problem.module,
         plan,
@@ -193,7 +188,7 @@ def compared_on_a_rank(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "plan",
+    "plan",  # The model drops activations and weights of attention.
     ["dp=2", "dp=2,zero=1", "dp=2,zero=2,offload.optimizer=1", "dp=2,zero=3", "tp=2", "tp=2,sp=true",
      "pp=2,microbatches=2", "pp=2,microbatches=4,schedule=zb-v", "dp=2,zero=3,offload.parameters=1"],
 )  # fmt: skip

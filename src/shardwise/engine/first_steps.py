@@ -21,6 +21,7 @@ from shardwise.engine.whole_example import Compared
 from shardwise.errors import ShardwiseError
 from shardwise.execution.step_losses import Tally
 from shardwise.planner.plan import Offload
+from shardwise.sharding.dropout import Dropouts, Place, num_tokens_of
 from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.whole_step import WholeStep, difference
@@ -46,6 +47,8 @@ class FirstSteps:
         self._device, self._module = parts.device, parts.module
         self._compared: Compared | None = None if parts.schedule.staleness else parts.compared
         self._has_gradients = parts.plan.offload == Offload()
+        if self._compared is not None and self._compared.copy is not None and not parts.options.compile:
+            self._compared.copy.begin = _drop_alike(self._compared.copy.module, parts)
         self._before: _Now | None = None
         self._num_begun, self._size = 0, 0.0
         #: The steps that were compared, and are equal.
@@ -53,6 +56,7 @@ class FirstSteps:
         #: The step that is under way, and its batch.
         self._whole: WholeStep | None = None
         self._batch: Batch = {}
+        self._number = 0
         self._way = _Way.NOTHING
 
     @property
@@ -71,9 +75,10 @@ class FirstSteps:
         if self._compared is not None:
             self._compared = self._compared._replace(whole=None)
 
-    def note(self, batch: Batch, state: Callable[[], Mapping[str, Any]], *, is_timed: bool) -> None:
+    def note(self, batch: Batch, number: int, state: Callable[[], Mapping[str, Any]], *, is_timed: bool) -> None:
         """Look just before a step: its batch may be another than the example, and a script may have changed things.
-        `state` returns that of the whole module, on all ranks. Nothing is done beside a step that is timed."""
+        `number` is that of the step for dropout. `state` returns that of the whole module, on all ranks. Nothing is
+        done beside a step that is timed."""
         if not self.is_due:
             return
         self._num_begun += 1
@@ -86,7 +91,8 @@ class FirstSteps:
         if self._way is _Way.EXAMPLE:
             self._whole = self._compared and self._compared.whole
         elif self._way is _Way.COPY:
-            self._compute(batch, state)
+            self._batch, self._number = batch, number
+            self._compute(state)
         self.drop()
 
     def _find_way(self, batch: Batch) -> _Way:
@@ -94,18 +100,20 @@ class FirstSteps:
         compared, before = self._compared, self._before
         if compared is None or before is None:
             return _Way.NOTHING
-        if compared.whole is not None and Checksum(batch).read() == compared.example and not before.has_other_numbers():
+        has_example = compared.whole is not None and not compared.whole.draws
+        if has_example and Checksum(batch).read() == compared.example and not before.has_other_numbers():
             return _Way.EXAMPLE
         return _Way.COPY if compared.copy is not None and compared.copy.is_quick(batch) else _Way.NOTHING
 
-    def _compute(self, batch: Batch, state: Callable[[], Mapping[str, Any]]) -> None:
+    def _compute(self, state: Callable[[], Mapping[str, Any]]) -> None:
         copy = self._compared and self._compared.copy
         try:
             found = state()
             if copy is not None:
-                self._batch = batch_on(batch, self._device)
+                self._batch = batch_on(self._batch, self._device)
                 copy.load(found)
-                self._whole = copy.step(self._batch)
+                whole = copy.step(self._batch, self._number)
+                self._whole = None if whole is None or whole.draws else whole
         except Exception:  # Nothing is compared; what is wrong with the batch or the module, the step will report.
             self._whole = None
 
@@ -131,18 +139,31 @@ class FirstSteps:
         self.compared.append(self._num_begun)
 
     def _compare(self, whole: WholeStep, tally: Tally, gradients: Mapping[str, Tensor] | None, way: _Way) -> str | None:
-        kind, batch = self._device.type, self._batch
+        kind, batch, compared = self._device.type, self._batch, self._compared
         self._batch = {}
         problem = difference(whole, tally.mean, gradients, kind, scale=1 / tally.count, least=self._least(whole))
-        copy = self._compared and self._compared.copy
-        if problem is not None and way is _Way.COPY and copy is not None and copy.is_rounded(whole, batch, kind):
-            return None
-        return problem
+        if problem is None or way is not _Way.COPY or compared is None or compared.copy is None:
+            return problem
+        self._compared = compared._replace(copy=None)
+        return None if compared.copy.is_rounded(whole, batch, self._number, kind) else problem
 
     def _least(self, whole: WholeStep) -> float:
         """Return the largest norm of gradients so far: near a minimum they are sums of terms as large."""
         self._size = max(self._size, whole.size)
         return self._size
+
+
+def _drop_alike(copy: nn.Module, parts: Parts) -> Callable[[Batch, int], None] | None:
+    """Let a copy draw the masks of the ranks; None if it has no dropout. Otherwise see `whole_step`."""
+    dropouts = Dropouts(seed=parts.options.seed)
+    if not dropouts.attach(copy, parts.callers):
+        return None
+
+    def begin(batch: Batch, number: int) -> None:
+        rows = parts.rule.length(batch)
+        dropouts.stand(Place(step=number, first_row=0, num_rows=rows, num_tokens=num_tokens_of(batch)))
+
+    return begin
 
 
 class _Now:

@@ -56,7 +56,7 @@ class Steps:
             self._hooks.check()
             self._groups.check()
             self._check_settings(batch)
-            execution.batches.first.note(batch, self._whole_state, is_timed=trace)
+            execution.batches.first.note(batch, self.num_begun, self._whole_state, is_timed=trace)
             if execution.batches.outside is not None:
                 execution.batches.outside.begin()
             states.begin_step()

@@ -3,10 +3,11 @@
 The step of the example is computed before the module is cut (`whole_step.py`). What differs later on (labels that only
 later batches ignore, a branch that the example does not take, weights that have moved) is seen by later steps only.
 For these one process keeps a copy, and loads the weights of all ranks into it. Values that forwards or scripts set are
-not copied: where there are any, nothing is compared.
+not copied: where there are any, nothing is compared. Dropout is compared if its masks are those of the ranks
+(`WholeCopy.begin`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -29,34 +30,37 @@ class WholeCopy:
     """The copy and its loss. `num_parts` and `in_turn` are those of `whole_step`."""
 
     def __init__(self, module: nn.Module, loss: Loss, precision: Context, *, num_parts: int, in_turn: bool) -> None:
-        self._module = copied(module, {id(each): _of_its_own(each) for each in module.parameters()})
-        self._loss = loss_of_copy(loss, module, self._module)
+        self.module = copied(module, {id(each): _of_its_own(each) for each in module.parameters()})
+        self._loss = loss_of_copy(loss, module, self.module)
         self._precision, self._num_parts, self._in_turn = precision, num_parts, in_turn
+        #: Called before a forward with its batch and the number of the step, to drop what the ranks drop.
+        self.begin: Callable[[Batch, int], None] | None = None
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Take the weights and buffers of a state of the whole module."""
-        for name, each in (*self._module.named_parameters(), *self._module.named_buffers()):
+        for name, each in (*self.module.named_parameters(), *self.module.named_buffers()):
             if name in state:
                 each.copy_(state[name])
             elif isinstance(each, nn.Parameter):
                 raise LookupError(name)
 
     def is_quick(self, batch: Batch) -> bool:
-        return is_quick(self._module, batch, _SHARE)
+        return is_quick(self.module, batch, _SHARE)
 
-    def step(self, batch: Batch) -> WholeStep | None:
+    def step(self, batch: Batch, number: int = 0) -> WholeStep | None:
         """Compute the whole step of a batch, as `whole_step` does."""
+        if self.begin is not None:
+            self.begin(batch, number)
         return whole_step(
-            self._module, self._loss, batch, self._precision, num_parts=self._num_parts, in_turn=self._in_turn
+            self.module, self._loss, batch, self._precision, num_parts=self._num_parts, in_turn=self._in_turn
         )
 
-    def is_rounded(self, whole: WholeStep, batch: Batch, kind: str) -> bool:
+    def is_rounded(self, whole: WholeStep, batch: Batch, number: int, kind: str) -> bool:
         """Whether rounding alone may explain a difference to this step of the batch: in double precision it is another
-        step too. Where that cannot be computed, it is taken for exact."""
-        twin = WholeCopy(self._module, self._loss, self._precision, num_parts=self._num_parts, in_turn=self._in_turn)
-        twin._module.double()
-        exact = twin.step(changed(batch, _in_double))
+        step too. Where that cannot be computed, it is taken for exact. The copy computes in double precision then."""
+        self.module.double()
+        exact = self.step(changed(batch, _in_double), number)
         return exact is not None and difference(whole, exact.loss, exact.gradients, kind, closer=10.0) is not None
 
 

@@ -32,12 +32,14 @@ _NEAR, _NEAR_ALL = {"cpu": 1e-4, "cuda": 2e-2}, {"cpu": 1e-6, "cuda": 1e-3}
 class WholeStep(NamedTuple):
     """A loss and the gradients of parameters by name. None for those that it does not depend on.
 
-    `leaves`: whether the forward or the loss has left Python state that the next would read.
+    `leaves`: whether the forward or the loss has left Python state that the next would read. `draws`: whether they have
+    drawn from torch's generators: parts of the batch draw other numbers.
     """
 
     loss: float
     gradients: dict[str, Tensor | None]
     leaves: bool = False
+    draws: bool = False
 
     @property
     def size(self) -> float:
@@ -69,17 +71,19 @@ def whole_step(
 ) -> WholeStep | None:
     """Compute one training step of the whole example, without an update; None if a step in `num_parts` parts need not
     be equal to it: one process may compute several `in_turn`, and each reads what the one before has left. Nothing that
-    it changes is left."""
+    it changes is left. Draws begin at one seed."""
     parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
-    found: list[tuple[tuple[Tensor | None, ...], bool]] = []
+    found: list[tuple[Tensor | None, ...]] = []
+    leaves = draws = False
 
     def differentiate(total: Tensor, number: Any) -> None:
-        drawn = torch.get_rng_state()
+        nonlocal leaves, draws
+        drawn, leaves = _generators(), trial.has_changed()
         seed_torch(0)
-        has_drawn, leaves = not torch.equal(drawn, torch.get_rng_state()), trial.has_changed()
+        draws = any(not torch.equal(one, other) for one, other in zip(drawn, _generators(), strict=True))
         mean = total if number is None else total / number
-        if not has_drawn and not (in_turn and leaves) and mean.requires_grad:
-            found.append((torch.autograd.grad(mean, list(parameters.values()), allow_unused=True), leaves))
+        if not (in_turn and leaves) and mean.requires_grad:
+            found.append(torch.autograd.grad(mean, list(parameters.values()), allow_unused=True))
 
     trial = Trial(module, loss, precision, at_first=NoCollectives)
     try:
@@ -89,11 +93,16 @@ def whole_step(
     is_pair_of_parts = run.number == 1 and num_parts > 1
     if not found or run.has_drawn or run.has_left or run.writes or is_pair_of_parts or run.tolerance > 1e-3:
         return None
-    values, leaves = found[0]
-    if any(each is not None and not bool(each.isfinite().all()) for each in values):
+    if any(each is not None and not bool(each.isfinite().all()) for each in found[0]):
         return None
-    gradients = {name: None if each is None else each.detach() for name, each in zip(parameters, values, strict=True)}
-    return WholeStep(run.total if run.number is None else run.total / run.number, gradients, leaves)
+    gradients = {name: None if each is None else each.detach() for name, each in zip(parameters, found[0], strict=True)}
+    loss_of_all = run.total if run.number is None else run.total / run.number
+    return WholeStep(loss_of_all, gradients, leaves=leaves, draws=draws)
+
+
+def _generators() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else states  # type: ignore[no-untyped-call]
 
 
 def _copied(_: str, each: Any) -> Any:

@@ -21,6 +21,7 @@ from shardwise.engine.whole_example import Compared
 from shardwise.errors import ShardwiseError
 from shardwise.execution.step_losses import Tally
 from shardwise.planner.plan import Offload
+from shardwise.ranks.rank_error import RankError
 from shardwise.sharding.dropout import Dropouts, Place, num_tokens_of
 from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.stage import Batch, Loss
@@ -67,7 +68,9 @@ class FirstSteps:
     def begin(self) -> None:
         """Note what forwards and losses read, when the engine was made and after every step."""
         compared = self._compared
-        if self.is_due and compared is not None and (compared.whole is not None or compared.copy is not None):
+        if not self.is_due:
+            self._compared = self._before = None
+        elif compared is not None and (compared.whole is not None or compared.copy is not None):
             self._before = _Now(self._module, compared.loss, with_numbers=compared.whole is not None)
 
     def drop(self) -> None:
@@ -88,10 +91,10 @@ class FirstSteps:
             self.drop()
             return
         self._way, self._whole = self._wires.gather(self._find_way(batch))[0], None
+        self._batch, self._number = batch, number
         if self._way is _Way.EXAMPLE:
             self._whole = self._compared and self._compared.whole
         elif self._way is _Way.COPY:
-            self._batch, self._number = batch, number
             self._compute(state)
         self.drop()
 
@@ -110,10 +113,11 @@ class FirstSteps:
         try:
             found = state()
             if copy is not None:
-                self._batch = batch_on(self._batch, self._device)
                 copy.load(found)
-                whole = copy.step(self._batch, self._number)
+                whole = copy.step(batch_on(self._batch, self._device), self._number)
                 self._whole = None if whole is None or whole.draws else whole
+        except RankError:
+            raise
         except Exception:  # Nothing is compared; what is wrong with the batch or the module, the step will report.
             self._whole = None
 
@@ -126,7 +130,7 @@ class FirstSteps:
             return
         found, problem = gradients() if self._has_gradients else None, None
         if whole is not None:
-            problem = self._compare(whole, tally, found, way)
+            problem = self._compare(whole, tally, found)
         problem = self._wires.gather(problem)[0]
         if problem is not None:
             which = "the first step" if self._num_begun == 1 else f"step {self._num_begun}"
@@ -138,14 +142,15 @@ class FirstSteps:
             )
         self.compared.append(self._num_begun)
 
-    def _compare(self, whole: WholeStep, tally: Tally, gradients: Mapping[str, Tensor] | None, way: _Way) -> str | None:
+    def _compare(self, whole: WholeStep, tally: Tally, gradients: Mapping[str, Tensor] | None) -> str | None:
         kind, batch, compared = self._device.type, self._batch, self._compared
         self._batch = {}
         problem = difference(whole, tally.mean, gradients, kind, scale=1 / tally.count, least=self._least(whole))
-        if problem is None or way is not _Way.COPY or compared is None or compared.copy is None:
+        if problem is None or compared is None or compared.copy is None:
             return problem
         self._compared = compared._replace(copy=None)
-        return None if compared.copy.is_rounded(whole, batch, self._number, kind) else problem
+        is_rounded = compared.copy.is_rounded(whole, batch_on(batch, self._device), self._number, kind)
+        return None if is_rounded else problem
 
     def _least(self, whole: WholeStep) -> float:
         """Return the largest norm of gradients so far: near a minimum they are sums of terms as large."""

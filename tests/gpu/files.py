@@ -119,6 +119,7 @@ def _run_pytest(record: Record, files: Sequence[str], deadline: float, root: Pat
         order.write_text(json.dumps({**told, "deadline": last}), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "-rs", "--continue-on-collection-errors"]
         command += ["-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "tests.gpu.per_file"]
-        command += [f"--rootdir={root}", "--per-file", str(order), *files]
+        # A path by itself would be one of those by which pytest looks for its settings.
+        command += [f"--rootdir={root}", f"--per-file={order}", *files]
         status = subprocess.run(command, cwd=root, check=False).returncode
         return status, begun.read_text(encoding="utf-8") if begun.exists() else ""

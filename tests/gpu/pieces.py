@@ -21,6 +21,7 @@ from pathlib import Path
 from tests.gpu.record import ROOT
 
 LOGS = ROOT / "build" / "gpu_logs"
+_PATIENCE_SECONDS = 8.0
 
 
 #: A GPU has queues for so many ranks (16 and more were told by its driver that it is out of memory: H200, 24 of 141 GB
@@ -66,16 +67,17 @@ class Room:
         self._most = self._left = (size, queues)
         self._changed = threading.Condition()
 
-    def take(self, waiting: list[Piece]) -> Piece:
-        """The first of those that wait for which there is room, when there is."""
+    def take(self, waiting: list[Piece], seconds: float | None = None) -> Piece | None:
+        """The first of those that wait for which there is room, when there is; None if there is none for so long."""
 
         def first() -> Piece | None:
             return next((each for each in waiting if self._fits(each)), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: first() is not None)
+            self._changed.wait_for(lambda: first() is not None, seconds)
             found = first()
-            assert found is not None, "there is room for one"
+            if found is None:
+                return None
             self._add(found, -1)
         waiting.remove(found)
         return found
@@ -105,21 +107,24 @@ def run_at_once(
     deadline, waiting = time.monotonic() + seconds, list(pieces)
     threads: list[threading.Thread] = []
     started: list[subprocess.Popen[str]] = []
+
+    def patience() -> float | None:
+        """What has left its group may hold a piece's output open for ever: nobody waits for that."""
+        return None if seconds == float("inf") else max(0.0, deadline - time.monotonic()) + _PATIENCE_SECONDS
+
     try:
-        while waiting:
-            piece = room.take(waiting)
+        while waiting and (piece := room.take(waiting, patience())) is not None:
             if time.monotonic() + needs(piece) > deadline:
                 room.give(piece)
                 continue
-            thread = threading.Thread(target=_run, args=(piece, record, deadline, room, started))
+            thread = threading.Thread(target=_run, args=(piece, record, deadline, room, started), daemon=True)
             thread.start()
             threads.append(thread)
         for thread in threads:
-            thread.join()
+            thread.join(patience())
     except BaseException:
-        waiting.clear()
         for process in list(started):
-            _end(process)
+            threading.Thread(target=_end, args=(process,)).start()
         raise
 
 
@@ -140,14 +145,14 @@ def _run(piece: Piece, record: Path, deadline: float, room: Room, started: "list
         timer.start()
         assert process.stdout is not None
         LOGS.mkdir(parents=True, exist_ok=True)
-        with piece.log.open("a", encoding="utf-8") as log:
-            for line in process.stdout:
-                print(f"{piece.name} | {line}", end="", flush=True)
+        with process.stdout as said, piece.log.open("a", encoding="utf-8") as log:
+            for line in said:
+                print(f"{piece.name} | {line.rstrip(chr(10))}", flush=True)
                 log.write(line)
                 log.flush()
         status = process.wait()
         timer.cancel()
-        ended = ", ended as the time was up" if status == -signal.SIGTERM else ""
+        ended = ", ended before it was over" if status == -signal.SIGTERM else ""
         print(f"{piece.name} | status {status} after {time.monotonic() - start:.0f} s{ended}", flush=True)
     finally:
         room.give(piece)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu import files
 from tests.gpu.files import run_files
 from tests.gpu.record import ROOT, Record
 
@@ -34,8 +35,8 @@ def test_each_file_is_recorded_by_itself(tmp_path: Path, monkeypatch: pytest.Mon
     broken = "import nothing_of_this_name\n" + GOOD
     found = recorded(tmp_path, monkeypatch, good=GOOD, bad=BAD, slow=slow, skipped=skipped, broken=broken, empty="")
     assert {name: row["status"] for name, row in found.items()} == {
-        "good": 0, "bad": 1, "slow": 0, "skipped": 0, "broken": 1, "empty": 5,
-    } | {"broken": 2}  # fmt: skip
+        "good": 0, "bad": 1, "slow": 0, "skipped": 0, "broken": 2, "empty": 5,
+    }  # fmt: skip
     assert 0.3 <= float(found["slow"]["seconds"]) < 5
     assert not any("since" in row for row in found.values())
 
@@ -70,8 +71,24 @@ def test_a_file_that_is_recorded_is_not_run_again(tmp_path: Path, monkeypatch: p
 
 def test_what_there_is_no_time_for_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorded(tmp_path, monkeypatch, time.monotonic() + 5.0, one=GOOD) == {}
-    late = "import time\ndef test_it() -> None:\n    time.sleep(4)\n"
-    found = recorded(tmp_path, monkeypatch, time.monotonic() + 17.0, first=late, second=late, third=late, fourth=late,
-                     fifth=late, sixth=late)  # fmt: skip
-    assert 0 < len(found) < 6
-    assert {row["status"] for row in found.values()} == {0}
+    monkeypatch.setattr(files, "_LEAST_SECONDS", 0.0)
+    late = "import time\ndef test_it() -> None:\n    time.sleep(1)\n"
+    texts = dict.fromkeys((f"number_{number}" for number in range(30)), late)
+    found = recorded(tmp_path, monkeypatch, time.monotonic() + 6.0, **texts)
+    assert len(found) < 30
+    assert all(row["status"] == 0 for row in found.values())
+
+
+def test_the_settings_of_pytest_hold_as_for_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of one name in two folders can be read, and a warning is an error."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
+    settings = '[tool.pytest.ini_options]\naddopts = ["--import-mode=importlib"]\nfilterwarnings = ["error"]\n'
+    (tmp_path / "pyproject.toml").write_text(settings, encoding="utf-8")
+    warns = "import warnings\ndef test_it() -> None:\n    warnings.warn('old')\n"
+    names = ["one/test_gpu.py", "two/test_gpu.py", "two/test_warns.py"]
+    for name, text in zip(names, (GOOD, GOOD, warns), strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    record = Record(tmp_path / "record", known={})
+    run_files(record, names, math.inf, root=tmp_path)
+    assert [record.rows[f"pytest: {name}"]["status"] for name in names] == [0, 0, 1]

@@ -107,7 +107,7 @@ def test_what_is_not_over_when_the_time_is_up_is_ended_and_all_that_it_started(
     piece = Piece("plans", 2, ("--ranks", "2"))
     run_at_once([piece], Room(2, 64), tmp_path / "record", 1.0, needs=lambda _: 0.0)
     assert time.monotonic() - start < 20
-    assert "ended as the time was up" in capfd.readouterr().out
+    assert "ended before it was over" in capfd.readouterr().out
     assert "begun -m tests.gpu --only plans --ranks 2" in (tmp_path / "logs" / "plans_2.log").read_text()
     status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"

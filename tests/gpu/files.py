@@ -26,6 +26,12 @@ RANKS = {
     "tests/engine/test_gpu_eight_ranks.py": 8,
     "tests/execution/test_gpu_streams.py": 2,
 }
+#: What three of them take, about: until a run has recorded them, the first is known as all three in one file (397 s).
+GUESSED_SECONDS = {
+    "tests/engine/test_gpu.py": 200.0,
+    "tests/engine/test_gpu_four_ranks.py": 150.0,
+    "tests/engine/test_gpu_eight_ranks.py": 50.0,
+}
 #: It asks what the GPU does by itself.
 WHOLE_GPU = "tests/explain/doctor/test_gpu_real.py"
 #: A file that takes longer is run apart; one of which nothing is known takes about so long.

@@ -43,9 +43,10 @@ def pieces(parts: Sequence[str], at_once: int = 16, record: Record | None = None
     # after the other: later there would never be as much room.
     chosen = [each for each in every if each.part in parts]
 
-    def turn(piece: Piece) -> tuple[bool, bool, float]:
+    # What is recorded as a whole comes before what a second call can go on with.
+    def turn(piece: Piece) -> tuple[bool, bool, bool, float]:
         area = piece.processes * seconds_of(piece, record)
-        return piece.processes >= at_once, piece.processes < _WIDE, -area
+        return piece.processes >= at_once, piece.processes < _WIDE, len(rows_of(piece)) > 1, -area
 
     return sorted(chosen, key=turn)
 
@@ -99,12 +100,11 @@ def seconds_of(piece: Piece, record: Record | None = None) -> float:
 
 
 def seconds_needed(piece: Piece) -> float:
-    """What is left at least when it is begun. What is recorded case by case is begun while there is time for some; of
-    others half as much again as they took, and at most a minute more."""
+    """What is left at least when it is begun. What is recorded case by case is begun while there is time for some.
+    Others took longer in a run with more beside them; what is not over in time is ended, and costs nothing but that."""
     if piece.part in _LEAST and len(rows_of(piece)) > 1:
         return _LEAST[piece.part]
-    seconds = seconds_of(piece)
-    return min(1.5 * seconds, seconds + 60.0)
+    return seconds_of(piece)
 
 
 @cache
@@ -121,4 +121,4 @@ def recorded() -> dict[str, float]:
     for row in kept.get("others", []):
         found[f"{row['part']}: {row['name']}"] = found[row["name"]] = row["seconds"]
         found |= {f"commands: {name}": seconds for name, seconds in row.get("cases", {}).items()}
-    return found
+    return found if files.GUESSED_SECONDS.keys() <= found.keys() else found | files.GUESSED_SECONDS

@@ -10,20 +10,21 @@ with status 1 if one of them fails. Nothing is installed; what is left out is sa
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.pieces import Room
+from tests.gpu.record import Record
 from tests.gpu.seen import (
     Seen,
     calibrated,
@@ -42,8 +43,8 @@ from tests.gpu.seen import (
 ROOT = Path(__file__).parents[2]
 #: A command that takes longer stands still.
 LIMIT_SECONDS = 240.0
-#: On a GPU at a time: as many as the largest case has.
-PROCESSES = 8
+#: On a GPU at a time, beside other tests. What has more than two processes is a piece of its own there.
+PROCESSES, NARROW = 5, 2
 _LAST_LINES = 6
 
 
@@ -89,7 +90,7 @@ def cases(device: str) -> list[Case]:
         Case(name="nothing left", words="train --folder first --devices 1", holds=finished_before(30),
              after=("resume",)),
         Case(name="report", words="report first --save page.html", holds=has_page("page.html"),
-             after=("nothing left",)),
+             after=("nothing left",), processes=0),
         Case(name="doctor", words="doctor first", holds=said("findings"), after=("nothing left",)),
         Case(name="convert", words="convert first first-hf", holds=converted("first-hf"), after=("nothing left",)),
         Case(name="bf16", words=f"train tiny {short} --set precision=bf16 --devices 1 --folder bf16",
@@ -115,7 +116,7 @@ def cases(device: str) -> list[Case]:
         Case(name="profile", words="profile tiny --steps 2 --devices 1 --folder prof --calibrate cluster.toml",
              holds=calibrated("cluster.toml")),
         Case(name="plan", words="plan gpt2 --cluster cluster.toml --batch 2 --sequence 128", holds=said("plan"),
-             after=("profile",)),
+             after=("profile",), processes=0),
         Case(name="share", words=f"train tiny {short} --plan dp=2 --devices 2 --share-gpus --folder share",
              holds=has_trained(6), processes=2),
         Case(name="share a pipeline", words=f"train tiny {short} --plan pp=2,microbatches=2 --share-gpus --folder pipe",
@@ -134,7 +135,7 @@ def cases(device: str) -> list[Case]:
         Case(name="probe two", words="probe --devices 2 --share-gpus --save probed.toml", holds=said("collectives"),
              processes=2),
         Case(name="plan as probed", words="plan gpt2 --cluster probed.toml --batch 2 --sequence 128",
-             holds=said("plan"), after=("probe two",)),
+             holds=said("plan"), after=("probe two",), processes=0),
         Case(name="generate", words="generate first --prompt def --save out.jsonl", holds=said("tokens_per_second"),
              after=("nothing left",)),
         Case(name="generate in int4", words="generate qwen3-0.6b --random-weights --weights int4 --kv 1GiB "
@@ -185,35 +186,101 @@ def run(case: Case, folder: Path, device: str) -> Row:
     return replace(row, problem=None if problem is None else f"{problem}; {last}", told=seen.told())
 
 
-def try_all(chosen: Sequence[Case], folder: Path, device: str, jobs: int) -> list[Row]:
-    """All of them, each after those that it goes on from."""
-    under_way: dict[str, Future[Row]] = {}
-    room = Room(PROCESSES)
-
-    def after_others(case: Case) -> Row:
-        before = [under_way[name].result() for name in case.after if name in under_way]
-        failed = [each.name for each in before if each.problem is not None]
-        if failed:
-            return Row(name=case.name, command=case.words, problem=f"{failed[0]} failed, from which it goes on")
-        with room.places(case.processes):
-            row = run(case, folder, device)
-        print(f"{row.name}: {row.problem or 'passed'}, {row.seconds:.1f} s", flush=True)
-        return row
-
-    # Cases stand after those that they wait for, so those have been begun: nobody waits for a thread in vain.
+def try_all(
+    chosen: Sequence[Case], try_it: Callable[[Case], Row], *, places: int, jobs: int, deadline: float = math.inf
+) -> list[Row]:
+    """All of them, each after those that it goes on from, those first for which others wait the longest. On the GPU
+    are at most so many processes (`places`) at a time. What there was no time for is missing."""
+    waiting, done, under_way = longest_chain_first(chosen), dict[str, Row](), dict[Future[Row], Case]()
+    names = {case.name for case in chosen}
     with ThreadPoolExecutor(jobs) as threads:
-        for case in chosen:
-            under_way[case.name] = threads.submit(after_others, case)
-        return [each.result() for each in under_way.values()]
+        while True:
+            left = places - sum(min(case.processes, places) for case in under_way.values())
+            for case in list(waiting):
+                before = [name for name in case.after if name in names]
+                has_room = len(under_way) < jobs and min(case.processes, places) <= left
+                if not has_room or any(name not in done for name in before) or time.monotonic() > deadline:
+                    continue
+                waiting.remove(case)
+                failed = [name for name in before if done[name].problem is not None]
+                if failed:
+                    row = Row(name=case.name, command=case.words, problem=f"{failed[0]} failed, from which it goes on")
+                    under_way[threads.submit(lambda row: row, row)] = replace(case, processes=0)
+                    continue
+                left -= min(case.processes, places)
+                under_way[threads.submit(try_it, case)] = case
+            if not under_way:
+                return [done[case.name] for case in chosen if case.name in done]
+            for each in wait(under_way, return_when=FIRST_COMPLETED).done:
+                row = each.result()
+                done[under_way.pop(each).name] = row
+                print(f"{row.name}: {row.problem or 'passed'}, {row.seconds:.1f} s", flush=True)
+
+
+def longest_chain_first(chosen: Sequence[Case]) -> list[Case]:
+    """By how many come one after the other from a case on, and then by how many processes it has."""
+    length: dict[str, int] = {}
+    for case in reversed(chosen):  # Cases stand after those that they go on from.
+        length[case.name] = 1 + max((length[each.name] for each in chosen if case.name in each.after), default=0)
+    return sorted(chosen, key=lambda case: (-length[case.name], -case.processes))
+
+
+def is_narrow(case: Case) -> bool:
+    return case.processes <= NARROW
+
+
+def wanted(counts: Collection[int] = (), device: str = "cuda") -> list[Case]:
+    """What can be tried here, of cases with so many processes."""
+    every = [case for case in cases(device) if not counts or case.processes in counts]
+    return [case for case in every if _left_out(case, device) is None]
+
+
+def run_recorded(
+    record: Record, counts: Collection[int], places: int, deadline: float, device: str = "cuda"
+) -> list[Row]:
+    """Try what the record does not have, and again what that goes on from: its folders are gone."""
+    every = {case.name: case for case in wanted((), device)}
+    chosen = [case.name for case in wanted(counts, device) if f"commands: {case.name}" not in record.rows]
+    for name in chosen:  # It grows.
+        chosen += [each for each in every[name].after if each in every and each not in chosen]
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+
+        def try_it(case: Case) -> Row:
+            row = run(case, Path(folder), device)
+            record.add(f"commands: {row.name}", {**asdict(row), "status": 0 if row.problem is None else 1})
+            return row
+
+        todo = [case for name, case in every.items() if name in chosen]
+        rows = try_all(todo, try_it, places=places, jobs=_num_jobs(), deadline=deadline)
+    for row in rows:
+        if f"commands: {row.name}" not in record.rows:  # What it goes on from has failed.
+            record.add(f"commands: {row.name}", {**asdict(row), "status": 1})
+    return rows
+
+
+def row_of_all(record: Record) -> list[dict[str, Any]]:
+    """One row for all commands, when all have been tried: the sum of their seconds, and those of each."""
+    rows = {row["name"]: row for row in record.of("commands")}
+    names = [case.name for case in wanted()]
+    if any(name not in rows for name in names):
+        return []
+    seconds = {name: rows[name]["seconds"] for name in names}
+    status = max(rows[name]["status"] for name in names)
+    return [
+        {"part": "commands", "name": "commands", "status": status, "seconds": sum(seconds.values()), "cases": seconds}
+    ]
+
+
+def _num_jobs() -> int:
+    return max(1, min(PROCESSES + 2, (os.cpu_count() or 1) // 2))
 
 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", default="", help="cases with this in their name")
-    parser.add_argument(
-        "--jobs", type=int, default=max(1, min(6, (os.cpu_count() or 1) // 2)), help="how many at a time"
-    )
+    parser.add_argument("--jobs", type=int, default=_num_jobs(), help="how many at a time")
     parser.add_argument("--json", metavar="FILE", help="where the record goes")
     arguments = parser.parse_args(words)
     if arguments.device == "cuda" and not _has_gpu():
@@ -223,7 +290,8 @@ def main(words: Sequence[str]) -> int:
     left_out = {case.name: why for case in every if (why := _left_out(case, arguments.device)) is not None}
     chosen = [case for case in every if case.name not in left_out]
     with tempfile.TemporaryDirectory() as folder:
-        rows = try_all(chosen, Path(folder), arguments.device, arguments.jobs)
+        where, places = Path(folder), max([PROCESSES, *(case.processes for case in chosen)])
+        rows = try_all(chosen, lambda case: run(case, where, arguments.device), places=places, jobs=arguments.jobs)
     wrong = [row for row in rows if row.problem is not None]
     data: Mapping[str, Any] = {"device": arguments.device, "rows": [asdict(row) for row in rows], "left_out": left_out}
     if arguments.json:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from shardwise.ranks.gpus import Gpus
 from shardwise.ranks.spawn import Ranks
 from shardwise.testing.mps import shared_at_once
 from tests.crowd import Crowd
-from tests.gpu import families
+from tests.gpu import commands, families
 from tests.gpu.page import PAGE, RECORD, page
 from tests.gpu.record import FILE, ROOT, Record
 from tests.parity.cases import CASES
@@ -45,6 +46,8 @@ from tests.parity.models import HUGGING_FACE, make_problem
 KINDS: tuple[Kind, ...] = ("loss", "gradient", "norm", "weight")
 #: A plan that takes longer stands still.
 LIMIT_SECONDS = 60.0
+#: New ranks begin with what they import and with CUDA: 33 to 60 s on 16 cores that do much else.
+START_SECONDS = 60.0
 NOT_ALL = 3
 
 
@@ -75,14 +78,22 @@ def train(plan: Plan, model: str) -> Course:
     return train_on_rank(plan, problem_of(model, plan), looks="last step", finds_uses=False)
 
 
+@lru_cache(maxsize=1)
+def _exact_reference(model: str, plan: str, device: str) -> Course:
+    """One device in fp32. A plan's rows in fp32 and in bf16 come one after the other, and are held against the same."""
+    exact = Plan.parse(plan)
+    return train_reference(problem_of(model, exact)().on(device), exact, looks="last step")
+
+
 def try_plan(crowd: Ranks, row: Row, device: str = "cuda") -> Row:
     """Train a plan and one device, and compare them."""
-    start, exact = time.perf_counter(), Plan.parse(row.plan)
-    plan = replace(exact, precision=row.precision)
+    start = time.perf_counter()
+    plan = replace(Plan.parse(row.plan), precision=row.precision)
     make = problem_of(row.model, plan)
     try:
-        expected = train_reference(make().on(device), exact, looks="last step")
-        found = crowd.run(train, plan, row.model, timeout_seconds=LIMIT_SECONDS)
+        expected = _exact_reference(row.model, row.plan, device)
+        limit = LIMIT_SECONDS + (0.0 if crowd.process_ids else START_SECONDS)
+        found = crowd.run(train, plan, row.model, timeout_seconds=limit)
         if row.precision != "fp32":
             draws: list[Course] = []
             for seed in range(MOST_DRAWS):
@@ -141,13 +152,22 @@ def _beside(row: Row) -> str:
     return f" (one device {max(row.alone.values()):.1e})" if row.alone else ""
 
 
-def wanted_rows(*, with_families: bool, counts: Sequence[int], precisions: Sequence[str], only: str) -> list[Row]:
-    """What was asked for, in the order in which it is run."""
+def wanted_rows(
+    *,
+    with_families: bool,
+    counts: Sequence[int],
+    precisions: Sequence[str],
+    only: str = "",
+    share: tuple[int, int] = (0, 1),
+) -> list[Row]:
+    """What was asked for, in the order in which it is run. `share` (0, 2) is the first of two halves: every other plan,
+    so that both take about as long."""
     cases = families.CASES if with_families else CASES
+    first, step = share
     return [
         Row(ranks=count, model=model, plan=text, precision=precision)
         for count in counts
-        for model, text in cases.get(count, [])
+        for model, text in cases.get(count, [])[first::step]
         for precision in precisions
         if only in text or only in model
     ]
@@ -212,10 +232,11 @@ def write(record: Record) -> None:
         kept["faults"] = faults
     others = [
         {"part": part, "name": name.removeprefix(f"{part}: "), **row}
-        for part in ("nccl", "input", "commands", "pytest")
+        for part in ("nccl", "input", "pytest")
         for name, row in record.rows.items()
         if name.startswith(f"{part}: ")
     ]
+    others += commands.row_of_all(record)
     if others:
         kept["others"] = others + _left_from_before(kept.get("others", []), {row["name"] for row in others})
     # Errors are told with their files: where these lie on this machine is nobody's business.

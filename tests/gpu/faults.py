@@ -242,16 +242,28 @@ def _all_cases(device: str) -> Iterator[tuple[str, Callable[[], Row]]]:
     yield "train dp=2 kill", partial(try_train, device)
 
 
-def num_cases() -> int:
-    return len(list(_all_cases("cpu")))
+def names(counts: Collection[int] = (2, 4)) -> list[str]:
+    """All cases with so many ranks."""
+    return [name for name, _ in _all_cases("cpu") if _num_ranks(name) in counts]
 
 
-def cases(device: str, *, known: Collection[str] = (), only: str = "", deadline: float = math.inf) -> Iterator[Row]:
-    """Try all that are not known yet, as long as there is time for another."""
+def _num_ranks(name: str) -> int:
+    return Plan.parse(name.split()[1]).num_ranks
+
+
+def cases(
+    device: str,
+    *,
+    known: Collection[str] = (),
+    only: str = "",
+    deadline: float = math.inf,
+    counts: Collection[int] = (2, 4),
+) -> Iterator[Row]:
+    """Try all with so many ranks that are not known yet, as long as there is time for another."""
     # Two whole steps have loaded every kernel before something happens, and ranks are up sooner so.
     with environment.changed({"CUDA_MODULE_LOADING": "LAZY"}):
         for name, try_it in _all_cases(device):
-            if name not in known and only in name and time.monotonic() < deadline:
+            if name not in known and only in name and _num_ranks(name) in counts and time.monotonic() < deadline:
                 yield try_it()
 
 

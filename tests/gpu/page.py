@@ -61,8 +61,9 @@ how far its GPU has progressed.
 - bad input, commands as a user types them, and all tests that need a GPU.
 
 It needs torch and, for some models, `transformers` and `pytest`. It installs nothing, and prints what it skips. It
-writes `build/gpu_tests.jsonl` and this page. `make test-gpu SECONDS=560` stops within that time, with status 3, and
-continues when it is called again. `python -m tests.gpu --only faults` runs one part.
+writes `build/gpu_tests.jsonl` and this page, and what each part printed to `build/gpu_logs`. `make test-gpu
+SECONDS=560` ends what is still running after that time, with status 3, and continues when it is called again. `python
+-m tests.gpu --only faults` runs one part.
 
 How to read a row: the plan is trained for 3 steps of AdamW in fp32 and compared with plain torch on one GPU. Errors
 of the loss, of gradients, of the gradient norm and of weights are relative; each is the worst over all steps, tensors
@@ -180,7 +181,11 @@ def _of_others(rows: list[dict[str, Any]]) -> str:
         result = {0: "passed", 5: "nothing to run"}.get(row["status"], f"failed with status {row['status']}")
         told = "; ".join([result, *([row["since"]] if "since" in row else [])])
         lines.append(f"| {_PARTS[row['part']]} | {which} | {told} | {row['seconds']:.0f} s |")
-    return "\n\n".join(["## What else was run", f"{head}\n" + "\n".join(lines)])
+    intro = (
+        "Short test files share a process: their duration is without its start. That of commands is the sum over"
+        " all of them; several run at a time."
+    )
+    return "\n\n".join(["## What else was run", intro, f"{head}\n" + "\n".join(lines)])
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -1,14 +1,9 @@
 """The page of what was run on GPUs says what the record has, and the record is of every plan that is proven."""
 
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 
-from tests.gpu.__main__ import MODULES, PARTS, files_for_gpus, is_done, pieces
-from tests.gpu.every_plan import wanted_rows
+from tests.gpu.files import files_for_gpus
 from tests.gpu.page import PAGE, page, read
-from tests.gpu.record import Record
 from tests.parity.cases import CASES
 
 
@@ -64,38 +59,3 @@ def test_every_test_file_that_asks_for_a_gpu_is_run_there() -> None:
     assert {"tests/engine/test_gpu.py", "tests/execution/test_device_clock.py"} <= found
     assert "tests/sharding/context/test_kernels.py" in found
     assert not any(name.startswith("tests/gpu/") for name in found)
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_every_part_is_something_that_can_be_run(part: str) -> None:
-    known = {"plans", "families", "faults", "pytest"}
-    assert part in known or find_spec(f"tests.gpu.{MODULES[part]}") is not None
-
-
-def test_the_pieces_that_run_beside_each_other_are_all_of_it() -> None:
-    every = pieces(PARTS)
-    assert {each.part for each in every} == set(PARTS)
-    assert {each.options[1] for each in every if each.part == "pytest"} == set(files_for_gpus())
-    assert {each.options[1] for each in every if each.part == "plans"} == {str(count) for count in CASES}
-
-
-def test_a_piece_is_begun_until_the_record_has_all_of_it(tmp_path: Path) -> None:
-    record, every = Record(tmp_path / "record"), pieces(PARTS)
-    assert not any(is_done(each, record) for each in every)
-    for row in wanted_rows(with_families=False, counts=[4], precisions=["bf16"], only="")[1:]:
-        record.add(row.name, {})
-    record.add("nccl: nccl", {"status": 0})
-    record.add("pytest: tests/nets/test_gpu.py", {"status": 0})
-    assert {each.name for each in every if is_done(each, record)} == {"nccl", "pytest tests/nets/test_gpu.py"}
-    record.add(wanted_rows(with_families=False, counts=[4], precisions=["bf16"], only="")[0].name, {})
-    assert "plans 4 bf16" in {each.name for each in every if is_done(each, record)}
-
-
-def test_a_record_has_what_several_processes_wrote(tmp_path: Path) -> None:
-    one, other = Record(tmp_path / "record"), Record(tmp_path / "record")
-    one.add("plans: a", {"problem": None})
-    other.add("plans: b", {"problem": "gone"})
-    assert list(one.rows) == ["plans: a"]
-    one.read()
-    assert one.of("plans") == [{"problem": None}, {"problem": "gone"}]
-    assert Record(tmp_path / "record", anew=True).rows == {}

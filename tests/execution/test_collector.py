@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.execution.collector import DeviceEvent, activities_of, device_events, zero_of_clock
-from shardwise.execution.recording import Launch, RankNotes, Recording
+from shardwise.execution.recording import Launch, RankTrace, Recording
 from shardwise.schedule.catalogue import make_schedule
 from shardwise.schedule.instruction import backward, forward
 from shardwise.schedule.passes.lower import lower
@@ -164,7 +164,7 @@ def test_what_was_seen_travels_with_what_a_rank_tells_and_widens_its_step() -> N
         recording.note(0, instruction, start, end)
     told = recording.told_by(0, (100e-6, 400e-6), activities=[each._replace(rank=0) for each in collected()])
     assert told.window == pytest.approx((100e-6, 820e-6))
-    assert RankNotes.unpacked(pickle.loads(pickle.dumps(told.packed()))) == told
+    assert RankTrace.unpacked(pickle.loads(pickle.dumps(told.packed()))) == told
     assert told.by_clock(2.0).activities[0].launched == pytest.approx(2.0 + 110e-6)
     recording.take(0, told)
     trace = recording.trace()

@@ -8,7 +8,7 @@ import pytest
 from shardwise.cluster.catalogue import get_device
 from shardwise.cost.deal import Deal
 from shardwise.cost.layouts import Layouts
-from shardwise.cost.memory import DEFERRED_FREE_BYTES, NUM_SLOTS, SLOT_BYTES, saved, step_bytes
+from shardwise.cost.memory import DEFERRED_FREE_BYTES, NUM_STAGING_BUFFERS, STAGING_BYTES, saved, step_bytes
 from shardwise.cost.pipeline import SCHEDULES
 from shardwise.cost.places import Places, count_blocks, in_flight, typical_places
 from shardwise.cost.software import Software
@@ -190,7 +190,7 @@ def test_recomputation_trades_activations_for_a_working_set() -> None:
 def test_what_is_offloaded_is_on_the_host() -> None:
     here, half = ask("8xh100", dp=8, zero=1), ask("8xh100", dp=8, zero=1, offload_optimizer=0.5)
     moved = here.bytes.parts["optimizer"] / 2
-    staged = NUM_SLOTS * SLOT_BYTES
+    staged = NUM_STAGING_BUFFERS * STAGING_BYTES
     assert moved.max() > staged
     assert half.bytes.parts["optimizer"] == pytest.approx(moved + staged)
     assert half.bytes.parts["masters"] == pytest.approx(here.bytes.parts["masters"])

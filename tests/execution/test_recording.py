@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shardwise.execution.recording import RankNotes, Recording, clock_of
+from shardwise.execution.recording import RankTrace, Recording, clock_of
 from shardwise.schedule.catalogue import make_schedule
 from shardwise.schedule.instruction import backward, forward
 from shardwise.schedule.passes.lower import lower
@@ -73,7 +73,7 @@ def test_what_a_rank_tells_arrives_as_it_was() -> None:
         recording.told_by(0, (0.5, 3.0), data_wait=0.1, holdings=holdings, traffic=traffic),
         Recording(lower(make_schedule("1f1b", 1, 2))).told_by(0),
     ):
-        assert RankNotes.unpacked(pickle.loads(pickle.dumps(told.packed()))) == told
+        assert RankTrace.unpacked(pickle.loads(pickle.dumps(told.packed()))) == told
 
 
 def test_by_another_clock_all_that_a_rank_tells_is_as_much_later() -> None:
@@ -83,6 +83,6 @@ def test_by_another_clock_all_that_a_rank_tells_is_as_much_later() -> None:
     told = recording.told_by(0, (0.5, 3.0), holdings=[Holding(0, "parameters", 1.0, 8.0)])
     later = told.by_clock(10.0)
     assert later.window == (10.5, 13.0)
-    assert [(each.start, each.end) for each in later.notes] == [(11.0, 12.0), (12.0, 12.5)]
+    assert [(each.start, each.end) for each in later.spans] == [(11.0, 12.0), (12.0, 12.5)]
     assert [each.time for each in later.holdings] == [11.0]
     assert later.by_clock(-10.0) == told

@@ -36,11 +36,11 @@ def test_queries_come_back_and_keys_and_values_go_to_their_slots(
     slots = torch.tensor([3, 17, -1, 8, 0, 23], dtype=torch.int32)
     positions = torch.tensor([0, 39, 5, 7, 7, 12], dtype=torch.int32)
     given = random_of(6, (heads + 2 * shared) * dim + 3, dtype=dtype, gradient=False)[:, :-3]
-    manner = turn(dim, dtype, **how)
+    turning = turn(dim, dtype, **how)
 
     def made(kernels: bool) -> tuple[Tensor, Tensor]:
         own = cache.clone()
-        query = write_cache(given, own[:, 1, 0], own[:, 1, 1], positions, slots, manner, kernels=kernels)
+        query = write_cache(given, own[:, 1, 0], own[:, 1, 1], positions, slots, turning, kernels=kernels)
         return query, own
 
     for one, other in zip(made(True), made(False), strict=True):
@@ -53,6 +53,6 @@ def test_queries_come_back_and_keys_and_values_go_to_their_slots(
 
 def test_no_tokens_write_nothing() -> None:
     cache = torch.zeros(1, 2, 1, 4, 8)
-    none, manner = torch.empty(0), turn(8, torch.float32, angles=True, norms=False)
-    made = write_cache(torch.empty(0, 24), cache[:, 0], cache[:, 1], none, none, manner)
+    none, turning = torch.empty(0), turn(8, torch.float32, angles=True, norms=False)
+    made = write_cache(torch.empty(0, 24), cache[:, 0], cache[:, 1], none, none, turning)
     assert made.shape == (0, 1, 8)

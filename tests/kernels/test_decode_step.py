@@ -29,19 +29,19 @@ def test_a_step_is_a_write_and_a_decode(
     lengths = [1, size, size + 1, 0, 300, 65]
     keys, values, tables = blocks(lengths, shared, size, dim, dtype)
     rows = random_of(len(lengths), (heads + 2 * shared) * dim + 3, dtype=dtype, gradient=False)[:, :-3]
-    manner, counters = turn(dim, dtype, **how), torch.zeros(len(lengths) * shared, dtype=torch.int32)
-    if manner.cosine is not None and manner.sine is not None:
+    turning, counters = turn(dim, dtype, **how), torch.zeros(len(lengths) * shared, dtype=torch.int32)
+    if turning.cosine is not None and turning.sine is not None:
         angles = torch.randn(300, dim // 2)
-        manner = type(manner)(
-            cosine=angles.cos(), sine=angles.sin(), interleaved=manner.interleaved, q_norm=manner.q_norm,
-            k_norm=manner.k_norm,
+        turning = type(turning)(
+            cosine=angles.cos(), sine=angles.sin(), interleaved=turning.interleaved, q_norm=turning.q_norm,
+            k_norm=turning.k_norm,
         )  # fmt: skip
 
     def made(kernels: bool) -> tuple[Tensor, Tensor, Tensor]:
         own = keys.clone(), values.clone()
         told = torch.tensor(lengths, dtype=torch.int32)
         seen = decode_step(
-            rows, *own, tables, told, manner, scale=0.3, window=window, counters=counters, kernels=kernels
+            rows, *own, tables, told, turning, scale=0.3, window=window, counters=counters, kernels=kernels
         )  # fmt: skip
         return seen, *own
 

@@ -4,6 +4,7 @@ A promise is one test over all files: its failure lists every offender, and not 
 """
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -17,6 +18,10 @@ MOST_LINES_OF_A_CLASS = 250
 #: What users call: it puts together, and computes nothing itself.
 MOST_LINES_OF_THE_ENGINE = 200
 MOST_MODULES_IMPORTED = 15
+#: A room with more files than this has a drawing at its head, of at most so many lines, with some of its files in it.
+MOST_FILES_WITHOUT_DRAWING = 15
+MOST_LINES_OF_A_DRAWING = 12
+FEWEST_FILES_DRAWN = 4
 NAMES_THAT_SAY_NOTHING = {
     "utils",
     "util",
@@ -31,6 +36,8 @@ NAMES_THAT_SAY_NOTHING = {
     "v2",
 }
 READS_THE_ENVIRONMENT = {"environ", "environb", "getenv", "putenv"}
+#: A line with a stroke, or with columns.
+_IS_DRAWN = re.compile(r"--|->|──|\||\S {2,}\S")
 
 Sources = Iterable[Source]
 Offenders = Iterator[str]
@@ -105,6 +112,35 @@ def class_names_of_two(sources: Sources) -> Offenders:
     for (_, name), files in homes.items():
         if len(files) > 1:
             yield f"{name} is the name of {len(files)} classes: {', '.join(files)}"
+
+
+def large_rooms_without_a_drawing(sources: Sources) -> Offenders:
+    """Drawings are in the docstrings of rooms, and what they name is there."""
+    names, heads = defaultdict[str, set[str]](set), dict[str, str]()
+    counts = defaultdict[str, int](int)
+    for source in sources:
+        room, _, rest = source.name.partition("/")
+        if rest:
+            names[room] |= {part.removesuffix(".py") for part in rest.split("/")}
+            counts[room] += 1
+        if rest == "__init__.py":
+            heads[room] = ast.get_docstring(source.tree) or ""
+    for room in sorted(names):
+        drawn = [
+            line for line in heads.get(room, "").splitlines() if re.search(r"-->|--|->|\||\S {2,}\S|──", line.strip())
+        ]
+        words = set(re.findall(r"[a-z][a-z0-9_]*/?", " ".join(drawn)))
+        if not drawn:
+            if counts[room] > MOST_FILES_WITHOUT_DRAWING:
+                yield f"{room}/ has {counts[room]} files, and no drawing in its __init__.py"
+            continue
+        if len(drawn) > MOST_LINES_OF_A_DRAWING:
+            yield f"{room}/ has a drawing of {len(drawn)} lines, more than {MOST_LINES_OF_A_DRAWING}"
+        if len({word.rstrip("/") for word in words} & names[room]) < FEWEST_FILES_DRAWN:
+            yield f"{room}/ has a drawing with fewer than {FEWEST_FILES_DRAWN} of its files"
+        for word in sorted(words):
+            if ("_" in word or word.endswith("/")) and word.rstrip("/") not in names[room]:
+                yield f"{room}/ draws {word}, which is not there"
 
 
 def private_names_of_others(sources: Sources) -> Offenders:

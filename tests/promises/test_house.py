@@ -20,6 +20,7 @@ HELD: tuple[Promise, ...] = (
     house.modules_that_do_not_say_what_they_are,
     house.names_that_say_nothing,
     house.class_names_of_two,
+    house.large_rooms_without_a_drawing,
     house.private_names_of_others,
 )
 
@@ -64,6 +65,27 @@ def test_a_class_name_is_of_two_only_where_both_are_public_and_in_one_room() -> 
     text = "class A: ...\nclass _B: ...\n"
     (found,) = house.class_names_of_two([made(name, text) for name in ("one/a.py", "one/deep/b.py", "two/a.py")])
     assert found == "A is the name of 2 classes: one/a.py, one/deep/b.py"
+
+
+def test_a_large_room_draws_files_that_are_there() -> None:
+    files = [made(f"a/{name}.py", "") for name in ("one", "two", "three", "four_more", *map(str, range(11)))]
+
+    def found(docstring: str) -> list[str]:
+        return list(house.large_rooms_without_a_drawing([made("a/__init__.py", f'"""{docstring}"""'), *files]))
+
+    assert found("What it is.\n\none -> two -> three\nfour_more   the last\n") == []
+    assert found("What it is.") == ["a/ has 16 files, and no drawing in its __init__.py"]
+    assert found("What it is.\n\none -> two\n") == ["a/ has a drawing with fewer than 4 of its files"]
+    lost = "one -> two -> three\nfour_more   the last, five_more\nin/    more\n"
+    assert found(f"What it is.\n\n{lost}") == [
+        "a/ draws five_more, which is not there",
+        "a/ draws in/, which is not there",
+    ]
+    assert found("What it is.\n\n" + "one -> two -> three -> four_more\n" * 13) == [
+        "a/ has a drawing of 13 lines, more than 12"
+    ]
+    del files[0]
+    assert found("What it is.") == []
 
 
 def test_a_module_of_ours_counts_once_however_often_it_is_imported() -> None:

@@ -2,22 +2,37 @@
 
 import ast
 import os
+import platform
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from shardwise import environment
-from shardwise.cluster.local import peak_memory_bytes
+from shardwise.cluster.local import available_bytes, peak_memory_bytes
+from shardwise.copies.memory import draw_id
 from shardwise.dataflow.buffers import disk_memory
+from shardwise.planner.plan import Plan
+from shardwise.probing.devices import _forget
+from shardwise.ranks.clocks import this_machine
+from shardwise.ranks.pulse import is_stopped
+from shardwise.ranks.shared_gpus import network_namespace
 from shardwise.ranks.shared_memory import _listen
-from shardwise.ranks.spawn import _context
+from shardwise.ranks.spawn import Ranks, _context
+from shardwise.standby.asker import find_server
+from shardwise.standby.server import main as standby_server
 from shardwise.states.tiers.disk import _fill
+from shardwise.training.job import Job
+from shardwise.training.recipe import Recipe
+from shardwise.training.run_copies import open_copies
+from shardwise.training.world import World
 from tests.promises.sources import PACKAGE, all_sources
 
 #: Calls of `os` and flags of `socket` that macOS does not have, or not every release of it.
@@ -128,6 +143,53 @@ def test_cores_are_counted_where_none_can_be_kept_from_a_process(monkeypatch: py
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert environment.num_cores() == 3
+
+
+def test_a_machine_without_proc_has_a_name_a_network_and_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path, *_: object, **__: object) -> Any:
+        raise FileNotFoundError(path)
+
+    for name in ("read_text", "read_bytes", "stat"):
+        monkeypatch.setattr(Path, name, refused)
+    assert this_machine() == platform.node()
+    assert network_namespace() == 0
+    assert environment.processor_name() == platform.machine()
+    assert available_bytes() == 2**62  # No limit is known.
+    assert not is_stopped(0)
+
+
+def test_no_rank_is_forked_from_one_on_standby_where_nobody_can_know_who_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_id(tmp_path)
+    monkeypatch.delattr(socket, "SO_PEERCRED", raising=False)
+    assert find_server(tmp_path) is None
+    assert standby_server(["--folder", str(tmp_path), "--node", "here"]) == 0
+
+
+def test_files_are_read_back_where_none_can_be_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    with (tmp_path / "file").open("wb") as file:
+        _forget(file.fileno())
+
+
+def without_shared_memory(folder: str) -> tuple[str, str]:
+    """What a rank says of copies in memory on a machine that has no folder for them."""
+    os.environ[environment.COPIES_ROOT] = "/dev/null/shm"
+    world = World()
+    try:
+        job = Job(recipe=Recipe(name="tiny"), plan=Plan.parse("dp=2"), folder=Path(folder), command="", copies_every=1)
+        opened = open_copies(job, world)
+        return type(opened).__name__, str(opened)
+    finally:
+        world.close()
+        del os.environ[environment.COPIES_ROOT]
+
+
+def test_a_run_goes_on_without_copies_where_no_folder_is_in_memory(two: Ranks, tmp_path: Path) -> None:
+    for kind, said in two.run(without_shared_memory, str(tmp_path)):
+        assert kind == "str"
+        assert "cannot keep copies in /dev/null/shm" in said
 
 
 def test_the_peak_of_memory_is_in_bytes_on_both_systems(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """docs/structure.md names every file of the source, once, where its room is read."""
 
+import re
+
 from tests.promises.lines import STRUCTURE
 from tests.promises.naming import files_named
-from tests.promises.sources import all_sources
+from tests.promises.sources import ROOT, all_sources
 
 
 def files_of_rooms() -> frozenset[str]:
@@ -49,3 +51,13 @@ def test_a_file_is_named_by_its_path_below_the_room_of_the_heading() -> None:
         "cluster/device.py": 1,
         "model/model.py": 2,
     }
+
+
+def test_the_examples_of_what_a_change_touches_have_about_the_lines_that_are_told() -> None:
+    """CONTRIBUTING.md names a schedule, an optimizer, a tier and a way to split a layer, with the lines of each."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    told = re.findall(r"`([\w/]+\.py)` \((\d+) lines\)", text)
+    assert len(told) >= 4
+    for name, count in told:
+        (source,) = (each for each in all_sources() if f"/{each.name}".endswith(f"/{name}"))
+        assert abs(len(source.text.splitlines()) - int(count)) <= 0.1 * int(count), name

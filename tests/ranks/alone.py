@@ -1,6 +1,5 @@
-"""One rank raises, somewhere in what all ranks do together; what each of them says, and after how long."""
+"""One rank raises, somewhere in what all ranks do together; what each of them says."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -96,14 +95,13 @@ def run_world(where: str, plan: str) -> None:
     world.close()
 
 
-def told(where: str, plan: str) -> tuple[str, str, float]:
-    """What this rank has raised, and after how many seconds. It goes on living: nobody sees that it has failed."""
+def told(where: str, plan: str) -> tuple[str, str]:
+    """What this rank has raised. It goes on living: nobody sees that it has failed."""
     run: Callable[[str, str], None] = run_world if where == "a run" else train
-    start = time.monotonic()
     try:
         run(where, plan)
     except ShardwiseError as error:
-        return type(error).__name__, error.problem, time.monotonic() - start
+        return type(error).__name__, error.problem
     except ValueError as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "nothing", "", time.monotonic() - start
+        return type(error).__name__, str(error)
+    return "nothing", ""

@@ -1,6 +1,5 @@
 """A rank that refuses alone, over wires that engines share, leaves nobody waiting; where all refuse, wires go on."""
 
-import time
 from typing import Any
 
 import torch
@@ -31,24 +30,22 @@ def _make(wires: Any, *, refuses: bool) -> str:
     return "made"
 
 
-def refused_by(ranks: tuple[int, ...]) -> tuple[str, str, float]:
-    """A first engine that these ranks refuse, a second over the same wires, and how long the first took."""
+def refused_by(ranks: tuple[int, ...]) -> tuple[str, str]:
+    """A first engine that these ranks refuse, and a second over the same wires."""
     wires = make_wires(Plan.parse("dp=2"), limit_seconds=_LIMIT_SECONDS)
-    start = time.monotonic()
     first = _make(wires, refuses=wires.rank in ranks)
-    took = time.monotonic() - start
     second = _make(wires, refuses=False)
     wires.close()
-    return first, second, took
+    return first, second
 
 
 def test_wires_can_be_used_on_where_all_ranks_refuse(two: Ranks) -> None:
-    for first, second, _ in two.run(refused_by, (0, 1)):
+    for first, second in two.run(refused_by, (0, 1)):
         assert (first, second) == ("no optimizer today", "made")
 
 
 def test_the_others_are_told_by_a_rank_that_refuses_alone(two: Ranks) -> None:
-    (own, *_), (told, _, took) = two.run(refused_by, (0,))
+    (own, _), (told, _) = two.run(refused_by, (0,))
     assert own == "no optimizer today"
+    # Not that nobody has answered for as long as these wires wait.
     assert told == "rank 0 failed: no optimizer today"
-    assert took < 60

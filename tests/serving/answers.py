@@ -43,8 +43,8 @@ def prompts(count: int, *, shortest: int = 3, longest: int = 20, seed: int = 0) 
     return [tuple(torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()) for length in lengths]
 
 
-def ask(prompt: Iterable[int], name: str = "r", num_tokens: int = 12, priority: int = 0, **manner: Any) -> Request:
-    sampling = Sampling(max_tokens=num_tokens, **{"temperature": 0.0, **manner})
+def ask(prompt: Iterable[int], name: str = "r", num_tokens: int = 12, priority: int = 0, **options: Any) -> Request:
+    sampling = Sampling(max_tokens=num_tokens, **{"temperature": 0.0, **options})
     return Request(id=name, prompt=tuple(prompt), sampling=sampling, priority=priority)
 
 

@@ -16,8 +16,8 @@ from tests.serving.http.serving_here import running, served_by
 from tests.serving.http.test_overload import wait_until
 
 
-def ask(name: str, text: str, **manner: Any) -> Request:
-    return Request(id=name, prompt=tuple(text.encode()), sampling=Sampling(max_tokens=20, temperature=0, **manner))
+def ask(name: str, text: str, **options: Any) -> Request:
+    return Request(id=name, prompt=tuple(text.encode()), sampling=Sampling(max_tokens=20, temperature=0, **options))
 
 
 def answers(engine: EngineProcess) -> dict[str, list[Token]]:

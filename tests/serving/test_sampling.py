@@ -12,11 +12,11 @@ from tests.nets.families import VOCABULARY
 from tests.serving.answers import answer, ask, both, engine_over, prompts, run, tokens_of
 
 
-def drawn(logits: Tensor, count: int, **manner: float) -> Tensor:
+def drawn(logits: Tensor, count: int, **options: float) -> Tensor:
     """Draws from one row, at positions 0 to count - 1 of one seed."""
 
     def row(name: str, default: float) -> Tensor:
-        return torch.full((count,), manner.get(name, default))
+        return torch.full((count,), options.get(name, default))
 
     return sample_plain(
         logits.expand(count, -1),
@@ -37,23 +37,23 @@ def chi_square(tokens: Tensor, shares: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "manner", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 8, "top_p": 0.7}]
+    "options", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 8, "top_p": 0.7}]
 )
-def test_words_come_as_often_as_they_should(manner: dict[str, float]) -> None:
+def test_words_come_as_often_as_they_should(options: dict[str, float]) -> None:
     logits = torch.randn(16, generator=torch.Generator().manual_seed(3)) * 1.5
-    scaled = logits / manner.get("temperature", 1.0)
+    scaled = logits / options.get("temperature", 1.0)
     order = scaled.argsort(descending=True)
     kept = torch.ones(16, dtype=torch.bool)
-    kept[order[int(manner.get("top_k", 16)) :]] = False
+    kept[order[int(options.get("top_k", 16)) :]] = False
     shares = scaled.masked_fill(~kept, -torch.inf).softmax(-1)
     before = shares[order].cumsum(0) - shares[order]
-    kept[order[before >= manner.get("top_p", 1.0)]] = False
-    kept &= scaled.softmax(-1) >= manner.get("min_p", 0.0) * scaled.softmax(-1).max()
+    kept[order[before >= options.get("top_p", 1.0)]] = False
+    kept &= scaled.softmax(-1) >= options.get("min_p", 0.0) * scaled.softmax(-1).max()
     shares = scaled.masked_fill(~kept, -torch.inf).softmax(-1)
     freedom = int(kept.sum()) - 1
     # Wilson and Hilferty: 4.3 standard deviations, one honest failure in 100,000.
     limit = freedom * (1 - 2 / (9 * freedom) + 4.3 * math.sqrt(2 / (9 * freedom))) ** 3
-    assert chi_square(drawn(logits, 40_000, **manner), shares) < limit
+    assert chi_square(drawn(logits, 40_000, **options), shares) < limit
 
 
 def test_words_that_are_equally_likely_go_or_stay_together() -> None:
@@ -66,12 +66,12 @@ def test_words_that_are_equally_likely_go_or_stay_together() -> None:
 def test_a_seed_gives_the_same_tokens_alone_in_a_full_batch_and_preempted() -> None:
     _, ours = both("llama")
     given = prompts(12)
-    manner: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
-    alone = answer(engine_over(ours), [ask(given[0], **manner)])
+    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
+    alone = answer(engine_over(ours), [ask(given[0], **options)])
     crowd = [ask(prompt, f"c{number}", temperature=1.0) for number, prompt in enumerate(given[1:])]
     for engine in (engine_over(ours, num_blocks=200), engine_over(ours, num_blocks=9, token_budget=7, max_running=7)):
-        assert tokens_of(run(engine, [*crowd[:6], ask(given[0], **manner), *crowd[6:]]))["r"] == alone[0]
-    other = answer(engine_over(ours), [ask(given[0], **{**manner, "seed": 6})])
+        assert tokens_of(run(engine, [*crowd[:6], ask(given[0], **options), *crowd[6:]]))["r"] == alone[0]
+    other = answer(engine_over(ours), [ask(given[0], **{**options, "seed": 6})])
     assert other != alone
 
 
@@ -79,8 +79,8 @@ def test_penalties_bias_and_guides_change_what_comes() -> None:
     _, ours = both("llama")
     prompt = prompts(1)[0]
 
-    def tokens(**manner: Any) -> list[int]:
-        return answer(engine_over(ours), [ask(prompt, **manner)])[0]
+    def tokens(**options: Any) -> list[int]:
+        return answer(engine_over(ours), [ask(prompt, **options)])[0]
 
     plain = tokens()
     assert set(tokens(logit_bias={5: 100.0})) == {5}

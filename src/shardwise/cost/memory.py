@@ -32,9 +32,9 @@ _TORCH_SCORE = 8.0
 _FUSED_SCORE = 2.0
 
 
-#: Optimizer state on the host is updated in this many slots on the device, each of about this size. Forwards wait if
-#: more than this many bytes of saved tensors are still on their way to the host.
-NUM_SLOTS, SLOT_BYTES = 4, 256 * 2**20
+#: Optimizer state on the host is updated in this many staging buffers on the device, each of about this size. Forwards
+#: wait if more than this many bytes of saved tensors are still on their way to the host.
+NUM_STAGING_BUFFERS, STAGING_BYTES = 4, 256 * 2**20
 DEFERRED_FREE_BYTES = 256 * 2**20
 
 #: Uncertainty of a rank's bytes: the standard deviation of the logarithm of predicted over published peaks, whose mean
@@ -207,8 +207,9 @@ def _on_host(parts: dict[str, Floats], layouts: Layouts, counts: Counts, softwar
     # tensor; or the shards of these, before they are gathered.
     coming = ((2 * counts.layer + counts.ends) / sharing)[:, None]
     weights = layouts.offload_parameters
+    staged = NUM_STAGING_BUFFERS * STAGING_BYTES
     moves: list[tuple[str, Floats, Floats, Floats | float]] = [
-        ("optimizer", np.maximum(layouts.offload_optimizer, weights), parts["optimizer"], NUM_SLOTS * SLOT_BYTES),
+        ("optimizer", np.maximum(layouts.offload_optimizer, weights), parts["optimizer"], staged),
         ("gradients", weights, parts["gradients"], DEFERRED_FREE_BYTES),
         ("activations", layouts.offload_activations, parts["activations"], DEFERRED_FREE_BYTES),
     ]

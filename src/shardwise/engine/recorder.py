@@ -1,4 +1,4 @@
-"""Record steps: exchange the notes of each process's ranks with all processes, on one clock."""
+"""Record steps: exchange the spans of each process's ranks with all processes, on one clock."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,15 @@ from torch import Tensor
 
 from shardwise.execution.collector import StreamCollector
 from shardwise.execution.interpreter import Interpreter
-from shardwise.execution.recording import GRADIENTS, OPTIMIZER, PARAMETERS, RankNotes, Recording, clock_of, holdings_of
+from shardwise.execution.recording import (
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    RankTrace,
+    Recording,
+    clock_of,
+    memory_by_owner,
+)
 from shardwise.ranks.collectives import Group
 from shardwise.ranks.collectives import Traffic as GroupTraffic
 from shardwise.ranks.wires import Wires
@@ -106,7 +114,7 @@ class Recorder:
         data_wait: float,
         streams: StreamCollector | None = None,
     ) -> None:
-        """End a recorded step: exchange the notes with all processes. `step` is the start and end of its update."""
+        """End a recorded step: exchange the spans with all processes. `step` is the start and end of its update."""
         for rank in self._wires.ranks:
             recording.note_step(rank, *step)
         # Before `settle`, so by the host's clock: an activity is assigned to an instruction by its launch time.
@@ -135,11 +143,11 @@ class Recorder:
                 recording.take(rank, recording.told_by(rank))
             return
         rank, begin = self._wires.rank, window[0] - data_wait
-        held = holdings_of(rank, recording.ran_by(ranks[0]), begin=begin, state=self._state_bytes(), kept=kept)
+        held = memory_by_owner(rank, recording.ran_by(ranks[0]), begin=begin, state=self._state_bytes(), kept=kept)
         sent = self._traffic(rank, recording)
         mine = recording.told_by(ranks[0], window, data_wait=data_wait, holdings=held, traffic=sent, activities=seen)
         for other, told in enumerate(self._wires.gather(mine.by_clock(self._wires.clock_correction()).packed())):
-            recording.take(other, RankNotes.unpacked(told))
+            recording.take(other, RankTrace.unpacked(told))
 
     def _traffic(self, rank: int, recording: Recording) -> Iterator[Traffic]:
         """Yield the traffic of this rank in the step."""
@@ -170,5 +178,5 @@ class Recorder:
 
 
 def _launched(recording: Recording, among: str, kind: str, *, is_of_replicas: bool) -> None:
-    """Note a launch. Collectives between replicas have a purpose (gradients, parameters); others only their kind."""
+    """Span a launch. Collectives between replicas have a purpose (gradients, parameters); others only their kind."""
     recording.note_launch(among, _OF_REPLICAS.get(kind) if is_of_replicas else None, kind)

@@ -1,8 +1,8 @@
 """Record an executed step as a trace in the simulator's format.
 
 During a step, recording costs one list append for each instruction and for each wait. Names, causes of waits and memory
-holdings are derived after the step. The notes of each rank are converted to one clock and exchanged as columns of plain
-values: packing thousands of notes one by one would take longer than making them.
+holdings are derived after the step. The spans of each rank are converted to one clock and exchanged as columns of plain
+values: packing thousands of spans one by one would take longer than making them.
 
 A host launches kernels on a GPU asynchronously, so the host's times say nothing about kernel times. Therefore an event
 is recorded on the stream after every instruction, and the event times are read when the step has ended. Kernels of a
@@ -71,7 +71,7 @@ def clock_of(tensors: Iterable[Tensor]) -> Clock | None:
     return DeviceClock(device) if device is not None and device.type == "cuda" else None
 
 
-class Note(NamedTuple):
+class Span(NamedTuple):
     """An action or a wait of a rank. `position` is that of its instruction in the rank's list; without one it has a
     name.
 
@@ -95,47 +95,47 @@ class Launch(NamedTuple):
     group: str
 
 
-class RankNotes(NamedTuple):
-    """The notes of one rank about a step: its place in its pipeline, the step's window, actions, memory and traffic."""
+class RankTrace(NamedTuple):
+    """The spans of one rank in a step: its place in its pipeline, the step's window, actions, memory and traffic."""
 
     place: int
     window: tuple[float, float] | None
-    notes: list[Note]
+    spans: list[Span]
     holdings: list[Holding]
     traffic: list[Traffic]
     activities: list[Activity]
 
-    def by_clock(self, correction: float) -> "RankNotes":
-        """Return the same notes on a clock that differs by `correction` seconds."""
+    def by_clock(self, correction: float) -> "RankTrace":
+        """Return the same spans on a clock that differs by `correction` seconds."""
         if correction == 0:
             return self
         window = None if self.window is None else (self.window[0] + correction, self.window[1] + correction)
-        notes = [each._replace(start=each.start + correction, end=each.end + correction) for each in self.notes]
+        spans = [each._replace(start=each.start + correction, end=each.end + correction) for each in self.spans]
         holdings = [each._replace(time=each.time + correction) for each in self.holdings]
         activities = [each.later(correction) for each in self.activities]
-        return RankNotes(self.place, window, notes, holdings, self.traffic, activities)
+        return RankTrace(self.place, window, spans, holdings, self.traffic, activities)
 
     def packed(self) -> tuple[Any, ...]:
-        """Return the same notes as columns of plain values."""
-        notes = _columns(self.notes, Note)
-        notes[1] = [_NUMBERS[lane] for lane in notes[1]]
+        """Return the same spans as columns of plain values."""
+        spans = _columns(self.spans, Span)
+        spans[1] = [_NUMBERS[lane] for lane in spans[1]]
         rows = ((self.holdings, Holding), (self.traffic, Traffic), (self.activities, Activity))
-        return self.place, self.window, notes, *(_columns(each, kind) for each, kind in rows)
+        return self.place, self.window, spans, *(_columns(each, kind) for each, kind in rows)
 
     @staticmethod
-    def unpacked(given: tuple[Any, ...]) -> "RankNotes":
-        """Return the notes that `packed` gave."""
-        place, window, notes, holdings, traffic, activities = given
-        notes = [notes[0], [_LANES[number] for number in notes[1]], *notes[2:]]
-        rows = (list(map(Note, *notes)), list(map(Holding, *holdings)), list(map(Traffic, *traffic)))
-        return RankNotes(place, window, *rows, list(map(Activity, *activities)))
+    def unpacked(given: tuple[Any, ...]) -> "RankTrace":
+        """Return the spans that `packed` gave."""
+        place, window, spans, holdings, traffic, activities = given
+        spans = [spans[0], [_LANES[number] for number in spans[1]], *spans[2:]]
+        rows = (list(map(Span, *spans)), list(map(Holding, *holdings)), list(map(Traffic, *traffic)))
+        return RankTrace(place, window, *rows, list(map(Activity, *activities)))
 
 
 def _columns(rows: Sequence[tuple[Any, ...]], kind: Any) -> list[list[Any]]:
     return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in kind._fields]
 
 
-def holdings_of(
+def memory_by_owner(
     rank: int, ran: Iterable[Ran], *, begin: float, state: Mapping[str, int], kept: Mapping[int, int]
 ) -> Iterator[Holding]:
     """Yield the memory that a rank held in a step. `state`: bytes by owner; `kept`: bytes a forward keeps, by stage.
@@ -177,41 +177,41 @@ class Recording:
         self._beside: list[tuple[str, float, float]] = []
         #: Collectives in the order in which they were launched.
         self.launches: list[Launch] = []
-        self._told: dict[int, RankNotes] = {}
+        self._told: dict[int, RankTrace] = {}
 
     def note(self, place: int, instruction: Instruction, start: float, end: float) -> None:
-        """Note that a rank ran an instruction, with start and end in seconds of a clock that all ranks share."""
+        """Record that a rank ran an instruction, with start and end in seconds of a clock that all ranks share."""
         self._note(self._run, (place, instruction, start, end))
 
     def note_again(self, place: int, instruction: Instruction, start: float, end: float) -> None:
-        """Note that a forward was recomputed for a backward."""
+        """Record that a forward was recomputed for a backward."""
         self._note(self._again, (place, instruction, start, end))
 
     def note_wait(self, what: object, peer: int | None, start: float, end: float) -> None:
-        """Note that the rank of this process waited for something."""
+        """Record that the rank of this process waited for something."""
         self._note(self._waits, (what, peer, start, end))
 
     def note_collective(self, ranks: str, kind: str, start: float, end: float) -> None:
-        """Note that the rank waited inside an instruction. No mark is made: on a device the wait is part of it."""
+        """Record that the rank waited inside an instruction. No mark is made: on a device the wait is part of it."""
         self._waits.append((f"{kind} of ranks {ranks}", None, start, end))
 
     def note_beside(self, what: str, start: float, end: float) -> None:
-        """Note that data moved beside the computation of this process's rank. Any thread may call this."""
+        """Record that data moved beside the computation of this process's rank. Any thread may call this."""
         self._beside.append((what, start, end))
 
     def note_launch(self, group: str, purpose: str | None, kind: str) -> None:
-        """Note that a collective is about to be launched in a group; without a `purpose`, its kind is its name."""
+        """Record that a collective is about to be launched in a group; without a `purpose`, its kind is its name."""
         self.launches.append(Launch(perf_counter(), kind, purpose or f"{kind} of ranks {group}", group))
 
     def note_step(self, place: int, start: float, end: float) -> None:
-        """Note that all stages of a rank have stepped."""
+        """Record that all stages of a rank have stepped."""
         step = next(each for each in reversed(self._schedule.orders[place]) if each.kind is Kind.STEP)
         self._note(self._run, (place, step, start, end))
 
-    def _note(self, notes: list[Any], what: tuple[Any, ...]) -> None:
-        notes.append(what)
+    def _note(self, spans: list[Any], what: tuple[Any, ...]) -> None:
+        spans.append(what)
         if self._clock is not None:
-            self._marks.append((notes, len(notes) - 1, self._clock.mark()))
+            self._marks.append((spans, len(spans) - 1, self._clock.mark()))
 
     def settle(self) -> None:
         """Replace the host's times by the device's.
@@ -223,11 +223,11 @@ class Recording:
         times = self._clock.times([mark for _, _, mark in self._marks])
         handed_over: list[float] = []
         ended = [0.0]
-        for (notes, place, _), done in zip(self._marks, times, strict=True):
-            *what, start, end = notes[place]
+        for (spans, place, _), done in zip(self._marks, times, strict=True):
+            *what, start, end = spans[place]
             # Only predecessors launched before `start`: a note made inside this one was launched later.
             begun = max(start, ended[bisect_right(handed_over, start)])
-            notes[place] = (*what, begun, max(done, begun))
+            spans[place] = (*what, begun, max(done, begun))
             handed_over.append(end)
             ended.append(max(done, ended[-1]))
         self._marks = []
@@ -245,43 +245,43 @@ class Recording:
         holdings: Iterable[Holding] = (),
         traffic: Iterable[Traffic] = (),
         activities: Iterable[Activity] = (),
-    ) -> RankNotes:
-        """Return the notes of a rank of this process, ready to be sent to others. `window` is the step's start and end.
+    ) -> RankTrace:
+        """Return the spans of a rank of this process, ready to be sent to others. `window` is the step's start and end.
 
         The wait for the batch, just before `window`, belongs to the step. So do all device activities after its start.
         """
         seen = list(activities)
         positions = {each: number for number, each in enumerate(self._schedule.orders[place])}
-        notes = [Note("", LANES[each.kind], start, end, positions[each]) for each, start, end in self.ran_by(place)]
-        notes += [
-            Note("", Lane.RECOMPUTE, start, end, positions[each])
+        spans = [Span("", LANES[each.kind], start, end, positions[each]) for each, start, end in self.ran_by(place)]
+        spans += [
+            Span("", Lane.RECOMPUTE, start, end, positions[each])
             for who, each, start, end in self._again
             if who == place
         ]
         if window is not None:
             for what, peer, start, end in self._waits:
                 if isinstance(what, Key):
-                    notes.append(Note("", Lane.RECEIVE, start, end, positions[_receive_of(what)], peer))
+                    spans.append(Span("", Lane.RECEIVE, start, end, positions[_receive_of(what)], peer))
                 else:
-                    notes.append(Note(str(what), Lane.WAIT, start, end, None, peer))
-            notes += [Note(name, Lane.COLLECTIVE, start, end) for name, start, end in self._beside]
-            ends = [note.end for note in notes] + [each.end for each in seen]
+                    spans.append(Span(str(what), Lane.WAIT, start, end, None, peer))
+            spans += [Span(name, Lane.COLLECTIVE, start, end) for name, start, end in self._beside]
+            ends = [span.end for span in spans] + [each.end for each in seen]
             window = (window[0], max(window[1], *ends, window[0]))
             if data_wait > 0:
                 window = (window[0] - data_wait, window[1])
-                notes.append(Note("batch", Lane.DATA, window[0], window[0] + data_wait))
+                spans.append(Span("batch", Lane.DATA, window[0], window[0] + data_wait))
             seen = [each._replace(start=max(each.start, window[0])) for each in seen if each.end > window[0]]
-        return RankNotes(place, window, notes, list(holdings), list(traffic), seen if window is not None else [])
+        return RankTrace(place, window, spans, list(holdings), list(traffic), seen if window is not None else [])
 
-    def take(self, rank: int, told: RankNotes) -> None:
-        """Store the notes of a world rank."""
+    def take(self, rank: int, told: RankTrace) -> None:
+        """Store the spans of a world rank."""
         self._told[rank] = told
 
     def trace(self) -> Trace:
-        """Return the trace of all notes, from 0 seconds on. Events count memory in microbatch-stages, as simulated."""
+        """Return the trace of all spans, from 0 seconds on. Events count memory in microbatch-stages, as simulated."""
         ranks = [self._told[rank] for rank in sorted(self._told)]
         windows = tuple(told.window for told in ranks if told.window is not None)
-        starts = [note.start for told in ranks for note in told.notes] + [start for start, _ in windows]
+        starts = [span.start for told in ranks for span in told.spans] + [start for start, _ in windows]
         zero = min(starts, default=0.0)
         events = [event for rank in sorted(self._told) for event in self._events_of(rank, zero)]
         return Trace(
@@ -301,20 +301,20 @@ class Recording:
         # Waits of the same name are numbered, so that those of several ranks can be matched.
         numbers: Counter[tuple[Lane, str]] = Counter()
         events = []
-        for note in sorted(told.notes, key=lambda note: (note.start, -note.end)):
-            name, stage, microbatch = note.name, -1, numbers[note.lane, note.name]
-            peer, change = note.peer, (0.0, 0.0)
-            if note.position is None:
-                numbers[note.lane, note.name] += 1
+        for span in sorted(told.spans, key=lambda span: (span.start, -span.end)):
+            name, stage, microbatch = span.name, -1, numbers[span.lane, span.name]
+            peer, change = span.peer, (0.0, 0.0)
+            if span.position is None:
+                numbers[span.lane, span.name] += 1
             else:
-                instruction = order[note.position]
+                instruction = order[span.position]
                 name, stage, microbatch = str(instruction), instruction.stage, instruction.microbatch
-                if note.lane is LANES[instruction.kind]:
+                if span.lane is LANES[instruction.kind]:
                     change = held(instruction)
                 if instruction.peer is not None and instruction.kind in SENDS | RECEIVES:
                     peer = pipeline[self._schedule.placement.ranks[instruction.peer]]
-            times = note.start - zero, note.end - zero
-            events.append(Event(name, rank, note.lane, *times, stage, microbatch, *change, None, peer))
+            times = span.start - zero, span.end - zero
+            events.append(Event(name, rank, span.lane, *times, stage, microbatch, *change, None, peer))
         return events
 
     def pipeline_of(self, rank: int) -> Sequence[int]:

@@ -2,6 +2,12 @@
 
 Every function here uses its kernel if there is one for the device and dtype, and otherwise its definition: on a CPU,
 under `kernels=False`, and while a dispatch mode records operators. Both give the same numbers within rounding.
+
+    norm, rotary, gated, ...              definition, backward and choice
+      |            |
+    choose       norm_triton, ...         kernel or definition; the Triton programs, imported on first use
+      |            |
+    launch, compile_ahead                 layouts and launches; kernels compiled ahead by many threads
 """
 
 from shardwise.kernels.cross_entropy import cross_entropy

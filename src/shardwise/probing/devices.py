@@ -116,8 +116,10 @@ def _matmuls(device: torch.device, size: int) -> dict[str, Callable[[], float]]:
 def _multiply(multiply: Callable[[], object], *, precise: bool) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest" if precise else "high")
-    multiply()
-    torch.set_float32_matmul_precision(before)
+    try:
+        multiply()
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _ways(device: torch.device, rate: Callable[[float, Callable[[], float]], float]) -> tuple[float, float, float]:

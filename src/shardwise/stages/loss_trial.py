@@ -201,7 +201,7 @@ def _outcome(trial: Trial, three: Batch, seen: Seen) -> Tried:
         pair = _by_slopes(trial, three, seen, runs, _pair(trial, three, seen, runs))
         return _in_training(trial, three, seen, runs, pair)
     if all(abs(each.total) <= _NOTHING * each.tolerance for each in runs):
-        found = _by_slopes(trial, three, seen, runs, Tried(LossKind.ROWS))
+        found = _by_slopes(trial, three, seen, runs, Tried(LossKind.ROWS), are_zero=True)
         return found if found.problem is not None else Tried(LossKind.UNTRIED)
     tried = Tried(_kind(*runs), labels=whole.labels, inside=bool(whole.inside), depends=large.total != small.total)
     tried = _with_less(trial, three, seen, runs, tried)
@@ -251,14 +251,15 @@ def _spread_out(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
     return tried
 
 
-def _by_slopes(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried:
-    """Try again with gradients: a value that is constant for autograd may depend on all rows."""
+def _by_slopes(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried, *, are_zero: bool = False) -> Tried:
+    """Try again with gradients: a value that is constant for autograd may depend on all rows. `are_zero`: the losses of
+    the runs are rounding, which fits nothing."""
     is_told = tried.kind not in (LossKind.UNTRIED, LossKind.BESIDE) and not (tried.apart or tried.inside)
     if (
         tried.problem is not None
         or not is_told
         or not _is_small(runs[0].output)
-        or not _fits_as(tried, three, seen, runs)
+        or not (are_zero or _fits_as(tried, three, seen, runs))
     ):
         return tried
     try:

@@ -10,14 +10,14 @@ from shardwise.ranks.spawn import Ranks
 from shardwise.training.job import Job
 from shardwise.training.stop import Forwarded
 
-RankNotes = TypeVar("RankNotes")
+Result = TypeVar("Result")
 
 
-def run_here(train_rank: Callable[[Job], RankNotes], job: Job, num_devices: int, gpus: Gpus = "own") -> RankNotes:
+def run_here(train_rank: Callable[[Job], Result], job: Job, num_devices: int, gpus: Gpus = "own") -> Result:
     """Run a job on ranks of this machine. A user error that a rank raised is raised again without its traceback."""
     with Ranks(num_devices, gpus=gpus) as ranks, Forwarded(ranks) as stop:
         try:
-            told: RankNotes = ranks.run(train_rank, job)[0]
+            told: Result = ranks.run(train_rank, job)[0]
         except RankError as error:
             if stop.has_ended(error):
                 stop.end()

@@ -63,9 +63,9 @@ def test_many_chunks_in_few_buffers_are_the_same_bits(
     host: str, clip: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses, weights, _ = train("microbatches=2", clip)
-    monkeypatch.setattr(states, "SLOT_BYTES", 1024)
+    monkeypatch.setattr(states, "STAGING_BYTES", 1024)
     for count in (1, 3):
-        monkeypatch.setattr(states, "NUM_SLOTS", count)
+        monkeypatch.setattr(states, "NUM_STAGING_BUFFERS", count)
         offloaded_losses, offloaded_weights, _ = train(f"microbatches=2,{host}", clip)
         assert offloaded_losses == losses
         assert all(torch.equal(each, weights[name]) for name, each in offloaded_weights.items())
@@ -77,7 +77,7 @@ def test_many_chunks_in_few_buffers_are_the_same_bits(
 def test_a_loop_of_ones_own_trains_to_the_same_bits_with_its_state_on_the_host(
     dtype: torch.dtype, clip: float | None, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(states, "SLOT_BYTES", buffer_bytes)
+    monkeypatch.setattr(states, "STAGING_BYTES", buffer_bytes)
     found = []
     for on_host in (1.0, 0.5, 0.0):
         torch.manual_seed(0)

@@ -25,8 +25,8 @@ STEPS = 4
 @pytest.fixture(params=["small buffers", "small buffers, late copies", "large buffers, late copies"])
 def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyStreams]:
     """With small buffers weights are cut into rows, and take more chunks than there are buffers."""
-    monkeypatch.setattr(states, "SLOT_BYTES", 64 if request.param.startswith("small") else 2**20)
-    monkeypatch.setattr(states, "NUM_SLOTS", 2)
+    monkeypatch.setattr(states, "STAGING_BYTES", 64 if request.param.startswith("small") else 2**20)
+    monkeypatch.setattr(states, "NUM_STAGING_BUFFERS", 2)
     found = LateCopyStreams(seed=0) if "late" in request.param else CopyStreams(torch.device("cpu"))
     yield found
     found.close()

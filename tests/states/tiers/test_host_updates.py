@@ -27,7 +27,7 @@ STEPS = 4
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are cut across parameters, and there are fewer staging buffers than chunks."""
-    monkeypatch.setattr(states, "SLOT_BYTES", 12 * 301)
+    monkeypatch.setattr(states, "STAGING_BYTES", 12 * 301)
     monkeypatch.setattr(updates, "_staging_bytes", lambda _: 1)
 
 
@@ -215,7 +215,7 @@ def test_what_is_no_fraction_is_refused(machine: Machine) -> None:
 
 @pytest.mark.parametrize("make", [Adafactor, partial(Muon, lr=1e-2)])
 def test_matrices_are_updated_whole(machine: Machine, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "SLOT_BYTES", 64)
+    monkeypatch.setattr(states, "STAGING_BYTES", 64)
     net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
     plain = copy.deepcopy(net)
     updates = HostUpdates(net, list(net), make, machine, "cpu:0", staging_bytes=1)

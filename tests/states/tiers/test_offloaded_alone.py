@@ -31,7 +31,7 @@ def train(plan: str, device: str, clip: float | None) -> tuple[list[float], dict
     module = Chain(num_blocks=6).to(device)
     batches = [{"x": torch.randn(64, *rows().shape[1:], device=device)} for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(states, "SLOT_BYTES", 1024)
+        patch.setattr(states, "STAGING_BYTES", 1024)
         patch.setattr(room, "DEFERRED_FREE_BYTES", 1024)
         wires = OneProcess(Plan.parse(plan))
         engine = assemble(

@@ -52,7 +52,7 @@ def make_engine(
 def run(plan: str, model: str, optimizer: str, clip: float | None) -> tuple[Any, ...]:
     """Losses, an evaluation, norms; weights, gradients, what optimizers remember; and the bytes on the host."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(states, "SLOT_BYTES", 2048)
+        patch.setattr(states, "STAGING_BYTES", 2048)
         patch.setattr(room, "DEFERRED_FREE_BYTES", 1024)
         patch.setattr(owners, "EXCHANGED_BYTES", 2048)
         with make_engine(plan, model, optimizer, clip) as engine:
@@ -241,7 +241,7 @@ def test_weights_and_gradients_are_on_the_device_for_their_use_and_for_no_longer
 
 
 def test_one_process_has_them_there_for_their_use_and_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "SLOT_BYTES", 2048)
+    monkeypatch.setattr(states, "STAGING_BYTES", 2048)
     monkeypatch.setattr(room, "DEFERRED_FREE_BYTES", 0)
     seen = look("microbatches=2")
     # What is updated in the backward stays until all of its chunk is: a bucket of the layer before.

@@ -62,7 +62,7 @@ def run(plan: str, optimizer: str = "adamw", clip: float | None = None) -> tuple
         return find(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(states, "SLOT_BYTES", 2048)
+        patch.setattr(states, "STAGING_BYTES", 2048)
         patch.setattr(make_states, "ZeroConfig", partial(ZeroConfig, bucket_bytes=4096))
         find = LossSum.find
         if "pp" not in plan:

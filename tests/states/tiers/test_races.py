@@ -53,8 +53,8 @@ def rehearse(
 @pytest.mark.parametrize("seed", range(12))
 def test_an_engines_updates_are_ordered(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     die = random.Random(seed)
-    monkeypatch.setattr(states, "SLOT_BYTES", die.choice([64, 200, 2**20]))
-    monkeypatch.setattr(states, "NUM_SLOTS", die.choice([1, 2, 4]))
+    monkeypatch.setattr(states, "STAGING_BYTES", die.choice([64, 200, 2**20]))
+    monkeypatch.setattr(states, "NUM_STAGING_BUFFERS", die.choice([1, 2, 4]))
     copies, weights = RacyCopyStreams(seed), make_weights()
     plain = [nn.Parameter(each.detach().clone()) for each in weights]
     optimizer, other = (AdamW(each, lr=1e-2) for each in (weights, plain))
@@ -74,13 +74,13 @@ def test_an_engines_updates_are_ordered(seed: int, monkeypatch: pytest.MonkeyPat
     host.close()
 
 
-@pytest.mark.parametrize("paced", [False, True])
+@pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("seed", range(5))
 def test_updates_of_masters_are_ordered_whoever_tells_the_device(
-    seed: int, paced: bool, monkeypatch: pytest.MonkeyPatch
+    seed: int, threaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     die = random.Random(seed)
-    monkeypatch.setattr(states, "SLOT_BYTES", die.choice([64, 200, 2**20]))
+    monkeypatch.setattr(states, "STAGING_BYTES", die.choice([64, 200, 2**20]))
     copies, parameters = RacyCopyStreams(seed), [nn.Parameter(each.detach().bfloat16()) for each in make_weights()]
     residencies: list[HandedGradient] = [
         MasterWeight(nn.Parameter(each.detach().float()), each) for each in parameters[:3]
@@ -93,7 +93,7 @@ def test_updates_of_masters_are_ordered_whoever_tells_the_device(
         copies,
         residencies={each.weight: each for each in residencies},
         staging_bytes=die.choice([1, 10**6]),
-        paced=paced,
+        threaded=threaded,
     )
     host.begin()
     for _ in range(STEPS):
@@ -151,8 +151,8 @@ class Offloaded:
 @pytest.mark.parametrize("seed", range(6))
 def test_updates_of_weights_that_live_on_the_host_are_ordered(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     die = random.Random(seed)
-    monkeypatch.setattr(states, "SLOT_BYTES", die.choice([64, 2**20]))
-    monkeypatch.setattr(states, "NUM_SLOTS", die.choice([1, 3]))
+    monkeypatch.setattr(states, "STAGING_BYTES", die.choice([64, 2**20]))
+    monkeypatch.setattr(states, "NUM_STAGING_BUFFERS", die.choice([1, 3]))
     copies, weights = RacyCopyStreams(seed), make_weights()
     plain = [nn.Parameter(each.detach().clone()) for each in weights]
     offloaded = {each: Offloaded(each, copies) for each in weights}
@@ -241,8 +241,8 @@ def test_updates_where_a_backward_has_left_weight_and_gradient_are_ordered(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     die = random.Random(seed)
-    monkeypatch.setattr(states, "SLOT_BYTES", die.choice([64, 200, 2**20]))
-    monkeypatch.setattr(states, "NUM_SLOTS", die.choice([1, 3]))
+    monkeypatch.setattr(states, "STAGING_BYTES", die.choice([64, 200, 2**20]))
+    monkeypatch.setattr(states, "NUM_STAGING_BUFFERS", die.choice([1, 3]))
     copies, weights = RacyCopyStreams(seed), make_weights()
     beside, leaving = RacyCopyStreams(seed, beside=copies), DeferredFree(die.choice([0, 100, 10**6]))
     plain = [nn.Parameter(each.detach().clone()) for each in weights]
@@ -277,8 +277,8 @@ class Careless(StatePrefetch[Any]):
 
 
 def test_a_wait_that_is_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "SLOT_BYTES", 64)
-    monkeypatch.setattr(states, "NUM_SLOTS", 2)
+    monkeypatch.setattr(states, "STAGING_BYTES", 64)
+    monkeypatch.setattr(states, "NUM_STAGING_BUFFERS", 2)
     monkeypatch.setattr(states, "StatePrefetch", Careless)
     copies, weights = RacyCopyStreams(0), make_weights()
     host = HostStates({AdamW(weights): 8.0}, 1.0, copies)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from shardwise.dataflow.streams import Event
 from shardwise.states.tiers.copy_streams import CopyStreams
-from shardwise.states.tiers.paced_prefetch import PacedStatePrefetch
 from shardwise.states.tiers.staging import StagingBuffers
 from shardwise.states.tiers.state_prefetch import Incoming, Item, State, StatePrefetch, Written
+from shardwise.states.tiers.threaded_prefetch import ThreadedStatePrefetch
 from tests.states.tiers.late import LateCopyStreams
 
 SIZE = 5
@@ -91,9 +91,9 @@ def test_a_chunk_walks_through_the_states_of_the_table() -> None:
     prefetch.close()
 
 
-def test_where_copies_are_paced_a_chunk_leaves_until_its_copy_home_is_done() -> None:
+def test_where_threads_launch_copies_a_chunk_leaves_until_its_copy_home_is_done() -> None:
     copies = CopyStreams(torch.device("cpu"))
-    owner, prefetch = make(1, 1, copies, PacedStatePrefetch)
+    owner, prefetch = make(1, 1, copies, ThreadedStatePrefetch)
     with prefetch.lock:  # Nobody may come or go meanwhile.
         prefetch._bring(prefetch._items[0])
         assert prefetch.state_of(0) is State.STAGED
@@ -144,9 +144,9 @@ def test_every_update_is_made_once_whatever_is_asked_for_when(seed: int) -> None
 
 
 @pytest.mark.parametrize("num_buffers", [1, 3])
-def test_a_paced_prefetch_makes_every_update_once_too(num_buffers: int) -> None:
+def test_a_threaded_prefetch_makes_every_update_once_too(num_buffers: int) -> None:
     copies = CopyStreams(torch.device("cpu"))
-    owner, prefetch = make(7, num_buffers, copies, PacedStatePrefetch)
+    owner, prefetch = make(7, num_buffers, copies, ThreadedStatePrefetch)
     die = random.Random(num_buffers)
     expected = [0] * 7
     for _ in range(20):
@@ -165,7 +165,7 @@ def test_a_paced_prefetch_makes_every_update_once_too(num_buffers: int) -> None:
 
 def test_of_several_that_are_ready_the_one_comes_first_that_a_forward_uses_first() -> None:
     copies = CopyStreams(torch.device("cpu"))
-    owner, prefetch = make(5, 2, copies, PacedStatePrefetch)
+    owner, prefetch = make(5, 2, copies, ThreadedStatePrefetch)
     prefetch.ask([4, 2, 3, 0, 1])
     prefetch.wait()
     assert owner.updated == [0, 1, 2, 3, 4]
@@ -189,7 +189,7 @@ class NotYet(Event):
 def test_while_gradients_are_not_there_those_come_first_that_were_asked_for_first() -> None:
     copies = CopyStreams(torch.device("cpu"))
     events = {one: NotYet() for one in range(4)}
-    owner, prefetch = make(4, 2, copies, PacedStatePrefetch)
+    owner, prefetch = make(4, 2, copies, ThreadedStatePrefetch)
     asked = [Item(one, one, gradients=[events[one]]) for one in (3, 2, 1, 0)]
     assert prefetch._choose(asked).chunk == 3
     events[3].is_reached = events[2].is_reached = True
@@ -201,7 +201,7 @@ def test_while_gradients_are_not_there_those_come_first_that_were_asked_for_firs
 
 def test_what_goes_wrong_in_an_update_is_kept_and_nobody_waits_for_it() -> None:
     copies = CopyStreams(torch.device("cpu"))
-    owner, prefetch = make(3, 2, copies, PacedStatePrefetch)
+    owner, prefetch = make(3, 2, copies, ThreadedStatePrefetch)
     owner.fails = True
     prefetch.begin()
     prefetch.ask([0, 1, 2])

@@ -47,7 +47,7 @@ def run(plan: str, optimizer: str = "adamw", clip: float | None = None) -> tuple
     """Losses, weights, gradients, what optimizers remember, an evaluation, and the bytes on the host."""
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(states, "SLOT_BYTES", 2048)
+        patch.setattr(states, "STAGING_BYTES", 2048)
         patch.setattr(room, "DEFERRED_FREE_BYTES", 1024)
         with make_engine(plan, optimizer, clip) as engine:
             engine.states.data.keep_gradients()

@@ -78,7 +78,7 @@ def attach(layer: ExpertLayer, dispatch: Dispatch, *, overlap: bool) -> None:
     ahead = share_ahead(layer.block, layer.experts, layer.num_experts) if overlap else None
     setattr(layer.experts, "num_experts", dispatch.placement.sizes[dispatch.group.rank])  # noqa: B010
 
-    def around(call: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def wrapped(call: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         tokens, chosen, weights = signature.bind(*args, **kwargs).arguments.values()
         if tokens.is_meta:
             return call(tokens, chosen, weights)  # On average as many rows arrive as are sent.
@@ -88,4 +88,4 @@ def attach(layer: ExpertLayer, dispatch: Dispatch, *, overlap: bool) -> None:
         made, _ = dispatch.exchange_chosen(experts, call, flat, chosen, weights, meanwhile)
         return made.view_as(tokens)
 
-    wrap_forward(layer.experts, around)
+    wrap_forward(layer.experts, wrapped)

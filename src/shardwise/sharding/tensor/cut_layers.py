@@ -265,10 +265,10 @@ def _take_own_heads(module: nn.Module, name: str, region: Region, rank: int) -> 
     first = sum(count for count, _ in region.fine[:rank])
     count, all_heads = region.fine[rank]
 
-    def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def wrapped(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = kwargs.get(name)
         if isinstance(given, Tensor):
             kwargs[name] = given.view(-1, all_heads, *given.shape[1:])[:, first : first + count].flatten(0, 1)
         return call(*args, **kwargs)
 
-    wrap_forward(module, around)
+    wrap_forward(module, wrapped)

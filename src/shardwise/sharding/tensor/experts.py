@@ -47,11 +47,11 @@ def _in_eights(channels: int, num_ranks: int) -> list[NDArray[np.int64]]:
 def share_experts(experts: nn.Module, group: Group) -> None:
     """Make experts, whose parameters are this rank's channels already, sum their outputs over the ranks."""
 
-    def around(call: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def wrapped(call: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         copied = [_copied(each, group) for each in args]
         return sum_over(call(*copied, **{key: _copied(each, group) for key, each in kwargs.items()}), group)
 
-    wrap_forward(experts, around)
+    wrap_forward(experts, wrapped)
 
 
 def _copied(each: Any, group: Group) -> Any:

@@ -76,7 +76,7 @@ class SequenceRegions:
         draws = any(isinstance(each, DropoutModule) and each.p > 0 for each in block.modules()) or self._seen.drawn_at
         rng = RngTracker(self._group) if draws else None
 
-        def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def wrapped(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if is_first:
                 length.note(_first(args, kwargs))
                 args, kwargs = _with_first(args, kwargs, length.scatter)
@@ -90,7 +90,7 @@ class SequenceRegions:
                 return returned
             return _with_result(returned, partial(length.gather, used_alike=True))
 
-        wrap_forward(block, around)
+        wrap_forward(block, wrapped)
 
     def _share_block(
         self,
@@ -175,7 +175,7 @@ class SequenceRegions:
         def turn(each: Tensor) -> Tensor:
             return each.mT if turned else each
 
-        def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def wrapped(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             args, kwargs = _with_first(
                 args, kwargs, lambda each: turn(length.gather(turn(each), used_alike=gives_back))
             )
@@ -184,7 +184,7 @@ class SequenceRegions:
                 return returned
             return _with_result(returned, lambda each: turn(length.scatter(turn(each))))
 
-        wrap_forward(module, around)
+        wrap_forward(module, wrapped)
 
 
 def _gathering_lazily(length: SequenceLength, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

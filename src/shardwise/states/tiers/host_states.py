@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.cost.memory import NUM_SLOTS, SLOT_BYTES
+from shardwise.cost.memory import NUM_STAGING_BUFFERS, STAGING_BYTES
 from shardwise.dataflow.streams import Event
 from shardwise.ranks.exchange import Ticket
 from shardwise.states.tiers.choose_offloaded import choose_last
 from shardwise.states.tiers.chunks import Chunk, Substitute, is_many, only, plan_chunks, step_on, weights_of
 from shardwise.states.tiers.copy_streams import CopyStreams
-from shardwise.states.tiers.paced_prefetch import PacedStatePrefetch
 from shardwise.states.tiers.packing import Packing
 from shardwise.states.tiers.residency import HostResidency, OffloadedWeight, Places, Residency, WeightSlice
 from shardwise.states.tiers.staging import StagingBuffers, spare_bytes
 from shardwise.states.tiers.state_prefetch import Incoming, StatePrefetch, Written
+from shardwise.states.tiers.threaded_prefetch import ThreadedStatePrefetch
 from shardwise.states.tiers.weight_state import WeightState, allocate, take_to_host
 
 #: One chunk in transit to the device, one being updated, one in transit back.
@@ -37,7 +37,7 @@ _LEAST_BUFFERS = 3
 
 #: The factor on the size of staging buffers if threads launch copies: the link idles between two copies, whatever their
 #: size (Llama-3B on an H200: 17,100 tokens/s, and 16,300 with chunks half as large).
-_LARGER_IF_PACED = 2
+_LARGER_IF_THREADED = 2
 
 
 #: The limit if weights use the same link: prefetched state delays the first units (Llama-3B on an H200, the batch at
@@ -53,7 +53,7 @@ class HostStates:
     on the host themselves, `offloaded`, is there in any case. `residencies` override how some weights are copied.
 
     `staging_bytes` of the device are for staging. By default that is what plans count, and from the second step on also
-    part of the memory that was never used. `paced`: optimizers may be stepped by other threads than the caller's.
+    part of the memory that was never used. `threaded`: optimizers may be stepped by other threads than the caller's.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class HostStates:
         *,
         residencies: Mapping[nn.Parameter, Residency] | None = None,
         staging_bytes: int | None = None,
-        paced: bool = False,
+        threaded: bool = False,
     ) -> None:
         self._optimizers, self._copies = list(optimizers), copies
         sizes = {weight: weight.numel() * each for one, each in optimizers.items() for weight in weights_of(one)}
@@ -83,9 +83,9 @@ class HostStates:
             for weight in weights_of(each)
             if weight in self.weights
         }
-        self._chunks = self._plan(optimizers, SLOT_BYTES * (_LARGER_IF_PACED if paced else 1))
+        self._chunks = self._plan(optimizers, STAGING_BYTES * (_LARGER_IF_THREADED if threaded else 1))
         self._may_grow = staging_bytes is None
-        self._buffers = StagingBuffers(NUM_SLOTS, copies)
+        self._buffers = StagingBuffers(NUM_STAGING_BUFFERS, copies)
         if staging_bytes is not None:
             size = max((each.num_bytes(optimizers[each.optimizer]) for each in self._chunks), default=1)
             count = max(_LEAST_BUFFERS, staging_bytes // size)
@@ -95,7 +95,7 @@ class HostStates:
         self.followers: Sequence[Ticket] = ()
         #: The learning rate of later updates; the optimizers' own if it is None.
         self.rate: float | None = None
-        kind = PacedStatePrefetch if paced else StatePrefetch
+        kind = ThreadedStatePrefetch if threaded else StatePrefetch
         self._prefetch: StatePrefetch[Chunk] = kind(self, self._chunks, self._buffers, copies)
 
     @property
@@ -255,7 +255,7 @@ class HostStates:
             largest = max(Packing.of([*each.host, *each.reserved]).num_bytes for each in every)
             comes_with_weights = any(isinstance(state.residency, HostResidency) for state in self._states.values())
             most = min(len(every), _MOST_BESIDE_WEIGHTS if comes_with_weights else len(every))
-            self._buffers.grow(min(NUM_SLOTS + spare_bytes(self._copies.device) // max(largest, 1), most))
+            self._buffers.grow(min(NUM_STAGING_BUFFERS + spare_bytes(self._copies.device) // max(largest, 1), most))
 
     @torch.no_grad()
     def _run(

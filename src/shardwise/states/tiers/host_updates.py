@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.cost.memory import SLOT_BYTES
+from shardwise.cost.memory import STAGING_BYTES
 from shardwise.dataflow.machine import Machine
 from shardwise.errors import ShardwiseError
 from shardwise.states.parameter_group import number_bytes_of
@@ -274,7 +274,7 @@ def _make_states(
         copies,
         residencies={each.weight: each for each in residencies},
         staging_bytes=staging_bytes,
-        paced=True,
+        threaded=True,
     )
     states.begin()
     return states
@@ -283,5 +283,5 @@ def _make_states(
 def _staging_bytes(device: torch.device) -> int:
     """Return the default of the device's memory for state in transit."""
     if device.type != "cuda":
-        return 16 * SLOT_BYTES
+        return 16 * STAGING_BYTES
     return int(torch.cuda.get_device_properties(device).total_memory * PART_OF_ALL)

@@ -18,7 +18,7 @@ requested chunk goes before all expected ones; if no buffer is free, the chunk e
 carries both directions at once.
 
 `StatePrefetch` launches everything on the device as soon as it is requested: waiting happens there, and nothing is
-LEAVING for long. `paced_prefetch.py` launches one copy at a time.
+LEAVING for long. `threaded_prefetch.py` launches one copy at a time.
 """
 
 import threading
@@ -189,7 +189,7 @@ class StatePrefetch(Generic[R]):
             self._drop(item)
         self._buffers.clear()
 
-    # Overridden by `paced_prefetch.py`.
+    # Overridden by `threaded_prefetch.py`.
 
     def _advance(self) -> None:
         """Update requested chunks that are here, and prefetch others, until there is nothing left to launch."""

@@ -26,7 +26,7 @@ from shardwise.states.tiers.state_prefetch import Item, Owner, R, State, StatePr
 _LOOK_SECONDS = 1e-4
 
 
-class PacedStatePrefetch(StatePrefetch[R]):
+class ThreadedStatePrefetch(StatePrefetch[R]):
     """A prefetch whose copies are launched by separate threads. Their error is in `error`."""
 
     def __init__(self, owner: Owner[R], chunks: Iterable[R], buffers: StagingBuffers, copies: CopyStreams) -> None:

@@ -11,6 +11,7 @@ import gc
 import json
 import sys
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,9 @@ class PerFile:
 def _clean_up() -> None:
     """The next file begins with an empty GPU, and with nothing compiled: compilers give up after some variants."""
     if "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # It imports what torch calls deprecated; a warning here would end pytest.
+            sys.modules["torch._dynamo"].reset()
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

@@ -22,7 +22,7 @@ from shardwise.stages.split.names_reached import names_reached
 from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.split.second_batch import second_batch
 from shardwise.stages.stage import Batch, Loss, Second, Split
-from shardwise.states.shared_buffers import WriteWatch, Written, check_owners
+from shardwise.states.shared_buffers import WriteWatch, Written, check_norms, check_owners
 from shardwise.torch_private import pytree
 
 
@@ -72,6 +72,7 @@ class Trial:
 
     def _check_reads(self, plan: Plan, shapes: Mapping[str, torch.Size], units: Sequence[Sequence[str]]) -> None:
         check_owners(self.written, units)
+        check_norms(self._module, units)
         check_buffers_of_loss(self._reads.buffers, units)
         away = [f"zero={plan.zero}"] if plan.zero == 3 else []
         away += ["offload.parameters"] if plan.offload.parameters else []

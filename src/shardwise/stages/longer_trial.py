@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.stages.entry_trial import computes_loss
 from shardwise.stages.loss_kind import LossKind, Tried
 from shardwise.stages.loss_parts import fits_by, mismatch
+from shardwise.stages.moved_weights import moved_weights
 from shardwise.stages.rows import Seen, nodes, take_rows
 from shardwise.stages.split.names_reached import names_reached
 from shardwise.stages.stage import Batch
@@ -53,7 +54,12 @@ def _of_more_rows(trial: Trial, example: Batch, seen: Seen, kind: LossKind) -> s
     parts = [take_rows(example, seen, *each) for each in ((0, number), (0, half), (half, number))]
     problem = _mismatch_of([trial.run(each) for each in parts], kind, number)
     if problem is None and "training" in names_reached(trial.module, trial.loss):
-        return _in_training(trial, parts, kind, number)
+        problem = _in_training(trial, parts, kind, number)
+        if problem is None and trial.has_own_norms:
+            # Those of two halves are alike until they are trained.
+            with moved_weights(trial.module):
+                problem = _in_training(trial.again(), parts, kind, number)
+        return problem
     if problem is None or trial.run(parts[0], seed=1).total != trial.run(parts[0]).total:
         return None
     return f"more rows than {NUM_ROWS} do something else: {problem}"

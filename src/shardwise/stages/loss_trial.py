@@ -42,7 +42,7 @@ from shardwise.stages.moved_trial import find_moved
 from shardwise.stages.no_collectives import NoCollectives
 from shardwise.stages.rows import RowRule, Seen, take_rows, tensors_in, unmarked
 from shardwise.stages.slope_trial import by_parameters, slopes_of
-from shardwise.stages.spread_outputs import WAYS, spread
+from shardwise.stages.spread_outputs import WAYS, in_full, spread
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.trial_rows import (
     FIRST,
@@ -85,6 +85,10 @@ def try_loss(
     trial = Trial(module, loss, precision, **options)
     three = three_rows(example, seen)
     first = _outcome(trial, three, seen)
+    drawn = _with_draws(trial, three, seen, first)
+    if drawn is not None and drawn.problem is None:
+        return drawn
+    first = drawn or first
     if first.problem is None:
         # Another trial: this one has a snapshot of the weights as they are.
         moved = find_moved(Trial(module, loss, precision, **options), three, seen, first, _outcome, _fits_as)
@@ -93,6 +97,8 @@ def try_loss(
         first = moved
     if first.problem is None and seen.length // num_parts % 2:
         first = _in_pairs(trial, three, seen, first)
+    if first.problem is None and trial.is_rounded:
+        first = _in_full(trial, three, seen, first)
     if first.problem is None and num_parts > 1:
         first = find_longer(trial, example, three, seen, first)
     if first.problem is None and first.kind is not LossKind.UNTRIED:
@@ -101,7 +107,8 @@ def try_loss(
     for path in sorted(seen.paths):
         fewer = Seen(seen.length, seen.paths - {path})
         if fewer.paths:
-            found = _outcome(trial, three_rows(example, fewer), fewer)
+            again = trial if drawn is None else trial.with_draws(fewer)
+            found = _outcome(again, three_rows(example, fewer), fewer)
             if found.problem is not None or not found.depends:
                 continue
             if first.failed:  # Nothing can be computed from a part of this entry.
@@ -110,6 +117,44 @@ def try_loss(
             return first._replace(remedy=remedy)
     untold = first.kind is LossKind.UNTRIED and first.problem is None
     return (_by_halves(trial, example, seen) if untold else None) or _of_parts(trial, example, seen, first)
+
+
+def _with_draws(trial: Trial, three: Batch, seen: Seen, first: Tried) -> Tried | None:
+    """Try a loss that draws at random with the same numbers for a row in each run; None if that tells nothing. With
+    others for each part, no kind fits it."""
+    if first.problem is not None or first.failed or first.kind not in (LossKind.UNTRIED, LossKind.PAIR):
+        return None
+    try:
+        if not trial.is_random(three):
+            return None
+        at_start, moved = trial.with_draws(seen), trial.with_draws(seen)
+        found = _outcome(at_start, three, seen)
+        if found.problem is None and found.kind is not LossKind.UNTRIED:
+            found = find_moved(moved, three, seen, found, _outcome, _fits_as)
+    except Exception:  # If something is wrong, the run of the whole example will report it.
+        return None
+    is_told = found.problem is not None or found.kind is not LossKind.UNTRIED
+    return found if is_told and not (at_start.is_lost or moved.is_lost or found.failed) else None
+
+
+def _in_full(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:
+    """Try the loss of 16-bit outputs in full precision: rounding hides terms with small weights."""
+    if tried.kind not in (LossKind.ROWS, LossKind.LABELS, LossKind.SUM) or tried.inside:
+        return tried
+    batches = (three, *two_and_one(three, seen))
+    try:
+        whole, large, small = (trial.run(each).output for each in batches)
+        outputs = in_full((whole, large, small)) if _is_small(whole) else None
+        if outputs is None:
+            return tried
+        runs = [trial.run(each, output=made, in_full=True) for each, made in zip(batches, outputs, strict=True)]
+        whole, large, small = now = (runs[0], runs[1], runs[2])
+        is_random = trial.run(three, seed=1, output=outputs[0], in_full=True).total != whole.total
+    except Exception:  # It may need outputs of 16 bits.
+        return tried
+    if is_random or not all(map(is_finite, now)) or _fits_as(tried, three, seen, now):
+        return tried
+    return tried._replace(problem=mismatch(*now))
 
 
 def _in_pairs(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:

@@ -24,10 +24,10 @@ def moved_weights(module: nn.Module) -> Iterator[bool]:
     kept: list[tuple[Tensor, Tensor | None]] = []
     try:
         with torch.no_grad():
-            for each in module.parameters():
+            for place, each in enumerate(module.parameters()):
                 if _can_move(each):
                     kept.append((each.data, each.data.clone() if each.numel() <= _SMALL else None))
-                    _move(each.data)
+                    _move(each.data, place)
         yield bool(kept)
     finally:
         with torch.no_grad():
@@ -47,8 +47,9 @@ def _can_move(each: Tensor) -> bool:
     return (each.requires_grad and each.numel() <= _SMALL) or not bool(each.any())
 
 
-def _move(data: Tensor) -> None:
+def _move(data: Tensor, place: int) -> None:
+    """Move two equal parameters differently: `place` is their place in the module."""
     # Not drawn: trials leave generators alone.
     number = torch.arange(1, 1 + data.numel(), dtype=torch.float64, device=data.device)
     size = max(float(data.double().square().mean().sqrt()), _AT_LEAST)
-    data.add_(number.square_().mul_(0.7).cos_().mul_(_BY * size).view(data.shape).to(data.dtype))
+    data.add_(number.square_().mul_(0.7).add_(place).cos_().mul_(_BY * size).view(data.shape).to(data.dtype))

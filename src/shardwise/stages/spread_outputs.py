@@ -1,4 +1,6 @@
-"""Scale the outputs of three rows apart, so that a loss with a threshold decides differently for each row.
+"""Outputs of three rows for a trial of the loss alone: scaled apart, or in full precision.
+
+They are scaled so that a loss with a threshold decides differently for each row.
 
 A loss may count only rows above a threshold: hard ones, or confident ones. With an untrained module all rows are on one
 side of it, and the loss looks like a mean over rows. Scaled apart, some rows are on the other side.
@@ -44,6 +46,50 @@ def spread(outputs: tuple[Any, Any, Any], factors: tuple[float, ...]) -> tuple[A
     parts = (factors, factors[:FIRST], factors[FIRST:])
     one, two, three = (moved(value, part) for value, part in zip(outputs, parts, strict=True))
     return one, two, three
+
+
+def in_full(outputs: tuple[Any, Any, Any]) -> tuple[Any, Any, Any] | None:
+    """Return the outputs in float32, those of parts being rows of the whole: 16-bit forwards of other rows round
+    differently. Numbers (a balancing loss) are those of the whole if they are a mean over rows, or a sum, up to
+    rounding; else each part has its own. None if there are tensors without rows."""
+    made = [dict(nodes({"": value})) for value in outputs]
+    new: tuple[dict[str, Tensor], ...] = ({}, {}, {})
+    for path, each in made[0].items():
+        if not isinstance(each, Tensor) or not each.is_floating_point():
+            continue
+        parts = [other.get(path) for other in made]
+        found = _numbers(parts) if not each.dim() else _rows(parts)
+        if found is None:
+            return None
+        for values, value in zip(new, found, strict=True):
+            values[path] = value
+    one, two, three = (_with(value, values) for value, values in zip(outputs, new, strict=True))
+    return one, two, three
+
+
+def _with(output: Any, values: dict[str, Tensor]) -> Any:
+    return changed({"": output}, lambda path, _: values.get(path))[""]
+
+
+def _rows(parts: list[Any]) -> tuple[Tensor, ...] | None:
+    whole, large, small = parts
+    if not all(_may_have_rows(each) for each in parts):
+        return None
+    has_rows = len(whole) * FIRST == len(large) * NUM_ROWS and len(whole) == len(small) * NUM_ROWS
+    every = whole.float()
+    return (every, every[: len(large)], every[len(large) :]) if has_rows and _is_in_turn(*parts) else None
+
+
+def _numbers(parts: list[Any]) -> tuple[Tensor, ...] | None:
+    if not all(type(each) is Tensor and not each.dim() for each in parts):
+        return None
+    whole, large, small = (each.float() for each in parts)
+    near = 2e-2 * float(torch.stack([whole, large, small]).abs().max())
+    if float((whole - (FIRST * large + small) / NUM_ROWS).abs()) <= near:
+        return whole, whole, whole
+    if float((whole - large - small).abs()) <= near:
+        return whole, whole * FIRST / NUM_ROWS, whole / NUM_ROWS
+    return whole, large, small
 
 
 def _is_in_turn(whole: Tensor, large: Tensor, small: Tensor) -> bool:

@@ -1,18 +1,21 @@
 """Contexts for trials of a module: random draws become deterministic, and nothing is recomputed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwise.stages.checkpoints import nothing_recomputed
+from shardwise.stages.rows import Seen, nodes
 from shardwise.stages.split.flow import draws
 from shardwise.stages.split.script_values import names_in_classes
-from shardwise.torch_private import EagerDispatchMode
+from shardwise.stages.stage import Batch
+from shardwise.stages.trial_rows import FIRST, NUM_ROWS
+from shardwise.torch_private import BatchNormModule, EagerDispatchMode
 
 
 class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
@@ -52,6 +55,72 @@ class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
+class RowDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets a row draw the same numbers in a run of three rows, and in runs of two and one of them.
+
+    What the run of three draws is kept. If a draw of a part has fewer elements along one dim, and exactly as many fewer
+    as it has rows, it gets those of its rows. If it has the same shape (noise of a weight, shared negatives), it gets
+    all. A shuffle reverses the order. Draws from a generator of the module's own are left alone: one device would
+    repeat them.
+    """
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = seen
+        self._kept: list[Tensor] = []
+        self._first, self._number, self._place = 0, NUM_ROWS, 0
+        #: Whether a part has drawn what cannot be assigned to its rows: its runs tell nothing.
+        self.is_lost = False
+
+    def begin(self, batch: Batch) -> None:
+        """Begin the run of a batch: of all rows, of the first two, or of the last."""
+        self._number = next((len(each) for path, each in nodes(batch) if path in self._seen.paths), 0)
+        self._first, self._place = FIRST if self._number == NUM_ROWS - FIRST else 0, 0
+        if self._number == NUM_ROWS:
+            self._kept = []
+        elif self._number not in (FIRST, NUM_ROWS - FIRST):
+            self.is_lost = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if not draws(func, args, kwargs) or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        made = func(*args, **kwargs)
+        if not isinstance(made, Tensor):
+            self.is_lost = True
+        elif name.startswith("randperm"):
+            made.copy_(torch.arange(len(made), device=made.device).flip(0))
+        elif self._number == NUM_ROWS:
+            self._kept.append(made.detach().clone())
+        else:
+            mine = self._find(made.shape)
+            if mine is None:
+                self.is_lost = True
+            else:
+                made.copy_(mine)
+        return made
+
+    def _find(self, shape: torch.Size) -> Tensor | None:
+        """Return what a part of this shape is to draw now."""
+        self._place += 1
+        if self._place > len(self._kept):
+            return None
+        every = self._kept[self._place - 1]
+        if every.shape == shape:
+            return every
+        others = [dim for dim, size in enumerate(shape) if len(shape) == every.dim() and size != every.shape[dim]]
+        if len(others) != 1 or every.shape[others[0]] * self._number != shape[others[0]] * NUM_ROWS:
+            return None
+        of_one = every.shape[others[0]] // NUM_ROWS
+        return every.narrow(others[0], self._first * of_one, shape[others[0]])
+
+
 class SteadyDropout(TorchFunctionMode):
     """Disables dropout: on a GPU attention drops inside one kernel, and on a CPU kept values are scaled up.
 
@@ -69,6 +138,29 @@ class SteadyDropout(TorchFunctionMode):
             if probability < 1:  # With probability 1 the result is zeros, as it is.
                 args, kwargs = _with_argument(args, kwargs or {}, 1, "p", 0.0)
         return func(*args, **(kwargs or {}))
+
+
+class KnownStatistics(TorchFunctionMode):
+    """Lets batch norms with a forward of their own (`split`, an activation) be in training mode, and normalise by their
+    running statistics: that they normalise over the rows of a part is known, what else they do is not."""
+
+    def __init__(self, norms: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._known = {id(each) for norm in norms for each in norm.buffers()}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if func is functional.batch_norm and len(args) > 1 and id(args[1]) in self._known:
+            args, kwargs = _with_argument(args, kwargs or {}, 5, "training", False)
+        return func(*args, **(kwargs or {}))
+
+
+def has_own_forward(norm: nn.Module) -> bool:
+    """Whether the forward of a batch norm is not torch's. Norms without running statistics are left alone."""
+    is_one = isinstance(norm, BatchNormModule) and norm.running_mean is not None
+    return is_one and not type(norm).forward.__module__.startswith("torch.")
 
 
 def _with_argument(

@@ -1,6 +1,6 @@
 """Compute one loss of some rows: in evaluation or training mode, of a given output, or with some values hidden."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import cached_property
@@ -28,12 +28,16 @@ from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.split.seed import seed_torch
 from shardwise.stages.split.switch import Noted, undisturbed
 from shardwise.stages.stage import Batch, Loss
-from shardwise.stages.steady_draws import steady_for
+from shardwise.stages.steady_draws import KnownStatistics, RowDraws, has_own_forward, steady_for
 from shardwise.stages.trial_rows import NUM_ROWS, two_and_one
 from shardwise.torch_private import RunningNormModule, submodules
 
 #: Makes a context in which a trial is run.
 Context = Callable[[], AbstractContextManager[Any]]
+
+
+#: The tolerance of 16-bit numbers.
+_OF_16_BITS = 1e-2
 
 
 class Run(NamedTuple):
@@ -74,9 +78,11 @@ class Trial:
 
     def __init__(
         self, module: nn.Module, loss: Loss, precision: Context, *, meets: bool = False,
-        at_first: Context = nullcontext, in_turn: bool = True,
+        at_first: Context = nullcontext, in_turn: bool = True, draws: RowDraws | None = None,
     ) -> None:  # fmt: skip
         self.module, self.loss, self._precision, self.meets = module, loss, precision, meets
+        #: If given, each row draws the same in all runs, and seeds change nothing.
+        self._draws = draws
         #: Whether one process computes several parts of a batch.
         self._in_turn = in_turn
         self._at_first = at_first
@@ -118,31 +124,38 @@ class Trial:
     def run(
         self, batch: Batch, ignored: float | Sequence[int] = 0.0, *, seed: int = 0, output: Any = None,
         training: bool = False, within: Context = nullcontext, look: Callable[[Tensor, Any], None] | None = None,
-        decisions: Decisions | None = None, asks: bool = False,
+        decisions: Decisions | None = None, asks: bool = False, in_full: bool = False,
     ) -> Run:  # fmt: skip
         """Compute the loss of a batch, from a given `output` or from the module. `look` gets the loss with its graph,
         and the number that it is over, if there is one.
 
-        There is a graph in training mode, or if `asks` is set. Only the computation is `within` the context, not the
-        snapshot and its restoration: a torch mode would see their operations too."""
+        There is a graph in training mode, or if `asks` is set. A loss of outputs `in_full` precision is not cast. Only
+        the computation is `within` the context, not the snapshot and its restoration: a torch mode would see their
+        operations too."""
         were_training = [each for each in modules_of(self.module) if each.training]
         counts = LabelCounts(ignored)
+        norms = [each for each in were_training if training and has_own_forward(each)]
         for each in were_training:
-            _set_mode(each, training and not isinstance(each, RunningNormModule))
-        before = [(each, each.clone()) for each in self.module.buffers()] if training else []
+            _set_mode(each, training and (not isinstance(each, RunningNormModule) or has_own_forward(each)))
+        known = {id(each) for norm in norms for each in norm.buffers()}
+        before = [(each, each.clone()) for each in self._buffers(known)] if training else []
         gradients = GradientsKept(self.module) if training else None
         try:
             with (
                 undisturbed(self.module, {}, self.loss, noted=self._noted) as switch,
                 full_precision(),
-                self._precision(),
+                nullcontext() if in_full else self._precision(),
                 torch.set_grad_enabled(training or asks),
+                self._draws or nullcontext(),
+                KnownStatistics(norms) if norms else nullcontext(),
                 within(),
                 counts,
             ):
                 assert switch.noted is not None
                 self._noted = switch.noted
-                seed_torch(seed)
+                seed_torch(seed if self._draws is None else 0)
+                if self._draws is not None:
+                    self._draws.begin(batch)
                 is_rounded = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
                 with decisions or (self._at_first() if training in self._unknown else nullcontext()):
                     if output is None:
@@ -156,7 +169,7 @@ class Trial:
                 if look is not None:
                     look(*(result if isinstance(result, tuple) else (result, None)))
                 writes = training and (
-                    [*map(id, self.module.buffers())] != [id(each) for each, _ in before]
+                    [*map(id, self._buffers(known))] != [id(each) for each, _ in before]
                     or any(not torch.equal(each, value) for each, value in before)
                 )
                 left = [each.detach().clone() for each in self.module.buffers()] if writes else []
@@ -165,9 +178,9 @@ class Trial:
                 _set_mode(each, True)
         total, number = result if isinstance(result, tuple) else (result, None)
         # A GPU may use another kernel for another number of rows, with another order of sums.
-        tolerance = {torch.float64: 1e-9, torch.float32: 1e-4 if total.is_cuda else 1e-5}.get(total.dtype, 1e-2)
-        if is_rounded or self._is_half:
-            tolerance = 1e-2
+        tolerance = {torch.float64: 1e-9, torch.float32: 1e-4 if total.is_cuda else 1e-5}.get(total.dtype, _OF_16_BITS)
+        if (is_rounded or self._is_half) and not in_full:
+            tolerance = _OF_16_BITS
         return Run(
             float(total.detach()), None if number is None else float(torch.as_tensor(number).detach()),
             [float(each.number) for each in counts.found], inside,
@@ -175,6 +188,41 @@ class Trial:
             isinstance(number, Tensor) and number.requires_grad, writes, has_drawn, has_left, left,
             left_out=counts.left_out,
         )  # fmt: skip
+
+    def again(self, draws: RowDraws | None = None) -> "Trial":
+        """Return a trial with a snapshot of its own, for other weights."""
+        return Trial(
+            self.module, self.loss, self._precision, meets=self.meets, at_first=self._at_first, in_turn=self._in_turn,
+            draws=draws,
+        )  # fmt: skip
+
+    def with_draws(self, seen: Seen) -> "Trial":
+        """Return a trial in which each row draws the same numbers in runs of three rows, and of two and one of them."""
+        return self.again(RowDraws(seen))
+
+    @property
+    def has_own_norms(self) -> bool:
+        """Whether batch norms have a forward of their own."""
+        return any(has_own_forward(each) for each in modules_of(self.module))
+
+    def _buffers(self, known: Set[int]) -> list[Tensor]:
+        """Return the buffers that a forward is not known to write."""
+        return [each for each in self.module.buffers() if id(each) not in known]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether some draws could not be assigned to rows."""
+        return self._draws is not None and self._draws.is_lost
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether losses are compared up to the rounding of 16 bits."""
+        with self._precision():
+            return self._is_half or torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+    def is_random(self, batch: Batch) -> bool:
+        """Whether another seed gives another loss."""
+        return self.run(batch).total != self.run(batch, seed=1).total
 
     def has_changed(self) -> bool:
         """Whether the current run has changed state of Python that the next would read."""

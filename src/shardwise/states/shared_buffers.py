@@ -98,6 +98,20 @@ def check_owners(written: Collection[str], units: Sequence[Sequence[str]]) -> No
             )
 
 
+def check_norms(module: nn.Module, units: Sequence[Sequence[str]]) -> None:
+    """Refuse batch norms that several stages of a pipeline call: each stage would have statistics of its own calls."""
+    for name, each in module.named_modules() if len(units) > 1 else ():
+        if is_batch_norm(each) and each.training and each.track_running_stats:
+            stages = _stages_with(f"{name}.running_mean", units)
+            if len(stages) > 1:
+                raise ShardwiseError(
+                    f"stages {', '.join(map(str, stages))} call the batch norm {name}: each of them would have"
+                    " statistics of its own calls, and none those of all",
+                    remedy="call it once (the inputs under each other), or on one stage; a norm without statistics of"
+                    " batches; or a plan without pp",
+                )
+
+
 def _stages_with(buffer: str, units: Sequence[Sequence[str]]) -> list[int]:
     names = [{unit.partition("#")[0] for unit in of_stage} for of_stage in units]
     return [at for at, mine in enumerate(names) if any(buffer.startswith(f"{unit}.") for unit in mine)]

@@ -47,6 +47,28 @@ def find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
     return None
 
 
+def count_the_same(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> bool:
+    """Whether all terms of a loss leave out the labels that torch's mean ignores, as a term of `logits[labels != -100]`
+    does: parts weighted by the labels that are counted give the whole, however an entry marks labels as ignored."""
+    if tried.kind is not LossKind.LABELS:
+        return False
+    ways = list(ways_to_hide(three, seen))
+    for path, value in ways:
+        if str(value) not in map(str, MARKS):  # A float marks an unknown target, and no label.
+            continue
+        again, hidden = are_inside(trial, path, value, runs), with_hidden(three, seen, value, path)
+        less = trial.less(hidden, seen, runs, again=again, within=IndexCheck)
+        if less is None or less[0].counts == runs[0].counts or not fits(tried.kind, *less):
+            continue
+        others = [with_hidden(three, seen, value, path, **how) for how in _OTHER_WAYS]
+        # Other entries and other integers must not change what is counted.
+        others += [with_hidden(hidden, seen, each, name) for name, each in ways if name != path]
+        others += [with_hidden(three, seen, each, path) for each in (0, *words_of(three, path))]
+        tried_on = [trial.less(each, seen, runs, again=again, within=IndexCheck) for each in others]
+        return all(each is None or fits(tried.kind, *each) for each in tried_on)
+    return False
+
+
 def weights_of(through: Through, three: Batch, seen: Seen) -> tuple[float, float]:
     two, one = two_and_one(three, seen)
     return float(through.of(two)), float(through.of(one))

@@ -264,3 +264,27 @@ class Lamb(Optimizer):
 def a_norm_of_all_in_a_step(parallelize: Parallelize) -> Result:
     """LAMB: on a stage it would be the norm of that stage."""
     return trained(start(parallelize, small_net(), Lamb))
+
+
+class Scaled(torch.optim.Optimizer):
+    """Gradient descent with a rate of each parameter, in an attribute of it."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(given, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.add_(each.grad, alpha=-group["lr"] * getattr(each, "lr_scale", 1.0))
+
+
+@program({"tp": "is not known", "zero": "is not known"})
+def a_rate_in_an_attribute_that_a_step_reads(parallelize: Parallelize) -> Result:
+    """muP by hand: `p.lr_scale`, which an optimizer of one's own reads in its step."""
+    model = small_net()
+    for each in model.parameters():
+        each.lr_scale = 1 / each.shape[-1] if each.dim() == 2 else 1.0  # type: ignore[attr-defined]
+    return trained(start(parallelize, model, Scaled))

@@ -288,3 +288,33 @@ def a_rate_in_an_attribute_that_a_step_reads(parallelize: Parallelize) -> Result
     for each in model.parameters():
         each.lr_scale = 1 / each.shape[-1] if each.dim() == 2 else 1.0  # type: ignore[attr-defined]
     return trained(start(parallelize, model, Scaled))
+
+
+class ScaledByTable(Scaled):
+    """The same by a dictionary of parameters."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(given)
+        every = [each for group in self.param_groups for each in group["params"]]
+        self.scales = {each: 0.1 if each.dim() == 2 else 1.0 for each in every}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.lr_scale = self.scales.get(each, 1.0)
+        super().step(closure)
+
+
+@program(
+    {
+        "tp": "is not known",
+        "zero": "is not known",
+        "pp": "scales keeps",
+        "offload.parameters": "scales keeps",
+        "offload.optimizer": "scales keeps",
+    }
+)
+def a_rate_by_a_dictionary_that_a_step_reads(parallelize: Parallelize) -> Result:
+    """A step that looks its parameters up among those that it was made with."""
+    return trained(start(parallelize, small_net(), ScaledByTable))

@@ -144,6 +144,56 @@ def test_what_a_script_sets_between_steps_ends_the_comparison(what: str) -> None
         assert engine.execution.batches.first.compared == [1]
 
 
+def test_what_a_step_sets_by_itself_ends_the_comparison() -> None:
+    torch.manual_seed(0)
+    net = Net()
+
+    def hooked(given: Any) -> SGD:
+        made = SGD(given, lr=0.1)
+        made.register_step_post_hook(lambda *_: setattr(net, "scale", net.scale * 0.5))
+        return made
+
+    with sw.parallelize(net, "microbatches=2", loss=by_labels, optimizer=hooked, example=BATCH, verify=True) as engine:
+        for _ in range(3):
+            engine.train_step(BATCH)
+        assert engine.execution.batches.first.compared == [1]
+
+
+class Drops(Net):
+    """Drops from what has other rows than the batch."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.drop = what, nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "a weight":
+            hidden = functional.linear(x, self.drop(self.first.weight))
+        elif self.what == "rows twice":
+            one, other = self.drop(self.first(torch.cat([x, x]))).chunk(2)
+            hidden = one + other
+        else:
+            hidden = self.drop(self.first(x.repeat(4, 1, 1))).mean(0)
+        out: Tensor = self.second(self.act(hidden))
+        return out
+
+
+@pytest.mark.parametrize("what", ["a weight", "rows twice", "something before rows"])
+def test_masks_that_each_part_draws_are_not_compared(what: str) -> None:
+    torch.manual_seed(0)
+    with sw.parallelize(
+        Drops(what),
+        "microbatches=2",
+        loss=by_labels,
+        optimizer=lambda given: SGD(given, lr=0.1),
+        example=BATCH,
+        verify=True,
+    ) as engine:
+        for _ in range(3):
+            engine.train_step(BATCH)
+        assert engine.execution.batches.first.compared == []
+
+
 def test_rounding_near_a_minimum_is_no_difference() -> None:
     """Gradients are what is left of terms that cancel out; in double precision something else is left."""
 

@@ -282,3 +282,31 @@ def contrast_in_slots_that_begins_later(parallelize: Parallelize) -> Result:
         return cross_entropy(output, given) + settings.contrast * (each @ each.T).square().mean()
 
     return with_loss(parallelize, loss, lambda: setattr(settings, "contrast", 0.5))
+
+
+@program(
+    {"pp": r"skipped \(\(1,\), then \(0,\)\) .* stage 1 needs what embed of another stage returns"},
+    but="cp,sp",
+    whole=True,
+)
+def blocks_left_out_by_turns(parallelize: Parallelize) -> Result:
+    """All blocks are called, and the output of those in `model.skipped` is not used."""
+
+    class Skips(Net):
+        skipped: tuple[int, ...] = ()
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.embed(x)
+            for number, layer in enumerate(self.layers):
+                made = layer(hidden)
+                hidden = hidden if number in self.skipped else made
+            return self.head(self.norm(hidden))
+
+    model: Any = Skips().double()
+    model.skipped = ()
+    turns = iter([(1,), (0,), ()])
+
+    def between(_: int) -> None:
+        model.skipped = next(turns)
+
+    return trained(start(parallelize, model), between=between)

@@ -264,3 +264,57 @@ class Lamb(Optimizer):
 def a_norm_of_all_in_a_step(parallelize: Parallelize) -> Result:
     """LAMB: on a stage it would be the norm of that stage."""
     return trained(start(parallelize, small_net(), Lamb))
+
+
+class Scaled(torch.optim.Optimizer):
+    """Gradient descent with a rate of each parameter, in an attribute of it."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(given, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.add_(each.grad, alpha=-group["lr"] * getattr(each, "lr_scale", 1.0))
+
+
+@program({"tp": "is not known", "zero": "is not known"})
+def a_rate_in_an_attribute_that_a_step_reads(parallelize: Parallelize) -> Result:
+    """muP by hand: `p.lr_scale`, which an optimizer of one's own reads in its step."""
+    model = small_net()
+    for each in model.parameters():
+        each.lr_scale = 1 / each.shape[-1] if each.dim() == 2 else 1.0  # type: ignore[attr-defined]
+    return trained(start(parallelize, model, Scaled))
+
+
+class ScaledByTable(Scaled):
+    """The same by a dictionary of parameters."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(given)
+        every = [each for group in self.param_groups for each in group["params"]]
+        self.scales = {each: 0.1 if each.dim() == 2 else 1.0 for each in every}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.lr_scale = self.scales.get(each, 1.0)
+        super().step(closure)
+
+
+@program(
+    {
+        "tp": "is not known",
+        "zero": "is not known",
+        "pp": "scales keeps",
+        "offload.parameters": "scales keeps",
+        "offload.optimizer": "scales keeps",
+    }
+)
+def a_rate_by_a_dictionary_that_a_step_reads(parallelize: Parallelize) -> Result:
+    """A step that looks its parameters up among those that it was made with."""
+    return trained(start(parallelize, small_net(), ScaledByTable))

@@ -81,7 +81,7 @@ def _parts(
     trial.check(plan, shapes, split, wires)
     trial.guard(weighed, plan, split, sharded)
     if settings is not None:
-        settings.units = tuple(dict.fromkeys(call.partition("#")[0] for calls in split.units for call in calls))
+        settings.stages = split.units
         settings.make_context = sharded.make_tried_context(options)
     if sharded.experts is not None and without_numbers:
         sharded.experts.draw(module, without_numbers, seed=options.seed, device=device)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.engine.dropped_alike import DropAlike
 from shardwise.engine.parts import Parts
 from shardwise.engine.rank_device import batch_on
 from shardwise.engine.same_batch import Checksum
@@ -22,7 +23,6 @@ from shardwise.errors import ShardwiseError
 from shardwise.execution.step_losses import Tally
 from shardwise.planner.plan import Offload
 from shardwise.ranks.rank_error import RankError
-from shardwise.sharding.dropout import Dropouts, Place, num_tokens_of
 from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.whole_step import WholeStep, difference
@@ -30,6 +30,8 @@ from shardwise.torch_private import accumulated_hooks, gradient_hooks, is_persis
 
 #: Which steps of an engine are compared: more at the beginning.
 _STEPS = (1, 2, 3, 5, 9, 17)
+#: In place of a difference, where parts of the batch need not drop what the whole drops.
+_NOT_TOLD = "not told"
 
 
 class _Way(Enum):
@@ -48,8 +50,9 @@ class FirstSteps:
         self._device, self._module = parts.device, parts.module
         self._compared: Compared | None = None if parts.schedule.staleness else parts.compared
         self._has_gradients = parts.plan.offload == Offload()
+        self._drops: DropAlike | None = None
         if self._compared is not None and self._compared.copy is not None and not parts.options.compile:
-            self._compared.copy.begin = _drop_alike(self._compared.copy.module, parts)
+            self._drops = self._compared.copy.begin = DropAlike.attached(self._compared.copy.module, parts)
         self._before: _Now | None = None
         self._num_begun, self._size = 0, 0.0
         #: The steps that were compared, and are equal.
@@ -66,7 +69,10 @@ class FirstSteps:
         return self._compared is not None and self._num_begun < _STEPS[-1]
 
     def begin(self) -> None:
-        """Note what forwards and losses read, when the engine was made and after every step."""
+        """Note what forwards and losses read, when the engine was made and after every step. The copy has nothing that
+        the step itself has set: a hook of an optimizer sets a temperature."""
+        if self._compared is not None and self._before is not None and self._before.is_other_state():
+            self._compared = self._compared._replace(copy=None)
         compared = self._compared
         if not self.is_due:
             self._compared = self._before = None
@@ -132,6 +138,8 @@ class FirstSteps:
         if whole is not None:
             problem = self._compare(whole, tally, found)
         problem = self._wires.gather(problem)[0]
+        if problem == _NOT_TOLD:
+            return
         if problem is not None:
             which = "the first step" if self._num_begun == 1 else f"step {self._num_begun}"
             raise ShardwiseError(
@@ -143,32 +151,20 @@ class FirstSteps:
         self.compared.append(self._num_begun)
 
     def _compare(self, whole: WholeStep, tally: Tally, gradients: Mapping[str, Tensor] | None) -> str | None:
-        kind, batch, compared = self._device.type, self._batch, self._compared
+        kind, given, compared = self._device.type, self._batch, self._compared
         self._batch = {}
         problem = difference(whole, tally.mean, gradients, kind, scale=1 / tally.count, least=self._least(whole))
         if problem is None or compared is None or compared.copy is None:
             return problem
-        self._compared = compared._replace(copy=None)
-        is_rounded = compared.copy.is_rounded(whole, batch_on(batch, self._device), self._number, kind)
-        return None if is_rounded else problem
+        self._compared, batch = compared._replace(copy=None), batch_on(given, self._device)
+        if self._drops is not None and not self._drops.are_by_rows(compared.copy, batch, self._number):
+            return _NOT_TOLD
+        return None if compared.copy.is_rounded(whole, batch, self._number, kind) else problem
 
     def _least(self, whole: WholeStep) -> float:
         """Return the largest norm of gradients so far: near a minimum they are sums of terms as large."""
         self._size = max(self._size, whole.size)
         return self._size
-
-
-def _drop_alike(copy: nn.Module, parts: Parts) -> Callable[[Batch, int], None] | None:
-    """Let a copy draw the masks of the ranks; None if it has no dropout. Otherwise see `whole_step`."""
-    dropouts = Dropouts(seed=parts.options.seed)
-    if not dropouts.attach(copy, parts.callers):
-        return None
-
-    def begin(batch: Batch, number: int) -> None:
-        rows = parts.rule.length(batch)
-        dropouts.stand(Place(step=number, first_row=0, num_rows=rows, num_tokens=num_tokens_of(batch)))
-
-    return begin
 
 
 class _Now:
@@ -206,7 +202,11 @@ class _Now:
         `lru_cache` forget their entries."""
         was_set = bool(self._state.remembering) or (settings is not None and settings.bits != 0)
         is_other = self._marks != self._find_marks() or self._apart != self._read(*self._not_in_states())
-        return was_set or is_other or bool(self._state.changed())
+        return was_set or is_other or self.is_other_state()
+
+    def is_other_state(self) -> bool:
+        """Whether Python's state is another."""
+        return bool(self._state.changed())
 
     def has_other_numbers(self) -> bool:
         """Whether parameters or buffers have other values."""

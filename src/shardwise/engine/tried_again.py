@@ -17,17 +17,17 @@ from zlib import crc32
 
 from torch import Tensor, nn
 
+from shardwise.engine.found_again import AGAIN, Flow, Found, check_cuts, flow_of
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
 from shardwise.sharding.context.parallel import ContextParallel, Unfit
 from shardwise.sharding.context.trial import try_parts
 from shardwise.sharding.stand_in import converted, fitting, stand_in
-from shardwise.sharding.tensor.shard import Apart, find_apart
+from shardwise.sharding.tensor.shard import find_apart
 from shardwise.stages.batch import home_of
 from shardwise.stages.loss_kind import LossKind, Tried
 from shardwise.stages.loss_trial import try_loss
 from shardwise.stages.rows import RowRule, unmarked
-from shardwise.stages.split.flow import watch
 from shardwise.stages.split.meta import meta_twin
 from shardwise.stages.split.script_values import (
     FAR,
@@ -42,7 +42,6 @@ from shardwise.stages.split.script_values import (
 from shardwise.stages.stage import Batch, Loss
 from shardwise.torch_private import buffer_slots
 
-_AGAIN = "state = engine.state_dict(), then sw.parallelize(module, ...) again and engine.load_state_dict(state)"
 #: Buffers with more elements than this are not kept for trials: their modules initialize them anew.
 _MOST_IN_BUFFERS = 2**16
 #: Models with fewer parameters are run with values to see what units read. Others run on meta tensors, if possible.
@@ -61,16 +60,6 @@ class _Absent:
 
 
 _ABSENT = _Absent()
-
-
-class _Found(NamedTuple):
-    """The result of trials: the kind of the loss, the layers that can be sharded, and what each unit's calls read."""
-
-    tried: Tried = Tried(LossKind.UNTRIED)
-    apart: Apart = Apart()
-    read: Mapping[str, frozenset[str]] = {}
-    #: Under cp, the sequences that cannot be in parts; None if that is unknown.
-    unfit: Unfit | None = None
 
 
 class _Set(NamedTuple):
@@ -154,8 +143,8 @@ class TriedAgain:
         self._has_parts = plan.dp * plan.microbatches > 1
         #: Whether weights are present only for units that were seen to read them.
         self._comes = plan.pp > 1 or plan.zero == 3 or plan.offload.parameters > 0
-        #: The units of stages; and the factory of contexts if sequences are cut. Set later.
-        self.units: Sequence[str] = ()
+        #: The calls of units of each stage; and the factory of contexts if sequences are cut. Set later.
+        self.stages: Sequence[Sequence[str]] = ()
         #: Under cp, if all ranks make a trial together: compares the values set on them.
         self.agree: Callable[[int], None] | None = None
         #: The context for trials.
@@ -176,14 +165,14 @@ class TriedAgain:
         self._twin = _Copy(module, self._holders, self._kept) if self._holders or self._example.words else None
         #: The kinds of all values that were ever set, and the results of trials with them.
         self._kinds = ValueKinds()
-        self._outcomes: dict[Hashable, _Found] = {}
+        self._outcomes: dict[Hashable, Found] = {}
         #: Values that were set and not tried yet; and the latest of all plain values ever set.
         self._set: list[_Set] = []
         self._ever: dict[tuple[int, str], Any] = {}
         #: Counters that forwards increment.
         self._counted = Counted(self._holders)
         #: The result of trials with the values that were there when the engine was made.
-        self._at_first: _Found | None = None
+        self._at_first: Found | None = None
         #: Whether evaluations may read weights that training does not.
         self._may_read_more = self._comes and self._twin is not None and asks_for_mode(self._twin.module)
 
@@ -256,17 +245,11 @@ class TriedAgain:
                     remedy="call the layer that has it, in both modes; or read it in training too",
                 )
 
-    def _read_by_units(self, batch: Batch, *, is_training: bool) -> dict[str, frozenset[str]]:
-        """Return the tensors that each unit reads; those read between units are under the empty name."""
-        return self._read_of(self._copy.again().train(is_training), batch)
+    def _read_by_units(self, batch: Batch, *, is_training: bool) -> Mapping[str, frozenset[str]]:
+        return self._flow_of(self._copy.again().train(is_training), batch).read
 
-    def _read_of(self, module: nn.Module, batch: Batch) -> dict[str, frozenset[str]]:
-        flow = watch(module, {name: module.get_submodule(name) for name in self.units}, batch)
-        # A unit has its own tensors, and without stages all units have all buffers.
-        there = frozenset(name for name, _ in module.named_buffers()) if self._plan.pp == 1 else frozenset()
-        read = {unit: frozenset[str]().union(*[c.touched for c in flow.calls if c.unit == unit]) for unit in self.units}
-        others = {unit: {name for name in names if not name.startswith(f"{unit}.")} for unit, names in read.items()}
-        return {unit: frozenset(names - there) for unit, names in {**others, "": flow.in_glue}.items()}
+    def _flow_of(self, module: nn.Module, batch: Batch) -> Flow:
+        return flow_of(module, self.stages, batch, has_buffers=self._plan.pp == 1)
 
     def end(self) -> None:
         """End a step: values that changed during it were changed by it, or by making the engine."""
@@ -290,10 +273,10 @@ class TriedAgain:
         begin = f"forwards count {names}, and when it is {FAR}"
         if self._at_first.tried.problem is None and far.tried.problem is not None:
             raise ShardwiseError(f"{begin} {far.tried.problem}", remedy=far.tried.remedy)
-        _check_cuts(begin, self._at_first, far, self._plan)
+        check_cuts(begin, self._at_first, far, self._plan)
 
     def _try(self, batch: Batch, found: list[_Set]) -> None:
-        self._outcomes[self._kinds.now] = _Found()
+        self._outcomes[self._kinds.now] = Found()
         try:
             if self._at_first is None:
                 with self._as_before(found):
@@ -311,13 +294,13 @@ class TriedAgain:
         self._outcomes[self._kinds.now] = now
         _fit(self.context, now)
 
-    def _compare(self, begin: str, before: _Found, now: _Found) -> None:
+    def _compare(self, begin: str, before: Found, now: Found) -> None:
         if before.tried.problem is None and now.tried.problem is not None and before.tried.kind is not LossKind.UNTRIED:
             raise ShardwiseError(f"{begin} {now.tried.problem}", remedy=now.tried.remedy)
         self._weigh_as(now, begin)
-        _check_cuts(begin, before, now, self._plan)
+        check_cuts(begin, before, now, self._plan)
 
-    def _weigh_as(self, now: _Found, begin: str) -> None:
+    def _weigh_as(self, now: Found, begin: str) -> None:
         """Weight parts of the loss as found by the trials, if they are weighted otherwise."""
         first = self._at_first
         if first is None or LossKind.UNTRIED in (first.tried.kind, now.tried.kind):
@@ -329,7 +312,7 @@ class TriedAgain:
         elif not is_first:
             raise ShardwiseError(
                 f"{begin} the loss is {now.tried.kind.value}; it was {first.tried.kind.value}",
-                remedy=f"{_AGAIN}; or return total, number",
+                remedy=f"{AGAIN}; or return total, number",
             )
 
     def _try_sequences(self, names: str, batch: Batch) -> Unfit:
@@ -341,13 +324,13 @@ class TriedAgain:
                 f"{names} was set since the engine was made, and with it {error.problem}", remedy=error.remedy
             ) from error
 
-    def _trials(self, batch: Batch) -> _Found:
+    def _trials(self, batch: Batch) -> Found:
         with self.around():
             return self._all_trials(batch)
 
-    def _all_trials(self, batch: Batch) -> _Found:
+    def _all_trials(self, batch: Batch) -> Found:
         """Make all of them, on a copy of the copy."""
-        found, twin = _Found(), meta_twin(self._copy.module)
+        found, twin = Found(), meta_twin(self._copy.module)
         if self._has_parts or self._comes:
             device, dtypes = fitting(twin, lambda _: None, home_of(batch))
             kinds = [each.dtype for each in twin.parameters() if each.is_floating_point()]
@@ -364,9 +347,10 @@ class TriedAgain:
                 named = self._copy.again()
                 if sum(each.numel() for each in twin.parameters()) < _FEW:
                     named = stand_in(named, lambda name: name, {}, dtype=dtype, device=device, seed=1)
-                read = self._read_of(named, unmarked(given))
+                flow = self._flow_of(named, unmarked(given))
                 # A tensor that is read between units is gathered for the stage, if no unit was seen to read it.
-                found = found._replace(read={unit: names for unit, names in read.items() if unit})
+                read = {unit: names for unit, names in flow.read.items() if unit}
+                found = found._replace(read=read, needs=flow.needs)
         if self._plan.tp > 1:
             copy, given = self._copy.again(), unmarked(batch)
             apart = find_apart(
@@ -405,35 +389,10 @@ def _told(each: _Set, holder: Holder) -> str:
     return f"{name} ({_words(each.was)}, then {_words(each.now)})"
 
 
-def _fit(context: ContextParallel | None, now: _Found) -> None:
+def _fit(context: ContextParallel | None, now: Found) -> None:
     """Refuse sequences that a trial with these values has found to be computed wrongly."""
     if context is not None and now.unfit is not None:
         context.unfit = now.unfit
-
-
-def _check_cuts(begin: str, before: _Found, now: _Found, plan: Plan) -> None:
-    """Refuse what goes against how layers were cut, shared out, or come."""
-    mixed = before.apart.mixed_in(now.apart)
-    if mixed:
-        wholes = ", ".join(f'"{name}": "whole"' for name in mixed[:2])
-        raise ShardwiseError(
-            f"{begin} {some(mixed)} cannot be cut over {plan.tp} ranks, as tp={plan.tp} has done:"
-            " channels see each other, or are counted, or others read their weight, or a layer behind is whole",
-            remedy=f"tensor={{{wholes}}} in sw.parallelize; or the value set before it is called",
-        )
-    if now.apart.unshared and not before.apart.unshared:
-        raise ShardwiseError(
-            f"{begin} nothing can be shared out along the sequence, as sp=true has done: {now.apart.unshared}",
-            remedy="sp=false in the plan",
-        )
-    for unit, names in now.read.items():
-        more = sorted(names - before.read.get(unit, names))
-        if more:
-            raise ShardwiseError(
-                f"{begin} {unit} reads {some(more)}, which it did not when the engine was made, and which is not"
-                f" there for it ({plan})",
-                remedy=_AGAIN,
-            )
 
 
 def _word_of(value: Any) -> Any:

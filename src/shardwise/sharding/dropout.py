@@ -200,6 +200,8 @@ class Dropouts:
     attends: bool = True
     #: For each stage, how often earlier stages called each dropout.
     before: Sequence[Mapping[str, int]] = ()
+    #: Called with everything that is dropped from.
+    watch: Callable[[Tensor], None] | None = None
     _places: dict[int, Place] = field(default_factory=dict)
     _now: Place | None = None
     _callers: "list[_Caller]" = field(default_factory=list)
@@ -266,6 +268,8 @@ class Dropouts:
     def place_of(self, given: Tensor) -> Place | None:
         """Return the place of a tensor's rows; None if it is not known."""
         now = self._now
+        if self.watch is not None:
+            self.watch(given)
         return None if given.is_meta or now is None or given.shape[0] % now.num_rows else now
 
     def factors(self, name: str, probability: float, given: Tensor) -> Tensor | None:

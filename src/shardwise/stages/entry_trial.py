@@ -6,6 +6,7 @@ from shardwise.stages.index_check import IndexCheck
 from shardwise.stages.loss_kind import LossKind, Through, Tried, throughs
 from shardwise.stages.loss_parts import fits, fits_by
 from shardwise.stages.rows import Seen, nodes, tensors_in
+from shardwise.stages.spread_outputs import WAYS, spread
 from shardwise.stages.stage import Batch
 from shardwise.stages.trial_rows import FIRST, MARKS, NUM_ROWS, two_and_one, ways_to_hide, with_hidden, words_of
 from shardwise.stages.trial_run import Runs, Trial
@@ -45,6 +46,40 @@ def find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
                 f" {small:.6g} by rows, so parts of a batch do not tell its loss"
             )
     return None
+
+
+def count_the_same(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> bool:
+    """Whether all terms of a loss leave out the labels that torch's mean ignores, as a term of `logits[labels != -100]`
+    does: parts weighted by the labels that are counted give the whole, however an entry marks labels as ignored."""
+    if tried.kind is not LossKind.LABELS:
+        return False
+    ways = list(ways_to_hide(three, seen))
+    for path, value in ways:
+        if str(value) not in map(str, MARKS):  # A float marks an unknown target, and no label.
+            continue
+        again, hidden = are_inside(trial, path, value, runs), with_hidden(three, seen, value, path)
+        less = trial.less(hidden, seen, runs, again=again, within=IndexCheck)
+        if less is None or less[0].counts == runs[0].counts or not fits(tried.kind, *less):
+            continue
+        if not all(_fits_apart(trial, hidden, seen, runs, tried, factors) for factors in WAYS):
+            return False
+        others = [with_hidden(three, seen, value, path, **how) for how in _OTHER_WAYS]
+        # Other entries and other integers must not change what is counted.
+        others += [with_hidden(hidden, seen, each, name) for name, each in ways if name != path]
+        others += [with_hidden(three, seen, each, path) for each in (0, *words_of(three, path))]
+        tried_on = [trial.less(each, seen, runs, again=again, within=IndexCheck) for each in others]
+        return all(each is None or fits(tried.kind, *each) for each in tried_on)
+    return False
+
+
+def _fits_apart(trial: Trial, hidden: Batch, seen: Seen, runs: Runs, tried: Tried, factors: tuple[float, ...]) -> bool:
+    """Whether parts give the whole also with outputs scaled apart: a term that is the same for all rows fits always."""
+    outputs = spread((runs[0].output, runs[1].output, runs[2].output), factors)
+    if outputs is None:
+        return False
+    whole, large, small = (run._replace(output=each) for run, each in zip(runs, outputs, strict=True))
+    found = trial.less(hidden, seen, (whole, large, small), again=False)
+    return found is not None and fits(tried.kind, *found)
 
 
 def weights_of(through: Through, three: Batch, seen: Seen) -> tuple[float, float]:

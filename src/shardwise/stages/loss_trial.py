@@ -20,12 +20,11 @@ marker of unknown values, and with gradients (`slope_trial.py`). It is tried in 
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardwise.stages.across_rows import first_across, with_numbers_of
 from shardwise.stages.backward_trial import NOT_IN_PROPORTION
-from shardwise.stages.entry_trial import are_inside, find_entry, weights_of
+from shardwise.stages.entry_trial import are_inside, count_the_same, find_entry, weights_of
 from shardwise.stages.index_check import IndexCheck
 from shardwise.stages.longer_trial import find_longer
 from shardwise.stages.loss_kind import (
@@ -42,7 +41,7 @@ from shardwise.stages.moved_trial import find_moved
 from shardwise.stages.no_collectives import NoCollectives
 from shardwise.stages.rows import RowRule, Seen, take_rows, tensors_in, unmarked
 from shardwise.stages.slope_trial import by_parameters, slopes_of
-from shardwise.stages.spread_outputs import WAYS, in_full, spread
+from shardwise.stages.spread_outputs import SIGNED_WAYS, WAYS, in_full, spread, spread_signals
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.trial_rows import (
     FIRST,
@@ -55,7 +54,7 @@ from shardwise.stages.trial_rows import (
     ways_to_hide,
     with_hidden,
 )
-from shardwise.stages.trial_run import Context, Run, Runs, Trial, is_finite
+from shardwise.stages.trial_run import Context, Run, Runs, Trial, are_left_alike, is_finite
 
 #: Outputs with more elements than this are not tried on the host.
 _MOST_ON_HOST = 2**27
@@ -281,19 +280,27 @@ def _spread_out(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried
         return tried
     if tried.inside:  # The module computes the loss itself, so other outputs would not change it.
         return tried
-    two, one = two_and_one(three, seen)
-    for factors in WAYS:
-        outputs = spread((runs[0].output, runs[1].output, runs[2].output), factors)
-        if outputs is None:
-            return tried
-        try:
-            whole, large = trial.run(three, output=outputs[0]), trial.run(two, output=outputs[1])
-            now = whole, large, trial.run(one, output=outputs[2])
-        except Exception:  # Scaled outputs may be invalid, for example as probabilities.
-            continue
-        if is_finite(whole) and not _fits_as(tried, three, seen, now):
-            return tried._replace(problem=f"what counts is decided by outputs: with others {mismatch(*now)}")
+    made = runs[0].output, runs[1].output, runs[2].output
+    for outputs in (spread(made, factors) for factors in WAYS):
+        problem = None if outputs is None else _other_by(trial, three, seen, tried, outputs)
+        if problem is not None:
+            return tried._replace(problem=f"what counts is decided by outputs: with others {problem}")
+    for signals in (spread_signals(three, seen, factors) for factors in SIGNED_WAYS):
+        problem = None if signals is None else _other_by(trial, signals, seen, tried, made)
+        if problem is not None:
+            return tried._replace(problem=f"what counts is decided by numbers of the batch: with others {problem}")
     return tried
+
+
+def _other_by(trial: Trial, three: Batch, seen: Seen, tried: Tried, outputs: tuple[Any, Any, Any]) -> str | None:
+    """Describe how parts with these entries and outputs do not tell the loss of the whole; None if they do."""
+    two, one = two_and_one(three, seen)
+    try:
+        whole, large = trial.run(three, output=outputs[0]), trial.run(two, output=outputs[1])
+        now = whole, large, trial.run(one, output=outputs[2])
+    except Exception:  # What is scaled may be invalid, for example as probabilities.
+        return None
+    return mismatch(*now) if is_finite(whole) and not _fits_as(tried, three, seen, now) else None
 
 
 def _by_slopes(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried, *, are_zero: bool = False) -> Tried:
@@ -337,7 +344,7 @@ def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Trie
         if is_same or trial.run_in_training(three)[0].total != whole.total:
             return tried  # The same in both modes, or different in every call.
         large, small = (trial.run_in_training(each)[0] for each in two_and_one(three, seen))
-        if whole.writes and not (_are_left_alike(whole, large) and _are_left_alike(whole, small)):
+        if whole.writes and not (are_left_alike(whole, large) and are_left_alike(whole, small)):
             return tried  # The comparison of the buffers of replicas reports this.
     except Exception:  # Training will report what is wrong.
         return tried
@@ -356,12 +363,6 @@ def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Trie
                 remedy=REMEDY_OF_PARTS,
             )
     return tried
-
-
-def _are_left_alike(one: Run, other: Run) -> bool:
-    """Whether two forwards of different rows left the same buffers: counts of calls, for example, but not means."""
-    pairs = list(zip(one.left, other.left, strict=False))
-    return len(one.left) == len(other.left) and all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
 
 def _fits_as(tried: Tried, three: Batch, seen: Seen, now: Runs) -> bool:
@@ -397,7 +398,7 @@ def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
             return tried
         where = _place(trial, three, two_and_one(three, seen)[1], runs[0].tolerance)
         return tried._replace(kind=LossKind.ROWS, problem=f"{mismatch(*runs)} (rows see each other in {where})")
-    if all_at_once is None:
+    if all_at_once is None or count_the_same(trial, three, seen, runs, tried):
         return tried
     if runs[0].counts and fits(LossKind.ROWS, *runs):
         return tried._replace(kind=LossKind.EVEN, of_rows=len({len(each.counts) for each in runs}) > 1)

@@ -3,7 +3,8 @@
 They are scaled so that a loss with a threshold decides differently for each row.
 
 A loss may count only rows above a threshold: hard ones, or confident ones. With an untrained module all rows are on one
-side of it, and the loss looks like a mean over rows. Scaled apart, some rows are on the other side.
+side of it, and the loss looks like a mean over rows. Scaled apart, some rows are on the other side. The same holds for
+numbers of the batch that a loss compares outputs with: advantages, or a reference's log-probabilities.
 """
 
 from typing import Any
@@ -11,11 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.stages.rows import changed, nodes
+from shardwise.stages.rows import Seen, changed, nodes
+from shardwise.stages.stage import Batch
 from shardwise.stages.trial_rows import FIRST, NUM_ROWS
 
 #: The factors of the three rows: one set moves them further apart, the other closer to zero.
 WAYS = ((1.0, 8.0, -8.0), (1.0, 0.125, 0.5))
+
+#: What the numbers of the three rows become, times their magnitudes.
+SIGNED_WAYS = ((8.0, -8.0, -8.0), (-8.0, 8.0, 8.0))
 
 
 def spread(outputs: tuple[Any, Any, Any], factors: tuple[float, ...]) -> tuple[Any, Any, Any] | None:
@@ -90,6 +95,29 @@ def _numbers(parts: list[Any]) -> tuple[Tensor, ...] | None:
     if float((whole - large - small).abs()) <= near:
         return whole, whole * FIRST / NUM_ROWS, whole / NUM_ROWS
     return whole, large, small
+
+
+def spread_signals(three: Batch, seen: Seen, factors: tuple[float, ...]) -> Batch | None:
+    """Return the batch with fractions of either sign far from zero, one sign for each row; None if there are none.
+
+    Entries without negative fractions (probabilities, weights, masks) keep their values, and so do integers: they may
+    be marks.
+    """
+    is_any = False
+
+    def move(path: str, given: Any) -> Any:
+        nonlocal is_any
+        if path not in seen.paths or not _may_have_rows(given) or len(given) != NUM_ROWS:
+            return None
+        moves = given != given.round()
+        if not (bool(given.isfinite().all()) and bool((moves & (given < 0)).any())):
+            return None
+        is_any = True
+        by = torch.tensor(factors, dtype=given.dtype, device=given.device).view(-1, *[1] * (given.dim() - 1))
+        return torch.where(moves, given.abs() * by, given)
+
+    made = changed(three, move)
+    return made if is_any else None
 
 
 def _is_in_turn(whole: Tensor, large: Tensor, small: Tensor) -> bool:

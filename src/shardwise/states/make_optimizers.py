@@ -275,7 +275,9 @@ def check_kept_tensors(optimizers: Sequence[Optimizer], pieces: str) -> None:
     where it has something else than these in its steps; `pieces` says what."""
     for optimizer in optimizers:
         for key, value in vars(optimizer).items():
-            leaves = () if key in _OWN_ATTRIBUTES or isinstance(value, Optimizer) else pytree.tree_leaves(value)
+            is_own = key in _OWN_ATTRIBUTES or isinstance(value, Optimizer)
+            by_parameter = list(value) if isinstance(value, dict) and not is_own else []
+            leaves = [] if is_own else [*pytree.tree_leaves(value), *by_parameter]
             kept = [each for each in leaves if isinstance(each, Tensor) and each.numel() > 1]
             if kept:
                 kind = type(optimizer).__name__

@@ -125,6 +125,7 @@ class Residency:
         gradient = self.gradient
         assert gradient is not None, "without a gradient nothing is updated"
         found = nn.Parameter(self._numbers(part, places))
+        vars(found).update(vars(self.weight))  # A step may read `parameter.lr_scale`.
         own = part.of(gradient).to(found.dtype)
         found.grad = own if self._scale is None else own.mul(self._scale)
         _use_here(gradient)
@@ -185,6 +186,7 @@ class HostResidency(Residency):
 
     def stand_in(self, part: WeightSlice, places: Places) -> nn.Parameter:
         found = nn.Parameter(self._numbers(part, places))
+        vars(found).update(vars(self.weight))  # A step may read `parameter.lr_scale`.
         found.grad = self._scaled(part, places).to(found.dtype)
         return found
 

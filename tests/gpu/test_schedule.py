@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from tests.gpu.pieces import MOST_RANKS, QUEUES, Piece, Room, run_at_once
 from tests.gpu.record import Record
 from tests.gpu.schedule import BOTH, COUNTS, PARTS, is_done, rows_of, seconds_of
 from tests.gpu.schedule import pieces as all_pieces
+from tests.ranks.processes import is_running
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -103,14 +103,11 @@ def test_what_is_not_over_when_the_time_is_up_is_ended_and_all_that_it_started(
     stand_in.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stand_in))
     monkeypatch.setattr(pieces, "LOGS", tmp_path / "logs")
-    start = time.monotonic()
     piece = Piece("plans", 2, ("--ranks", "2"))
     run_at_once([piece], Room(2, 64), tmp_path / "record", 1.0, needs=lambda _: 0.0)
-    assert time.monotonic() - start < 20
     assert "ended before it was over" in capfd.readouterr().out
     assert "begun -m tests.gpu --only plans --ranks 2" in (tmp_path / "logs" / "plans_2.log").read_text()
-    status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
-    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert not is_running(int((tmp_path / "pid").read_text()))
 
 
 def test_what_has_no_time_is_not_begun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from shardwise.cli import main
 from shardwise.trace.journal import read_journal
 from shardwise.trace.metrics import read_metrics
+from tests.ranks.processes import is_running
 
 ROOT = Path(__file__).parents[2]
 #: A rank that is stopped is named within 30 s. One that does not end by itself is killed by torchrun after 30 s more.
@@ -64,13 +65,6 @@ def wait_until(is_so: Any, what: str) -> None:
         time.sleep(0.1)
 
 
-def is_gone(process: int) -> bool:
-    try:
-        return "Z" in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-
-
 def see_it_go_on(folder: Path, process: int, rank: int, capsys: pytest.CaptureFixture[str]) -> None:
     """It ends with who held up the others, starts once more, and does all steps."""
     wait_until(lambda: len(events(folder, "end")) == 2, "the second end")
@@ -79,7 +73,7 @@ def see_it_go_on(folder: Path, process: int, rank: int, capsys: pytest.CaptureFi
     assert second["why"] == "finished"
     starts = events(folder, "start")
     assert starts[1]["step"] > 0, "it went on from a checkpoint"
-    assert is_gone(process), "what was stopped is no more"
+    assert not is_running(process), "what was stopped is no more"
     steps = [row["step"] for row in read_metrics(folder) if "loss" in row]
     assert steps == list(range(1, 151))
     capsys.readouterr()

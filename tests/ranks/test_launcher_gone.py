@@ -4,9 +4,9 @@ import os
 import signal
 import time
 import warnings
-from pathlib import Path
 
 from shardwise.ranks.worker import _look_for
+from tests.ranks.processes import is_running
 
 
 def test_a_rank_ends_when_its_agent_is_killed() -> None:
@@ -25,6 +25,5 @@ def test_a_rank_ends_when_its_agent_is_killed() -> None:
     os.close(writes)
     os.kill(agent, signal.SIGKILL)
     os.waitpid(agent, 0)
-    path = Path(f"/proc/{rank}/stat")
-    while path.exists() and path.read_text().split()[2] != "Z":
+    while is_running(rank):
         time.sleep(0.01)

@@ -12,6 +12,7 @@ import pytest
 
 from shardwise.copies.memory import draw_id, memory_of
 from shardwise.standby.asker import find_server
+from tests.ranks.processes import is_running
 
 ROOT = Path(__file__).parents[2]
 ASKED = """
@@ -54,10 +55,6 @@ def told(process: "subprocess.Popen[str]") -> list[str]:
     return process.stdout.readline().split()
 
 
-def is_gone(process: int) -> bool:
-    return not Path(f"/proc/{process}").exists() or "Z" in Path(f"/proc/{process}/stat").read_text().split()[2]
-
-
 def test_what_is_asked_for_runs_where_and_as_it_was_asked(run: Path, tmp_path: Path) -> None:
     with ask(run, tmp_path, "3", "more") as process:
         own, parent, directory, colour, *words = told(process)
@@ -72,7 +69,7 @@ def test_signals_pass_and_neither_outlives_the_other(run: Path, tmp_path: Path) 
         own = int(told(process)[0])
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == -signal.SIGTERM
-        assert is_gone(own)
+        assert not is_running(own)
     with ask(run, tmp_path, "0", "wait") as process:
         os.kill(int(told(process)[0]), signal.SIGKILL)
         assert process.wait(20) == -signal.SIGKILL
@@ -80,7 +77,7 @@ def test_signals_pass_and_neither_outlives_the_other(run: Path, tmp_path: Path) 
         own = int(told(process)[0])
         process.kill()
         process.wait()
-        while not is_gone(own):
+        while is_running(own):
             time.sleep(0.01)
 
 
@@ -105,5 +102,5 @@ def test_what_was_forked_ends_when_the_agent_is_killed(run: Path, tmp_path: Path
         own = int(told(process)[0])
         process.kill()
         process.wait()
-        while not is_gone(own):
+        while is_running(own):
             time.sleep(0.01)

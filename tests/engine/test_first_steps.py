@@ -194,6 +194,21 @@ def test_masks_that_each_part_draws_are_not_compared(what: str) -> None:
         assert engine.execution.batches.first.compared == []
 
 
+def test_a_step_that_raised_is_not_compared_with_the_next() -> None:
+    """Step 3 is compared, and step 4 is not: what was computed for one is nothing to the other."""
+
+    def fail(*_: object) -> dict[str, float]:
+        raise ValueError("a bad metric")
+
+    with engine_for(by_labels) as engine:
+        engine.train_step(BATCH)
+        engine.train_step(BATCH)
+        with pytest.raises(ValueError, match="a bad metric"):
+            engine.train_step(BATCH, metrics=fail)
+        engine.train_step({**BATCH, "x": BATCH["x"] + 1.0})
+        assert engine.execution.batches.first.compared == [1, 2]
+
+
 def test_rounding_near_a_minimum_is_no_difference() -> None:
     """Gradients are what is left of terms that cancel out; in double precision something else is left."""
 

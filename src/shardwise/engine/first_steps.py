@@ -88,6 +88,7 @@ class FirstSteps:
         """Look just before a step: its batch may be another than the example, and a script may have changed things.
         `number` is that of the step for dropout. `state` returns that of the whole module, on all ranks. Nothing is
         done beside a step that is timed."""
+        self._way, self._whole = _Way.NOTHING, None  # The last step may have raised before it was compared.
         if not self.is_due:
             return
         self._num_begun += 1
@@ -96,7 +97,7 @@ class FirstSteps:
         if self._num_begun not in _STEPS or is_timed:
             self.drop()
             return
-        self._way, self._whole = self._wires.gather(self._find_way(batch))[0], None
+        self._way = self._wires.gather(self._find_way(batch))[0]
         self._batch, self._number = batch, number
         if self._way is _Way.EXAMPLE:
             self._whole = self._compared and self._compared.whole

@@ -178,5 +178,5 @@ class Recorder:
 
 
 def _launched(recording: Recording, among: str, kind: str, *, is_of_replicas: bool) -> None:
-    """Span a launch. Collectives between replicas have a purpose (gradients, parameters); others only their kind."""
+    """Record a launch. Collectives between replicas have a purpose (gradients, parameters); others only their kind."""
     recording.note_launch(among, _OF_REPLICAS.get(kind) if is_of_replicas else None, kind)

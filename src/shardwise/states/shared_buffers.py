@@ -107,7 +107,7 @@ def check_norms(module: nn.Module, units: Sequence[Sequence[str]]) -> None:
                 raise ShardwiseError(
                     f"stages {', '.join(map(str, stages))} call the batch norm {name}: each of them would have"
                     " statistics of its own calls, and none those of all",
-                    remedy="call it once (the inputs under each other), or on one stage; a norm without statistics of"
+                    remedy="call it once (on torch.cat of its inputs), or on one stage; a norm without statistics of"
                     " batches; or a plan without pp",
                 )
 

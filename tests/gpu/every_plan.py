@@ -238,6 +238,7 @@ def write(record: Record) -> None:
     ]
     others += commands.row_of_all(record)
     if others:
+        kept["shares_processes"] = True
         kept["others"] = others + _left_from_before(kept.get("others", []), {row["name"] for row in others})
     # Errors are told with their files: where these lie on this machine is nobody's business.
     RECORD.write_text(json.dumps(kept, indent=1).replace(f"{ROOT}/", "") + "\n", encoding="utf-8")

@@ -98,7 +98,7 @@ def page(record: dict[str, Any]) -> str:
     if record.get("faults"):
         parts.append(_of_faults(record["faults"]))
     if record.get("others"):
-        parts.append(_of_others(record["others"]))
+        parts.append(_of_others(record["others"], shares_processes=record.get("shares_processes", False)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -171,7 +171,7 @@ def _of_faults(rows: list[dict[str, Any]]) -> str:
 _PARTS = {"nccl": "NCCL programs", "input": "bad input", "commands": "commands", "pytest": "tests"}
 
 
-def _of_others(rows: list[dict[str, Any]]) -> str:
+def _of_others(rows: list[dict[str, Any]], *, shares_processes: bool) -> str:
     """What ends with a status, and how long it took."""
     head = "| part | cases | result | duration |\n|---|---|---|---|"
     lines = []
@@ -185,7 +185,9 @@ def _of_others(rows: list[dict[str, Any]]) -> str:
         "Short test files share a process: their duration is without its start. That of commands is the sum over"
         " all of them; several run at a time."
     )
-    return "\n\n".join(["## What else was run", intro, f"{head}\n" + "\n".join(lines)])
+    # Earlier runs started each file by itself, and took the time of all commands together.
+    intros = [intro] if shares_processes else []
+    return "\n\n".join(["## What else was run", *intros, f"{head}\n" + "\n".join(lines)])
 
 
 def _line(row: dict[str, Any]) -> str:

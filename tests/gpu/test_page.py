@@ -36,6 +36,7 @@ def test_all_kinds_of_rows_are_on_the_page() -> None:
     told = page(
         {
             **read(),
+            "shares_processes": True,
             "bf16": [{**row, "alone": alone}],
             "families": [family, wrong],
             "faults": [{**lost, "problem": None}, {**lost, "problem": "rank 0 was named", "since": "mended since"}],
@@ -51,6 +52,7 @@ def test_all_kinds_of_rows_are_on_the_page() -> None:
     assert "| spawn | `dp=2` | kill | 1 | 0.5 s | rank 1 was killed |" in told
     assert "| spawn | `dp=2` | kill | 1 | 0.5 s | rank 0 was named; mended since |" in told
     assert "| NCCL programs | all | passed | 81 s |" in told
+    assert "Short test files share a process" in told
     assert "| tests | `tests/nets/test_gpu.py` | failed with status 1 | 9 s |" in told
 
 

@@ -11,14 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
 
+from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
+from shardwise.planner.plan import Plan
 from shardwise.ranks.faults import Watch
 from shardwise.ranks.links import make_groups, make_links
 from shardwise.ranks.message_layout import Key
 from shardwise.ranks.outbox import Sent, WaitingOutbox
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.transport import ProcessTransport
+from shardwise.ranks.wires import make_wires
 from shardwise.schedule.instruction import forward
 
 
@@ -356,6 +361,26 @@ def sum_without(missing: int, limit_seconds: float, folder: Path) -> None:
         work = dist.all_reduce(torch.ones(1), async_op=True)
         assert work is not None
         watch.wait(work, "the loss")
+    except RankError as error:
+        (folder / f"told{me}").write_text(f"{type(error).__name__}\n{error}")
+        raise
+
+
+def train_without(missing: int, step: int, limit_seconds: float, folder: Path) -> None:
+    """One of three replicas does not come to a step of the engine. The others leave what they raised."""
+    write_id(folder)
+    me = dist.get_rank()
+    plan, batch = Plan(dp=3), {"input": torch.arange(12.0).reshape(6, 2), "y": torch.ones(6, 1)}
+    engine = parallelize(
+        nn.Sequential(nn.Linear(2, 1)), plan, loss=lambda output, batch: functional.mse_loss(output, batch["y"]),
+        optimizer=lambda given: torch.optim.SGD(given, lr=0.1), example=batch,
+        wires=make_wires(plan, limit_seconds=limit_seconds),
+    )  # fmt: skip
+    try:
+        for number in range(step + 1):
+            if (me, number) == (missing, step):
+                time.sleep(60)
+            engine.train_step(batch)
     except RankError as error:
         (folder / f"told{me}").write_text(f"{type(error).__name__}\n{error}")
         raise

@@ -112,6 +112,17 @@ def test_a_collective_ends_when_a_rank_does_not_come_to_it(ranks: Ranks, tmp_pat
     assert nobody_runs(tmp_path)
 
 
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_rank_that_does_not_come_to_a_step_is_named(step: int, ranks: Ranks, tmp_path: Path) -> None:
+    """Before the first steps, ranks gather what they hold, to compare them with those of one process: that wait has an
+    end too."""
+    with pytest.raises(RankError, match=r"rank 1 has been at .* for \d+ s"):
+        ranks.run(programs.train_without, 1, step, 1.0, tmp_path)
+    for rank in (0, 2):
+        assert told_by(rank, tmp_path)[1].startswith("rank 1 has been at ")
+    assert nobody_runs(tmp_path)
+
+
 def test_a_failure_that_was_caught_does_not_reach_the_next_watch(ranks: Ranks) -> None:
     first, second = zip(*ranks.run(programs.fail_and_begin_again), strict=True)
     assert all(text.startswith("rank 1 failed at the start: ValueError: caught") for text in first)
@@ -202,6 +213,19 @@ def test_of_a_collective_the_one_that_has_not_come_is_named() -> None:
         "rank 2 has been at 2F4 for 20 s\n  rank 0 waits for ranks 1, 2 at the loss (30 s)\n"
     )
     assert find_stall([replace(place, at="the loss", waits_for=(0, 1, 2)) for place in places], 0, 20) is None
+
+
+def test_a_rank_that_has_left_a_collective_and_not_come_to_the_next_is_named() -> None:
+    places = [
+        RankLocation(rank=0, at="the loss", at_seconds=30, waits_for=(1, 2)),
+        RankLocation(rank=1, at="the loss", at_seconds=25, waits_for=(0, 2)),
+        RankLocation(rank=2, at="the loss", at_seconds=20),
+    ]
+    error = find_stall(places, 0, 20)
+    assert error is not None
+    assert error.rank == 2
+    assert error.problem.startswith("rank 2 has been at the loss for 20 s\n")
+    assert find_stall([*places[:2], replace(places[2], at_seconds=19)], 0, 20) is None
 
 
 def test_an_error_of_ours_keeps_its_remedy_on_the_way_to_other_ranks() -> None:

@@ -51,7 +51,7 @@ class Steps:
         recording = execution.recorder.start() if trace else None
         record = None if recording is None else recording.note
         self._wires.check_before()
-        with self._wires.told_to_all():
+        with self._wires.told_to_all(), self._wires.in_step():
             self._unchanged.check()
             self._hooks.check()
             self._groups.check()
@@ -105,7 +105,7 @@ class Steps:
     def evaluate(self, batch: Batch, metrics: Metrics | None = None) -> Tally:
         """Return the loss of a batch, with every submodule in evaluation mode meanwhile."""
         evaluator = self._execution.evaluator
-        with self._wires.told_to_all():
+        with self._wires.told_to_all(), self._wires.in_step():
             self._check_settings(batch, evaluates=True)
         with self._in_evaluation_mode(), self.metrics.of(evaluator, metrics):
             microbatches = self._execution.batches.cut(batch, "evaluation")
@@ -128,7 +128,8 @@ class Steps:
         """Return the module's output for a batch in evaluation mode."""
         if self._settings is not None:
             self._settings.note()
-            self._settings.check_evaluation(batch)
+            with self._wires.in_step():
+                self._settings.check_evaluation(batch)
         with self._in_evaluation_mode():
             given = self._predictions.cut(batch)
             predictor = self._predictions.executor
@@ -142,7 +143,10 @@ class Steps:
         training = [each for each in self._module.modules() if each.training]
         self._module.eval()
         try:
-            with self._wires.told_to_all(), self._states.written.shared(), self._sharded.evaluating(self._module):
+            with (
+                self._wires.told_to_all(), self._wires.in_step(), self._states.written.shared(),
+                self._sharded.evaluating(self._module),
+            ):  # fmt: skip
                 yield
         finally:
             for each in training:

@@ -140,9 +140,9 @@ class Watch:
             self.check()
 
     @contextmanager
-    def asking(self, peer: int) -> Iterator[None]:
-        """Mark host calls to the GPU that may block until rank `peer` does its part."""
-        self._lookout.waits_for = (peer,)
+    def asking(self, *peers: int) -> Iterator[None]:
+        """Mark calls that may block until these ranks do their part, such as host calls to the GPU."""
+        self._lookout.waits_for = peers
         try:
             yield
         finally:

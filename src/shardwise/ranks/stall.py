@@ -120,10 +120,11 @@ def _silence_of(place: RankLocation) -> str:
 
 
 def _awaited(places: Sequence[RankLocation], place: RankLocation) -> list[int]:
-    """Whom a rank waits for. Of a collective, those that have not come to it too."""
+    """Whom a rank waits for. Of a collective, those that have not come to it too: a rank that stands there and waits
+    for nobody has left the one before."""
     if place.on_gpu or len(place.waits_for) == 1:
         return list(place.waits_for)
-    return [other for other in place.waits_for if places[other].at != place.at]
+    return [other for other in place.waits_for if places[other].at != place.at or not places[other].waits_for]
 
 
 class Board:

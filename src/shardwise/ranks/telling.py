@@ -69,11 +69,18 @@ def watched(watch: Watch | None) -> Iterator[Watch]:
         own.close()
 
 
-def gather_objects(given: Any, group: dist.ProcessGroup, watch: Watch, what: str) -> list[Any]:
-    """Gather an object from each rank of a group. The watch guards the group: its error ends the wait."""
+def gather_objects(
+    given: Any, group: dist.ProcessGroup, watch: Watch, what: str, *, is_prompt: bool = False
+) -> list[Any]:
+    """Gather an object from each rank of a group. The watch guards the group: its error ends the wait.
+
+    A rank that is late but alive may have much work before it. If `is_prompt`, it has not, and is named.
+    """
     watch.at(what)
+    others = [rank for rank in dist.get_process_group_ranks(group) if rank != watch.rank] if is_prompt else []
     try:
-        return objects.gather(given, group)
+        with watch.asking(*others):
+            return objects.gather(given, group)
     except RuntimeError as error:
         watch.explain(error)
 

@@ -10,8 +10,8 @@ gather returns the one input, and no process has to be notified of an error.
 """
 
 import warnings
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -64,6 +64,11 @@ class Wires:
         """Return a context that reports errors to the others before they propagate; with `refusals`, also refusals."""
         return telling(self.watch, refusals=refusals)
 
+    def in_step(self) -> AbstractContextManager[None]:
+        """Return a context for what all ranks do in a step: a gather that waits for a rank then names it, as every
+        other wait does. Elsewhere a rank may come late: it may have a module to try, or a checkpoint to read."""
+        return nullcontext()
+
     def check_before(self) -> None:
         """Raise if this rank has failed before: its connections are closed."""
         if self.watch is not None:
@@ -106,6 +111,7 @@ class ManyProcesses(Wires):
 
     def __init__(self, plan: Plan, watch: Watch) -> None:
         self.watch: Watch = watch
+        self._is_in_step = False
         # Creating a group cannot be interrupted if a rank does not come: so make sure that all are there first.
         self.mesh = make_mesh(plan, watch)
         self.rank = watch.rank
@@ -196,7 +202,16 @@ class ManyProcesses(Wires):
         among = self._everybody if group is None else self.mesh.group(group).handle
         if among is None:
             return [given]
-        return gather_objects(given, among, self.watch, "the gathering of what ranks hold")
+        what = "the gathering of what ranks hold"
+        return gather_objects(given, among, self.watch, what, is_prompt=self._is_in_step)
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        before, self._is_in_step = self._is_in_step, True
+        try:
+            yield
+        finally:
+            self._is_in_step = before
 
     def clock_correction(self) -> float:
         assert self._clock is not None, "the wires are closed"

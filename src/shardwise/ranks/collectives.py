@@ -16,6 +16,7 @@ transfer they are padded with zeros to one length; the zeros are removed again.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -66,6 +67,8 @@ class Group:
         self.note: Callable[[str, float, float], None] | None = None
         #: Called before the host waits for what the group has computed on a device.
         self.before_read: Callable[[], None] | None = None
+        #: A context around each wait of the host for the other ranks of this group.
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
         return self  # A copy of a module communicates with the same ranks.
@@ -113,12 +116,11 @@ class Pending:
 
 def wait_for(work: dist.Work, group: Group, kind: str) -> None:
     """Wait for work of a group, and note the wait if it is recorded."""
-    if group.note is None:
-        work.wait()
-        return
     start = perf_counter()
-    work.wait()
-    group.note(kind, start, perf_counter())
+    with group.waiting():
+        work.wait()
+    if group.note is not None:
+        group.note(kind, start, perf_counter())
 
 
 def goes_over_host(device: torch.device, group: Group) -> bool:

@@ -141,12 +141,16 @@ class Watch:
 
     @contextmanager
     def asking(self, *peers: int) -> Iterator[None]:
-        """Mark calls that may block until these ranks do their part, such as host calls to the GPU."""
-        self._lookout.waits_for = peers
+        """Mark calls that may block until these ranks do their part, such as host calls to the GPU. The rank stays where
+        it is; that it comes to such a call, and leaves it, is progress."""
+        lookout = self._lookout
+        lookout.move(lookout.place)
+        lookout.waits_for = peers
         try:
             yield
         finally:
-            self._lookout.waits_for = ()
+            lookout.move(lookout.place)
+            lookout.waits_for = ()
 
     def wait(self, work: Waitable, what: object, peer: int | None = None) -> None:
         """Wait for work that involves rank `peer`; `what` is the instruction. Raise if a rank fails meanwhile.

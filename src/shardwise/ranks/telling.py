@@ -5,7 +5,7 @@ runs inside `telling`, over groups that the watch guards.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -69,6 +69,11 @@ def watched(watch: Watch | None) -> Iterator[Watch]:
         own.close()
 
 
+def others_of(group: dist.ProcessGroup) -> list[int]:
+    """Return the other ranks of a group, as ranks of the world."""
+    return [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+
+
 def gather_objects(
     given: Any, group: dist.ProcessGroup, watch: Watch, what: str, *, is_prompt: bool = False
 ) -> list[Any]:
@@ -77,9 +82,8 @@ def gather_objects(
     A rank that is late but alive may have much work before it. If `is_prompt`, it has not, and is named.
     """
     watch.at(what)
-    others = [rank for rank in dist.get_process_group_ranks(group) if rank != watch.rank] if is_prompt else []
     try:
-        with watch.asking(*others):
+        with watch.asking(*others_of(group)) if is_prompt else nullcontext():
             return objects.gather(given, group)
     except RuntimeError as error:
         watch.explain(error)

@@ -10,8 +10,9 @@ gather returns the one input, and no process has to be notified of an error.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from shardwise.ranks.faults import LIMIT_SECONDS, Watch
 from shardwise.ranks.gpus import describe_mixed, gpu_of
 from shardwise.ranks.links import Link, connect, is_on_nccl, make_groups, make_links
 from shardwise.ranks.mesh import Mesh, Replicas, lone_mesh, make_mesh, make_replicas
-from shardwise.ranks.telling import find_watch, gather_objects, telling
+from shardwise.ranks.telling import find_watch, gather_objects, others_of, telling
 from shardwise.ranks.transport import ProcessTransport
 from shardwise.torch_private import find_gpu_backend
 
@@ -150,6 +151,9 @@ class ManyProcesses(Wires):
         groups = [*self.mesh.groups.values(), *self._of_replicas(), *mine]
         self._guard(mine)
         if not self.is_on_nccl(device):
+            for each in groups:
+                if each.handle is not None:
+                    each.waiting = partial(self._waiting, others_of(each.handle))
             return
         is_gpu = device.type == "cuda"
         if is_gpu:
@@ -204,6 +208,10 @@ class ManyProcesses(Wires):
             return [given]
         what = "the gathering of what ranks hold"
         return gather_objects(given, among, self.watch, what, is_prompt=self._is_in_step)
+
+    def _waiting(self, others: Sequence[int]) -> AbstractContextManager[None]:
+        """Return the context of the host's waits for these ranks: within a step, the watch knows of them."""
+        return self.watch.asking(*others) if self._is_in_step else nullcontext()
 
     @contextmanager
     def in_step(self) -> Iterator[None]:

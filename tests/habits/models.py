@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from tests.habits.harness import Batch, Net, Parallelize, Result, batch, cross_entropy, program, sgd
 
+NO_LAYERS = {"pp": "no module that has parameters", "ep": "has no experts"}
 TOKENS = {"cp": "mixes the tokens|a part of a sequence|mix"}
 
 
@@ -314,3 +315,43 @@ class Twice(Net):
 def a_block_used_again_with_a_layer_that_nobody_calls(parallelize: Parallelize) -> Result:
     """What has no gradient does not decay, also where stages share it."""
     return run(parallelize, Twice(), optimizer=lambda every: torch.optim.SGD(every, lr=0.1, weight_decay=0.2))
+
+
+class Bare(nn.Module):
+    """All weights are the module's own: it has no layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.table = nn.Parameter(torch.randn(12, 8, generator=generator, dtype=torch.float64))
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(8, 8, generator=generator).double())])
+        self.offset = nn.Parameter(torch.zeros(12, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.embedding(x, self.table)
+        for weight in self.weights:
+            hidden = hidden + torch.tanh(hidden @ weight)
+        return hidden @ self.table.T + self.offset
+
+
+@program(NO_LAYERS, always=True)
+def weights_without_layers(parallelize: Parallelize) -> Result:
+    """A module of parameters, as exercises and physicists write it."""
+    return run(parallelize, Bare())
+
+
+class ByFunction(nn.Module):
+    """Layers that are not called: their weights are handed to functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(functional.embedding(x, self.embed.weight), self.head.weight, self.head.bias)
+
+
+@program(NO_LAYERS)
+def layers_that_only_hold_weights(parallelize: Parallelize) -> Result:
+    return run(parallelize, ByFunction())

@@ -99,6 +99,8 @@ def choose(
         opened |= set(more)
         units, flow = finer_units, finer
     if not flow.calls:
+        if options.num_stages == 1 and next(module.parameters(), None) is not None:
+            return units, flow, (range(0),)  # All of it is the module's own forward: a linear layer alone.
         raise ShardwiseError(
             f"{type(module).__name__} calls no module that has parameters, so there are no units to put on stages",
             remedy="its parameters in submodules that its forward calls",

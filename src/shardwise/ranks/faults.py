@@ -141,8 +141,8 @@ class Watch:
 
     @contextmanager
     def asking(self, *peers: int) -> Iterator[None]:
-        """Mark calls that may block until these ranks do their part, such as host calls to the GPU. The rank stays where
-        it is; that it comes to such a call, and leaves it, is progress."""
+        """Mark calls that may block until these ranks do their part, such as host calls to the GPU. The rank stays
+        where it is; that it comes to such a call, and leaves it, is progress."""
         lookout = self._lookout
         lookout.move(lookout.place)
         lookout.waits_for = peers

@@ -216,6 +216,7 @@ def main(words: Sequence[str]) -> int:
 def write(record: Record) -> None:
     """Keep what was recorded, and write the page. What was not run this time stays as it was."""
     kept: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    kept.pop("note", None)  # It says by hand which rows are of another state of the source.
     kept |= {key: value for key, value in record.about.items() if key != "source"}
     for kind, precision, key in (("plans", "fp32", "rows"), ("plans", "bf16", "bf16"), ("families", "", "families")):
         found = [row for row in record.of(kind) if precision in ("", row["precision"])]

@@ -86,6 +86,7 @@ def page(record: dict[str, Any]) -> str:
         f"{_HEAD}\n{len(passed)} of {len(rows)} plans passed on {record['date']}, on {gpus} with {versions}, NCCL"
         f" {record['nccl']}."
     ]
+    parts += [record["note"]] if "note" in record else []
     parts += [f"Left out: {each}." for each in record["left_out"]]
     for count in sorted({row["ranks"] for row in rows}):
         lines = [_line(row) for row in rows if row["ranks"] == count]

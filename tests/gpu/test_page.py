@@ -37,6 +37,7 @@ def test_all_kinds_of_rows_are_on_the_page() -> None:
         {
             **read(),
             "shares_processes": True,
+            "note": "Faults were run again on a later commit.",
             "bf16": [{**row, "alone": alone}],
             "families": [family, wrong],
             "faults": [{**lost, "problem": None}, {**lost, "problem": "rank 0 was named", "since": "mended since"}],
@@ -46,6 +47,7 @@ def test_all_kinds_of_rows_are_on_the_page() -> None:
             ],
         }
     )
+    assert "\n\nFaults were run again on a later commit.\n\n" in told
     assert "1 of 1 plans passed." in told
     assert "| `dp=2` | tied | 2.0e-03 / 2.0e-03 | " in told
     assert "| llama | 2.0e-03 | RankError: gone |" in told

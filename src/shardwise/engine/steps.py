@@ -1,7 +1,7 @@
 """Training steps, evaluations and predictions: cut the batch, run the schedule, reduce gradients, update."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -17,12 +17,10 @@ from shardwise.engine.update import LaunchedStep, StepNumbers
 from shardwise.execution.collector import StreamCollector
 from shardwise.execution.executor import Executor, Record
 from shardwise.execution.step_losses import Tally
-from shardwise.kernels.adamw import adam_, adamw_
 from shardwise.kernels.lazy_logits import before_a_loss
 from shardwise.stages.batch import shapes_of
 from shardwise.stages.metrics import Metrics
 from shardwise.stages.stage import Batch
-from shardwise.torch_private import fused_adam_by
 
 
 class Steps:
@@ -32,15 +30,11 @@ class Steps:
         self._module, self._sharded, self._wires = parts.module, parts.sharded, parts.wires
         self._execution, self._states = execution, states
         self._unchanged, self.metrics = Unchanged(parts.module), MetricSum(parts)
-        self._hooks, self._settings = UnchangedHooks(parts), parts.settings
+        self._hooks, self._settings, self._stepping = UnchangedHooks(parts), parts.settings, parts.stepping
         self._end_settings()
         self._groups = UnchangedGroups(states.parameters, states.data.updates, is_all=parts.plan.pp == 1)
         self._predictions = Predictions(parts, execution)
         self.graphs = StepGraphs(parts, states, execution.dropouts)
-        #: The context in which optimizers of torch step: with our kernel, if there may be kernels.
-        self._adam: Callable[[], AbstractContextManager[None]] = nullcontext
-        if parts.options.kernels:
-            self._adam = partial(fused_adam_by, adam_, adamw_)
         self.num_begun = 0
         #: Whether stages may send different shapes for batches of the same shapes.
         self._shapes_by_data = parts.split.shapes_by_data
@@ -57,7 +51,7 @@ class Steps:
         recording = execution.recorder.start() if trace else None
         record = None if recording is None else recording.note
         self._wires.check_before()
-        with self._wires.told_to_all(), self._wires.in_step(), self._adam():
+        with self._wires.told_to_all(), self._wires.in_step(), self._stepping():
             self._unchanged.check()
             self._hooks.check()
             self._groups.check()

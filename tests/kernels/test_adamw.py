@@ -1,13 +1,16 @@
 """Adam and AdamW in one pass, beside torch's own in float64 and in the dtype of the weights."""
 
+import copy
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.optim import Adam, AdamW
 
+import shardwise as sw
 from shardwise.kernels.adamw import adam_, adamw_
 from shardwise.torch_private import FUSED_ADAMW, fused_adam_by, step_divided
 from tests.kernels.against import STEP
@@ -140,3 +143,23 @@ def test_torch_is_as_it_was_afterwards() -> None:
     with pytest.raises(RuntimeError, match="boom"), fused_adam_by(adam_, adamw_):
         raise RuntimeError("boom")
     assert torch._fused_adamw_ is FUSED_ADAMW
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_an_engine_steps_with_it(kernels: bool, launches: list[int]) -> None:
+    batch = {"input": torch.randn(4, 3), "y": torch.randn(4, 2)}
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    twin = copy.deepcopy(module)
+    plain = AdamW(twin.parameters(), fused=True)
+    with sw.parallelize(
+        module, "dp=1", loss=lambda output, given: functional.mse_loss(output, given["y"]), example=batch,
+        optimizer=lambda given: AdamW(given, fused=True), kernels=kernels,
+    ) as engine:  # fmt: skip
+        for _ in range(2):
+            engine.train_step(batch)
+            functional.mse_loss(twin(batch["input"]), batch["y"]).backward()  # type: ignore[no-untyped-call]
+            plain.step()
+            plain.zero_grad()
+        assert launches == [4, 4] * kernels
+        for name, each in engine.state_dict().items():
+            torch.testing.assert_close(each, twin.state_dict()[name])

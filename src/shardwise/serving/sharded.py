@@ -1,5 +1,6 @@
 """An engine by a plan: a model sharded over ranks, and replicas of it."""
 
+import warnings
 from dataclasses import replace
 
 import torch
@@ -11,7 +12,7 @@ from shardwise.serving.assemble import Identity, Room, make_engine
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.kv_cache import block_bytes
-from shardwise.serving.limits import Limits, count_blocks, reserve_bytes
+from shardwise.serving.limits import Limits, check_room, count_blocks, reserve_bytes
 from shardwise.serving.ranked import Model, RankedRunner, layers_by_speed, ranks_for
 from shardwise.serving.ranked_tiers import make_ranked_tiers
 from shardwise.serving.replicas import Replicas
@@ -37,18 +38,19 @@ def load_sharded(
 
     As in training, experts are sharded over dp ranks: `dp=2,ep=2` is one model on two ranks, `dp=2` is two replicas.
     """
-    found = plan if isinstance(plan, Plan) else Plan.parse(plan)
+    found = _for_serving(plan if isinstance(plan, Plan) else Plan.read(plan))
     num_replicas = found.dp // found.ep
     shard = Shard(tp=found.tp, pp=found.pp, ep=found.ep, counts=found.layers)
     if found.cp > 1:
         raise ShardwiseError(
-            f"the plan {plan} has cp={found.cp}, and serving does not split sequences", remedy="tp, pp or ep"
+            f"the plan {found} has cp={found.cp}, and serving does not split sequences", remedy="tp, pp or ep"
         )
+    check_room(limits, None if torch.cuda.is_available() else torch.device("cpu"))
     settings, kind, identity = describe_source(source, random_weights=random_weights, dtype=dtype)
     check_shard(settings, shard)
     model = Model(source=source, random_weights=random_weights, settings=settings, dtype=kind, shard=shard,
                   weights=limits.weights)  # fmt: skip
-    seating = None if ranks is not None else seat(settings, shard, num_replicas, str(plan), cluster)
+    seating = None if ranks is not None else seat(settings, shard, num_replicas, str(found), cluster)
 
     def one(replica: int) -> LLMEngine:
         own = model
@@ -65,6 +67,17 @@ def load_sharded(
 
     engines = [one(replica) for replica in range(num_replicas)]
     return engines[0] if num_replicas == 1 else Replicas(engines)
+
+
+def _for_serving(plan: Plan) -> Plan:
+    """Return the part of a plan that serving uses. A plan of a training has more, which is named in a warning."""
+    layers = plan.layers if plan.chunks in (None, 1) else None  # With chunks, the stages of a rank are apart.
+    used = Plan(dp=plan.dp, tp=plan.tp, pp=plan.pp, cp=plan.cp, ep=plan.ep, layers=layers)
+    if used != plan:
+        kept = str(used).split(",")
+        unused = ",".join(each for each in str(plan).split(",") if each not in kept)
+        warnings.warn(f"serving does not use {unused} of the plan {plan}", stacklevel=3)
+    return used
 
 
 def _engine(

@@ -76,6 +76,48 @@ def test_it_is_measured_with_a_page_of_curves(served: Any, capsys: pytest.Captur
     assert page.read_text(encoding="utf-8").count("<svg") == 3
 
 
+def test_requests_that_are_too_long_for_the_model_say_what_to_measure_instead(
+    served: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", served[0]["url"], "--requests", "2"]) == 1
+    said = capsys.readouterr().err
+    assert "the server has refused all 2 requests: 400: " in said
+    assert "  try: --workload tiny, or a model of longer texts: a prompt with its answer has up to 1," in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--record", "{folder}/file"], "error: --record {folder}/file is no folder to write to: File exists\n"),
+        (
+            ["--host", "192.0.2.1", "--api-key", "k"],
+            "error: 192.0.2.1:0 cannot be listened on: Cannot assign requested address\n"
+            "  try: --host 127.0.0.1, or an address of this machine\n",
+        ),
+    ],
+)
+def test_what_it_cannot_write_to_or_listen_on_is_refused_before_weights_are_read(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    words = [each.format(folder=tmp_path) for each in words]
+    assert main(["serve", str(tmp_path / "no-model"), "--port", "0", *words]) == 1
+    assert capsys.readouterr().err.startswith(said.format(folder=tmp_path))
+
+
+def test_a_tier_that_is_off_is_one_line(tmp_path: Path) -> None:
+    save_theirs("llama", tmp_path / "model")
+    (tmp_path / "file").touch()
+    words = [sys.executable, "-m", "shardwise", "serve", str(tmp_path / "model"), "--port", "0", "--json"]
+    words += ["--kv", "1MiB", "--kv-files", "1MiB", "--kv-folder", str(tmp_path / "file")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as serving:
+        assert serving.stdout is not None
+        assert "url" in json.loads(serving.stdout.readline())
+        serving.send_signal(signal.SIGINT)
+        assert serving.communicate()[1] == f"warning: the file tier in {tmp_path / 'file'} is off: File exists\n"
+
+
 def test_one_talks_with_it_in_the_terminal(
     here: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     from shardwise.parity.given import problem_from
     from shardwise.parity.models import default_settings, describe, named_settings, problem_of
 
-    plan, steps = Plan.read(arguments.plan), arguments.steps
+    plan, steps = _read_plan(arguments.plan), arguments.steps
     if steps < 1:
         raise ShardwiseError(f"--steps {steps}: at least 1 is needed", remedy="--steps 8")
     _check_device(arguments.device, plan)
@@ -122,6 +123,11 @@ def _num_devices(device: str, plan: Plan) -> int:
     import torch
 
     return min(plan.num_ranks, torch.cuda.device_count()) if device == "cuda" else plan.num_ranks
+
+
+def _read_plan(text: str) -> Plan:
+    is_path = text.endswith(".toml") or (text and "=" not in text and Path(text).exists())
+    return Plan.load(Path(text)) if is_path else Plan.parse(text)
 
 
 def _data(verdict: "Verdict", what: str, fault: str | None, steps: int, seconds: float) -> dict[str, Any]:

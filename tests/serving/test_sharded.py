@@ -151,7 +151,7 @@ def test_what_cannot_be_cut_so_is_refused_before_ranks_start(plan: str, problem:
 @pytest.mark.parametrize(
     ("plan", "unused"),
     [
-        ("pp=2,layers=3+1,zero=1,precision=bf16", "zero=1,precision=bf16"),
+        ("pp=2,layers=3+1,zero=1,precision=bf16", "zero=1"),
         # The layers of a plan with chunks are those of stages that are apart on a rank.
         ("pp=2,chunks=2,schedule=interleaved,microbatches=2,layers=4x1",
          "chunks=2,schedule=interleaved,microbatches=2,layers=4x1"),
@@ -165,6 +165,7 @@ def test_a_plan_of_a_training_serves_and_what_is_not_used_is_said(
     with pytest.warns(UserWarning, match=re.escape(f"serving does not use {unused} of the plan {plan}")):
         engine = load_sharded(str(tmp_path / "model"), str(tmp_path / "plan.toml"), LIMITS, ranks=two)
     assert engine.summary.plan == ("pp=2,layers=3+1" if "3+1" in plan else "pp=2")
+    assert engine.summary.precision == ("bfloat16" if "bf16" in plan else "float32")
     engine.close()
 
 

@@ -87,7 +87,7 @@ def _training(arguments: argparse.Namespace, words: list[str], module: Any, fold
             f"--devices {arguments.devices} of train is for ranks of one machine",
             remedy="before the --: --nodes N --devices-per-node N",
         )
-    plan = None if arguments.plan in (None, "auto") else Plan.read(arguments.plan)
+    plan = None if arguments.plan in (None, "auto") else Plan.parse(arguments.plan)
     words = _without(words, "--plan", "--folder")
     run = arguments.folder or folder or f"runs/{recipe.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     chosen = [] if arguments.plan is None else ["--plan", "auto" if plan is None else str(plan)]
@@ -111,7 +111,7 @@ def _serving(arguments: argparse.Namespace, words: list[str], folder: str | None
         raise ShardwiseError("--port 0: clients must know the port", remedy="--port 8000")
     if arguments.model is None:
         raise ShardwiseError("serve needs the model that is served on the machines", remedy="-- serve MODEL")
-    plan = None if arguments.plan == "auto" else Plan.read(arguments.plan)
+    plan = None if arguments.plan == "auto" else Plan.parse(arguments.plan)
     chosen = [] if plan is None else ["--plan", str(plan)]
     name = arguments.name or Path(arguments.model).name
     host = "0.0.0.0" if arguments.host == "127.0.0.1" and not is_local else arguments.host

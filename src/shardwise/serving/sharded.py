@@ -21,6 +21,8 @@ from shardwise.serving.seating import seat
 from shardwise.serving.shards import Shard, check_shard
 from shardwise.serving.sources import describe_source
 
+_SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def load_sharded(
     source: str,
@@ -38,7 +40,8 @@ def load_sharded(
 
     As in training, experts are sharded over dp ranks: `dp=2,ep=2` is one model on two ranks, `dp=2` is two replicas.
     """
-    found = _for_serving(plan if isinstance(plan, Plan) else Plan.read(plan))
+    found, planned = _for_serving(plan if isinstance(plan, Plan) else Plan.parse(plan))
+    dtype = dtype or planned
     num_replicas = found.dp // found.ep
     shard = Shard(tp=found.tp, pp=found.pp, ep=found.ep, counts=found.layers)
     if found.cp > 1:
@@ -69,15 +72,18 @@ def load_sharded(
     return engines[0] if num_replicas == 1 else Replicas(engines)
 
 
-def _for_serving(plan: Plan) -> Plan:
-    """Return the part of a plan that serving uses. A plan of a training has more, which is named in a warning."""
+def _for_serving(plan: Plan) -> tuple[Plan, torch.dtype | None]:
+    """Return how a plan splits the model, and its 16-bit dtype, if it has one (a plan that says nothing has fp32). A
+    plan of a training has more, which is named in a warning.
+    """
     layers = plan.layers if plan.chunks in (None, 1) else None  # With chunks, the stages of a rank are apart.
-    used = Plan(dp=plan.dp, tp=plan.tp, pp=plan.pp, cp=plan.cp, ep=plan.ep, layers=layers)
+    precision = plan.precision if plan.precision in _SHORT else "fp32"
+    used = Plan(dp=plan.dp, tp=plan.tp, pp=plan.pp, cp=plan.cp, ep=plan.ep, layers=layers, precision=precision)
     if used != plan:
         kept = str(used).split(",")
         unused = ",".join(each for each in str(plan).split(",") if each not in kept)
         warnings.warn(f"serving does not use {unused} of the plan {plan}", stacklevel=3)
-    return used
+    return replace(used, precision="fp32"), _SHORT.get(plan.precision)
 
 
 def _engine(

@@ -152,9 +152,8 @@ def test_what_cannot_be_cut_so_is_refused_before_ranks_start(plan: str, problem:
     ("plan", "unused"),
     [
         ("pp=2,layers=3+1,zero=1,precision=bf16", "zero=1"),
-        # The layers of a plan with chunks are those of stages that are apart on a rank.
-        ("pp=2,chunks=2,schedule=interleaved,microbatches=2,layers=4x1",
-         "chunks=2,schedule=interleaved,microbatches=2,layers=4x1"),
+        # Two stages on a rank: with these counts, half of the layers would be on no rank.
+        ("pp=2,schedule=interleaved,microbatches=2,layers=4x1", "schedule=interleaved,microbatches=2,layers=4x1"),
     ],
 )  # fmt: skip
 def test_a_plan_of_a_training_serves_and_what_is_not_used_is_said(

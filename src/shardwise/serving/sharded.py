@@ -76,7 +76,8 @@ def _for_serving(plan: Plan) -> tuple[Plan, torch.dtype | None]:
     """Return how a plan splits the model, and its 16-bit dtype, if it has one (a plan that says nothing has fp32). A
     plan of a training has more, which is named in a warning.
     """
-    layers = plan.layers if plan.chunks in (None, 1) else None  # With chunks, the stages of a rank are apart.
+    # A rank that has several stages in training has other layers here: contiguous ones.
+    layers = plan.layers if len(plan.layers or ()) == plan.pp else None
     precision = plan.precision if plan.precision in _SHORT else "fp32"
     used = Plan(dp=plan.dp, tp=plan.tp, pp=plan.pp, cp=plan.cp, ep=plan.ep, layers=layers, precision=precision)
     if used != plan:

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from shardwise.cli import main
+from shardwise.serving.client.server_process import server_for
 from tests.nets.families import save_theirs
 from tests.serving.answers import expected, prompts
 from tests.serving.http.serving_here import Running
@@ -124,6 +125,40 @@ def test_one_talks_with_it_in_the_terminal(
     monkeypatch.setattr("sys.stdin", StringIO("say: hello\nsay: again\n\n"))
     assert main(["chat", here.url]) == 0
     assert capsys.readouterr().out == "hello\nagain\n2 answers\n"
+
+
+def test_a_conversation_goes_on_where_the_model_has_no_room_for_all_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A run of `shardwise train` has 128 tokens for prompt and answer; this model has 64. Answers take what is left.
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with server_for(str(tmp_path / "config.json"), ["--random-weights", "--kv", "1MiB"]) as address:
+        monkeypatch.setattr("sys.stdin", StringIO("hello\nagain\n\n"))
+        assert main(["chat", address.url, "--json"]) == 0
+        told = capsys.readouterr()
+        assert [each["role"] for each in json.loads(told.out)["messages"]] == ["user", "assistant"] * 2
+        assert told.err.count("the conversation is too long for the model") == 1
+        monkeypatch.setattr("sys.stdin", StringIO("hello\n\n"))
+        assert main(["chat", address.url, "--max-tokens", "64"]) == 1
+        assert "prompt and answer together have at most 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("chat --max-tokens 0", "error: --max-tokens 0: it must be at least 1\n"),
+        ("chat --temperature 3", "error: --temperature 3: it must be from 0 to 2\n"),
+        ("bench --vocabulary 0 --show", "error: --vocabulary 0: it must be at least 1\n"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_before_a_model_is_read(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 1
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_a_signal_ends_it_and_it_says_what_it_did(served: Any) -> None:

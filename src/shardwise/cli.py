@@ -19,7 +19,7 @@ from typing import NamedTuple, cast
 from shardwise import __version__, environment
 from shardwise.answer import Canvas, canvas_on, json_text
 from shardwise.command_line import CommandModule, WrongCallError, make_parser, parse
-from shardwise.errors import ShardwiseError, nearest, unknown
+from shardwise.errors import ShardwiseError, nearest, unknown, warn_plainly
 from shardwise.working import working_at, working_on
 
 
@@ -91,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _obey(words: list[str], *, has_process: bool) -> int:
     """Run a command, which has the process to itself, or is called from within another program."""
     canvas = canvas_on(sys.stdout)
+    if has_process:
+        warn_plainly()
     if not words or words[0] in ("-h", "--help"):
         _draw_overview(canvas)
         return 0

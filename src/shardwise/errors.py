@@ -4,6 +4,7 @@ A user's mistake is a `ShardwiseError`: a sentence with the numbers in it, and a
 ours is an `assert` with a sentence, and comes with its traceback.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -47,6 +48,11 @@ def os_errors_as(problem: str, *, remedy: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ShardwiseError(f"{problem}: {error.strerror}", remedy=remedy) from None
+
+
+def warn_plainly() -> None:
+    """Print the warnings of this process in one line each, without the place in our source that gives them."""
+    warnings.formatwarning = lambda message, *_args, **_keywords: f"warning: {message}\n"
 
 
 def also_called(word: str, known: Iterable[str]) -> str | None:

@@ -1,5 +1,6 @@
 """On this machine and on hosts over a real ssh: what is refused, what is written, and a run from beginning to end."""
 
+import argparse
 import json
 import os
 import shutil
@@ -16,7 +17,8 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError
-from shardwise.launch import at_node
+from shardwise.launch import at_node, command
+from shardwise.launch.option_checks import ONLY_ON
 from shardwise.launch.work import read_work
 from shardwise.trace.journal import note, read_journal
 from shardwise.trace.metrics import read_metrics
@@ -177,6 +179,68 @@ def test_nodes_and_devices_come_from_the_plan_and_the_cluster(here: Path, capsys
             "error: a server that others can reach needs an API key\n"
             "  try: --secret NAME, made by: kubectl create secret generic NAME --from-literal=key=...\n",
         ),
+        (
+            "--on local --partition gpu -- train tiny --plan dp=1",
+            "error: --partition is for --on slurm, and this is --on local\n"
+            "  try: leave --partition out, or --on slurm\n",
+        ),
+        (
+            "--on hosts --hosts a,b --cpus 4 -- train tiny --plan dp=2",
+            "error: --cpus is for --on slurm or kubernetes, and this is --on hosts\n"
+            "  try: leave --cpus out, or --on slurm\n",
+        ),
+        (
+            "--on slurm --cpus 0 -- train tiny --plan dp=1",
+            "error: --cpus 0: it must be at least 1\n  try: leave --cpus out\n",
+        ),
+        (
+            "--on local --port 99999 -- train tiny --plan dp=1",
+            "error: --port 99999: ports are from 1 to 65535\n  try: leave --port out\n",
+        ),
+        (
+            "--on local --env A-B=1 -- train tiny --plan dp=1",
+            "error: --env A-B=1: 'A-B' is not the name of a variable\n  try: --env NAME=VALUE\n",
+        ),
+        (
+            "--on local --python no/python -- train tiny --plan dp=1",
+            "error: --python no/python cannot be run here\n  try: leave --python out\n",
+        ),
+        (
+            "--on hosts --hosts a,b,a -- train tiny --plan dp=3",
+            "error: --hosts names a twice, and each host is one node\n"
+            "  try: --hosts a,b, with --devices-per-node for more ranks\n",
+        ),
+        (
+            "--on slurm --time soon -- train tiny --plan dp=1",
+            "error: --time soon: 'soon' is not a time\n  try: --time 4h\n",
+        ),
+        (
+            "--on slurm --sweep optimizer.rate=fast -- train tiny --plan dp=1",
+            "error: --sweep optimizer.rate=fast: optimizer.rate in --sweep wants a number, and is 'fast'\n"
+            "  try: optimizer.rate=0.1\n",
+        ),
+        (
+            "--on slurm --sweep steps=1,1 -- train tiny --plan dp=1 --folder s",
+            "error: two runs of the sweep would share the folder s/steps=1\n  try: each value once\n",
+        ),
+        (
+            "--on slurm --sweep steps=1 --sweep steps=2 -- train tiny --plan dp=1 --folder s",
+            "error: --sweep names steps twice\n  try: --sweep steps=A,B with all of its values\n",
+        ),
+        (
+            f"--on kubernetes --image r@sha256:{'0' * 64} --claim Runs -- train tiny --plan dp=1",
+            "error: --claim Runs: names in Kubernetes have lowercase letters, digits, '-' and '.'\n"
+            "  try: kubectl get persistentvolumeclaims -A\n",
+        ),
+        (
+            f"--on kubernetes --image r@sha256:{'0' * 64} --claim runs --memory 64GB -- train tiny --plan dp=1",
+            "error: --memory 64GB is not a quantity of Kubernetes\n  try: --memory 512Gi\n",
+        ),
+        (
+            "--on slurm -- serve model --plan dp=1",
+            "error: the server listens on 0.0.0.0, where other machines can reach it, and there is no API key\n"
+            "  try: export SHARDWISE_API_KEY=KEY\n",
+        ),
     ],
 )
 def test_a_wrong_call_is_a_sentence(here: Path, capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
@@ -261,9 +325,30 @@ def test_what_is_done_when_ranks_have_ended(
     assert at_node.end(tmp_path, status) == then
 
 
-def test_words_of_a_server_listen_for_others() -> None:
+def test_words_of_a_server_listen_for_others_unless_it_runs_here() -> None:
     work = read_work(["serve", "model", "--port", "9000"])
     assert work.words == ("model", "--port", "9000", "--host", "0.0.0.0")
+    work = read_work(["serve", "model", "--port", "9000"], is_local=True)
+    assert work.words == ("model", "--port", "9000", "--host", "127.0.0.1")
+
+
+def test_every_option_of_one_site_is_refused_on_the_others() -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    for place in ("hosts", "slurm", "kubernetes"):
+        (group,) = (each for each in parser._action_groups if each.title == f"on {place}")
+        for action in group._group_actions:
+            assert ONLY_ON[action.dest] == ((place,), action.default), action.dest
+
+
+@pytest.mark.parametrize("words", [["train", "tiny", "--plan", "dp=1"], ["serve", "model", "--plan", "dp=1"]])
+def test_variables_reach_the_ranks_of_this_machine(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert here.is_dir()
+    assert "env A=1 " in text_of(["launch", "--on", "local", "--env", "A=1", "--", *words], capsys).replace(
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 ", ""
+    )
 
 
 # Runs.

@@ -29,8 +29,9 @@ def test_a_name_of_the_catalogue_is_served_with_random_weights_alone() -> None:
     with pytest.raises(ShardwiseError, match="has shapes and no weights") as caught:
         load_engine("qwen3-0.6b")
     assert caught.value.remedy == "qwen3-0.6b --random-weights, or the folder that its weights are in"
-    with pytest.raises(ShardwiseError, match="unknown model"):
-        load_engine("no-such-thing", random_weights=True)
+    with pytest.raises(ShardwiseError, match=r"qwen3-0.6 is not a folder with a config.json") as caught:
+        load_engine("qwen3-0.6", random_weights=True)
+    assert caught.value.remedy == "qwen3-0.6b"
     with pytest.raises(ShardwiseError, match="is not a folder"):
         load_engine("no/such/thing")
 
@@ -39,7 +40,48 @@ def test_a_cache_that_is_too_small_says_what_is_needed(tmp_path: Path) -> None:
     save_theirs("llama", tmp_path)
     with pytest.raises(ShardwiseError, match="one sequence of 64 tokens needs") as caught:
         load_engine(tmp_path, kv_bytes=10_000, max_length=64, device="cpu")
-    assert caught.value.remedy == "max_length=16, or kv_bytes=32768"
+    assert caught.value.remedy == "--max-length 16, or --kv 32768"
+
+
+def test_a_configuration_is_served_with_random_weights(tmp_path: Path) -> None:
+    save_theirs("llama", tmp_path / "model")
+    engine = load_engine(tmp_path / "model" / "config.json", random_weights=True, kv_bytes=2**20, device="cpu")
+    assert engine.summary.model == "model"
+    (tmp_path / "config.json").write_text("{oh", encoding="utf-8")
+    with pytest.raises(ShardwiseError, match=r"config.json is not JSON: "):
+        load_engine(tmp_path, random_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kv_bytes": 2**60}, "--kv of 1024.0 PiB, and "),
+        ({"host_bytes": 2**60}, "--kv-host of 1024.0 PiB, and "),
+        ({"max_length": 0}, "--max-length 0: a prompt has at least 1 token"),
+    ],
+)
+@pytest.mark.parametrize("plan", [None, "dp=2"])
+def test_limits_that_cannot_be_are_refused_before_anything_is_allocated(
+    tmp_path: Path, given: dict[str, int], said: str, plan: str | None
+) -> None:
+    save_theirs("llama", tmp_path)
+    with pytest.raises(ShardwiseError) as caught:
+        load_engine(tmp_path, plan=plan, device="cpu", **given)  # type: ignore[arg-type]
+    assert caught.value.problem.startswith(said)
+
+
+def test_tiers_are_in_the_summary_and_one_that_helps_little_is_said(tmp_path: Path) -> None:
+    save_theirs("llama", tmp_path)
+    engine = load_engine(tmp_path, kv_bytes=2**20, host_bytes=2**16, file_bytes=2**22, kv_folder=tmp_path / "kv",
+                         device="cpu")  # fmt: skip
+    lines = engine.summary.lines()
+    size = engine.summary.block_bytes
+    engine.close()
+    assert (
+        f"host      64.0 KiB for evicted blocks: {2**16 // size}, fewer than the cache has: few will be found again"
+        in (lines)
+    )
+    assert f"files     4.0 MiB for evicted blocks: {2**22 // size}" in lines
 
 
 def test_a_file_of_requests_is_answered_line_by_line(
@@ -73,3 +115,30 @@ def test_a_file_of_requests_is_answered_line_by_line(
     assert "together have at most 64" in messages[0]
     assert "max_tokns" in messages[1]
     assert "prompt" in messages[2]
+
+
+def test_a_file_that_is_no_text_or_would_be_replaced_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(b'{"custom_id": "\xff"}')
+    words = ["generate", "model", "--requests", str(file)]
+    assert main([*words, "--save", str(tmp_path / "out.jsonl")]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {file} is not text in UTF-8: byte 15 is 0xff\n")
+    assert main([*words, "--save", str(file)]) == 1
+    assert capsys.readouterr().err == f"error: --save {file} would replace the requests\n  try: --save out.jsonl\n"
+
+
+def test_a_prompt_is_continued_on_the_terminal_and_a_refusal_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_theirs("llama", tmp_path / "model")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["generate", str(tmp_path / "model"), "--kv", "1MiB", "--save", str(tmp_path / "out.jsonl")]
+    assert main([*words, "--prompt", "ABC"]) == 0
+    text = json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["response"]["body"]["choices"][0]["text"]
+    assert capsys.readouterr().out.endswith(f"\n\nABC{text}\n")
+    assert main([*words, "--prompt", ""]) == 1
+    assert capsys.readouterr().out.endswith(
+        "the first refused, prompt: prompt is empty: it must have at least one token\n"
+    )

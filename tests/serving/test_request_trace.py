@@ -67,6 +67,17 @@ def test_prompts_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "request 3" in page
     assert "waited for other prompts" in page or "requests wait while prompts of others are read" in page
+    drawn = capsys.readouterr().out
+    assert f"{tmp_path.name}: 7 requests in " in drawn
+    assert "other prompts" in drawn.splitlines()[1]
+    head, _, rest = page.partition("<body>")[2].partition('<section id="timeline"')
+    assert "7 requests to " in head
+    # A request has no steps, ranks or bubbles, and nothing was measured of its memory.
+    for word in ("rank", "bubble", "microbatch", "schedule"):
+        assert word not in head
+        assert word not in drawn
+    assert "Where the time went" in rest
+    assert 'id="memory" hidden>' in rest
 
 
 def test_a_slow_tier(tmp_path: Path) -> None:

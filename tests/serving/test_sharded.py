@@ -1,5 +1,6 @@
 """Models over ranks and replicas answer as one device does."""
 
+import re
 from pathlib import Path
 from threading import Event
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.pairs import Pairs
 from shardwise.errors import ShardwiseError
+from shardwise.planner.plan import Plan
 from shardwise.ranks.gpus import Found, Gpu
 from shardwise.ranks.spawn import Ranks
 from shardwise.serving.kv_cache import Inputs
@@ -144,6 +146,26 @@ def test_what_cannot_be_cut_so_is_refused_before_ranks_start(plan: str, problem:
     with pytest.raises(ShardwiseError) as caught:
         load_sharded(str(tmp_path), plan, LIMITS)
     assert caught.value.problem == problem
+
+
+@pytest.mark.parametrize(
+    ("plan", "unused"),
+    [
+        ("pp=2,layers=3+1,zero=1,precision=bf16", "zero=1"),
+        # Two stages on a rank: with these counts, half of the layers would be on no rank.
+        ("pp=2,schedule=interleaved,microbatches=2,layers=4x1", "schedule=interleaved,microbatches=2,layers=4x1"),
+    ],
+)  # fmt: skip
+def test_a_plan_of_a_training_serves_and_what_is_not_used_is_said(
+    plan: str, unused: str, two: Ranks, tmp_path: Path
+) -> None:
+    save_theirs("llama", tmp_path / "model")
+    Plan.parse(plan).save(tmp_path / "plan.toml")
+    with pytest.warns(UserWarning, match=re.escape(f"serving does not use {unused} of the plan {plan}")):
+        engine = load_sharded(str(tmp_path / "model"), str(tmp_path / "plan.toml"), LIMITS, ranks=two)
+    assert engine.summary.plan == ("pp=2,layers=3+1" if "3+1" in plan else "pp=2")
+    assert engine.summary.precision == ("bfloat16" if "bf16" in plan else "float32")
+    engine.close()
 
 
 def test_replicas_take_gpus_of_their_own_and_too_few_are_told_before_ranks_start() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from shardwise.answer import Answer, Canvas, table
 from shardwise.errors import ShardwiseError
 from shardwise.explain.doctor.examine import examine
+from shardwise.explain.report.requests import draw as draw_requests
 from shardwise.explain.runs_by_name import find_run
 from shardwise.output import check_output, save_outputs
 from shardwise.trace.events import Trace
@@ -89,6 +90,10 @@ def _path_of(arguments: argparse.Namespace) -> Path:
 
 
 def _render(canvas: Canvas, run: Run, path: Path) -> None:
+    if run.is_of_requests:
+        draw_requests(canvas, run)
+        canvas.print(f"\nwritten: {path} and {perfetto_beside(path)}")
+        return
     trace = run.trace
     canvas.print(f"{canvas.paint(run.name, 'bold')}: a step of {run.time(trace.makespan)} on {run.num_ranks} ranks")
     if run.unit == "F":

@@ -16,10 +16,10 @@ from shardwise.launch.layout import Layout, lay_out
 from shardwise.launch.on_hosts import OnHosts
 from shardwise.launch.on_kubernetes import OnKubernetes, check_cluster
 from shardwise.launch.on_slurm import OnSlurm
-from shardwise.launch.slurm_script import SlurmJob
+from shardwise.launch.option_checks import check_hosts, check_options, check_pods, seconds_of
+from shardwise.launch.slurm_script import SlurmJob, task_works
 from shardwise.launch.target import Target
-from shardwise.launch.work import Work
-from shardwise.units import parse_seconds
+from shardwise.launch.work import Work, read_work
 
 
 def placed(arguments: argparse.Namespace, work: Work, layout: Layout) -> Work:
@@ -57,8 +57,11 @@ def target_of(arguments: argparse.Namespace, work: Work, layout: Layout) -> Targ
         raise ShardwiseError(f"--restarts {arguments.restarts}: it must be 0 or more", remedy="--restarts 0")
     if arguments.sweep and (arguments.on != "slurm" or work.kind != "train"):
         raise ShardwiseError("--sweep is an array of trainings on Slurm", remedy="--on slurm ... -- train")
+    check_options(arguments)
     if arguments.on == "slurm":
-        return OnSlurm(work=work, layout=layout, job=_slurm_job(arguments), partition=arguments.partition)
+        job = _slurm_job(arguments)
+        _check_sweep(work, job)
+        return OnSlurm(work=work, layout=layout, job=job, partition=arguments.partition)
     if arguments.on == "kubernetes":
         return _kubernetes(arguments, work, layout)
     hosts = _hosts(arguments)
@@ -92,11 +95,12 @@ def _kubernetes(arguments: argparse.Namespace, work: Work, layout: Layout) -> On
         variables=tuple(_variables(arguments.env).items()),
     )  # fmt: skip
     check_cluster(work, layout, cluster)
+    check_pods(arguments)
     return OnKubernetes(work=work, layout=layout, cluster=cluster, made_as=arguments.made_as)
 
 
 def _save_seconds(arguments: argparse.Namespace) -> int:
-    save = round(parse_seconds(arguments.save_before))
+    save = round(seconds_of("--save-before", arguments.save_before, "2min"))
     if save < 1:
         raise ShardwiseError(
             f"--save-before {arguments.save_before}: ranks need time to save", remedy="--save-before 2min"
@@ -105,7 +109,7 @@ def _save_seconds(arguments: argparse.Namespace) -> int:
 
 
 def _slurm_job(arguments: argparse.Namespace) -> SlurmJob:
-    minutes = None if arguments.time is None else math.ceil(parse_seconds(arguments.time) / 60)
+    minutes = None if arguments.time is None else math.ceil(seconds_of("--time", arguments.time, "4h") / 60)
     if minutes is not None and minutes < 1:
         raise ShardwiseError(f"--time {arguments.time}: the shortest limit of Slurm is 1 min", remedy="--time 4h")
     save = _save_seconds(arguments)
@@ -136,6 +140,29 @@ def _values(sweep: str) -> list[str]:
     return [f"{key}={value}" for value in values.split(",")]
 
 
+def _check_sweep(work: Work, job: SlurmJob) -> None:
+    """Refuse values that a recipe does not accept, and two runs in one folder: tasks of an array run at once."""
+    if not job.sweep:
+        return
+    keys = [change.partition("=")[0] for change in job.sweep[0]]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ShardwiseError(f"--sweep names {key} twice", remedy=f"--sweep {key}=A,B with all of its values")
+    folders = set()
+    for task, changes in zip(task_works(work, job), job.sweep, strict=True):
+        try:
+            read_work(["train", *task.words])
+        except ShardwiseError as error:
+            # A task has these changes as `--set`; the user wrote `--sweep`.
+            problem = error.problem.replace("--set", "--sweep")
+            raise ShardwiseError(f"--sweep {' '.join(changes)}: {problem}", remedy=error.remedy) from None
+        if task.folder in folders:
+            raise ShardwiseError(
+                f"two runs of the sweep would share the folder {task.folder}", remedy="each value once"
+            )
+        folders.add(task.folder)
+
+
 def _exported(word: str) -> str:
     ((name, value),) = _variables([word]).items()
     return f"{name}={shlex.quote(value)}"
@@ -157,6 +184,7 @@ def _hosts(arguments: argparse.Namespace) -> tuple[str, ...]:
     if arguments.on != "hosts":
         return ()
     named = tuple(filter(None, (arguments.hosts or "").split(",")))
+    check_hosts(named)
     cluster = None if arguments.cluster is None else find_cluster(arguments.cluster)
     return named if cluster is None or cluster.pairs is None else _as_measured(named, cluster.pairs.hosts)
 

@@ -8,6 +8,7 @@ from shardwise.answer import Answer, Canvas
 from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.launch.chosen import layout_of, placed, target_of
 from shardwise.launch.layout import notes_on
+from shardwise.launch.option_checks import check_key
 from shardwise.launch.target import Submitted, Target, follow
 from shardwise.launch.work import Work, command_line, read_work
 from shardwise.trace.journal import note
@@ -102,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    work = read_work(arguments.work, arguments.folder)
+    work = read_work(arguments.work, arguments.folder, is_local=arguments.on == "local")
     layout = layout_of(arguments, work)
     work = placed(arguments, work, layout)
     target = target_of(arguments, work, layout)
@@ -119,6 +120,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     if arguments.show:
         text = target.text()
         return Answer(data={**data, "text": text}, render=lambda canvas: _draw_text(canvas, target.path, text, notes))
+    check_key(arguments, work)
     target.check()
     with os_errors_as(f"the folder {work.launch_folder} cannot be written to", remedy="another --folder"):
         work.launch_folder.mkdir(parents=True, exist_ok=True)

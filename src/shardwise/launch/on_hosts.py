@@ -52,7 +52,7 @@ class OnHosts:
         if not self.hosts:
             return local_script(
                 self.work, self.layout, python=self.python, directory=directory, port=self.port,
-                restarts=self.restarts, save_seconds=self.save_seconds,
+                restarts=self.restarts, variables=self.variables, save_seconds=self.save_seconds,
             )  # fmt: skip
         return hosts_script(
             self.work, self.layout, self.hosts, python=self.python, directory=directory, ssh=self.ssh,
@@ -64,6 +64,8 @@ class OnHosts:
         """Check that hosts answer, see the folder, have the same versions, and have a free port."""
         if self.hosts:
             self._check_hosts()
+        elif shutil.which(self.python) is None:
+            raise ShardwiseError(f"--python {self.python} cannot be run here", remedy="leave --python out")
         elif self.port is not None and not is_free(self.port):
             raise ShardwiseError(f"port {self.port} is taken", remedy="another --port, or none: a free one is taken")
         elif self.work.port is not None and not is_free(self.work.port):

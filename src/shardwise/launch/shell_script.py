@@ -78,16 +78,18 @@ _WATCH = """
 
 
 def local_script(
-    work: Work, layout: Layout, *, python: str, directory: str, port: int | None, restarts: int, save_seconds: int = 120
-) -> str:
+    work: Work, layout: Layout, *,
+    python: str, directory: str, port: int | None, restarts: int, variables: Mapping[str, str], save_seconds: int = 120,
+) -> str:  # fmt: skip
     """Return the script for all ranks on this machine."""
     head = _head(work, "this machine", python, directory)
     if work.kind == "serve":
-        return head + _SERVE.format(start=f'"$python" {module_words(work)}')
+        given = _assigned(variables)
+        return head + _SERVE.format(start=f'{f"env {given} " if given else ""}"$python" {module_words(work)}')
     options = torchrun_options(layout, address="127.0.0.1", port='"$port"')
     torchrun = f'"$python" {torchrun_module(work)} --node-rank 0 {options} {module_words(work)}'
     return head + _TRAIN.format(
-        start=f"exec env {SHUTDOWN}={save_seconds} {torchrun}",
+        start=f"exec env {_assigned({SHUTDOWN: str(save_seconds), **variables})} {torchrun}",
         restarts=restarts, nodes="localhost", asked="" if port is None else f" --port {port}", on="local", left="",
         watch="",
     )  # fmt: skip
@@ -103,8 +105,7 @@ def hosts_script(
 
     Ranks rendezvous at a port of the first host, the same in every attempt.
     """
-    known = {SHUTDOWN: str(save_seconds), **variables}
-    given = " ".join(f"{name}={shlex.quote(value)}" for name, value in known.items())
+    given = _assigned({SHUTDOWN: str(save_seconds), **variables})
     options = torchrun_options(layout, address=_ADDRESS, port=port, num_nodes=_COUNT)
     inner = (
         f"cd {shlex.quote(directory)} && exec env {given} NODE_NAME={_HOST} {shlex.quote(python)}"
@@ -125,6 +126,11 @@ def hosts_script(
         left=' --nodes "${nodes[*]}"',
         watch=_WATCH.format(nodes=shlex.quote(" ".join(hosts)), ssh=shlex.quote(ssh), report=shlex.quote(report)),
     )
+
+
+def _assigned(variables: Mapping[str, str]) -> str:
+    """Return variables as words of `env`."""
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
 
 
 def _filled(text: str) -> str:

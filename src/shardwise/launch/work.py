@@ -50,8 +50,8 @@ class Work:
         return replace(self, words=(*words, *(w for change in changes for w in ("--set", change))), folder=folder)
 
 
-def read_work(words: Sequence[str], folder: str | None = None) -> Work:
-    """Parse the words after the `--`."""
+def read_work(words: Sequence[str], folder: str | None = None, *, is_local: bool = False) -> Work:
+    """Parse the words after the `--`. A server `is_local` if it runs on this machine, and listens as it would here."""
     if not words:
         raise WrongCallError("nothing is said to be started", remedy="-- train RECIPE, or -- serve MODEL")
     kind, *rest = words
@@ -65,7 +65,9 @@ def read_work(words: Sequence[str], folder: str | None = None) -> Work:
     for option in ("show", "json"):
         if getattr(arguments, option):
             raise WrongCallError(f"--{option} stands after the --", remedy=f"shardwise launch --{option} ... -- {kind}")
-    return _training(arguments, rest, module, folder) if kind == "train" else _serving(arguments, rest, folder)
+    if kind == "train":
+        return _training(arguments, rest, module, folder)
+    return _serving(arguments, rest, folder, is_local=is_local)
 
 
 def command_line(work: Work) -> str:
@@ -85,7 +87,7 @@ def _training(arguments: argparse.Namespace, words: list[str], module: Any, fold
             f"--devices {arguments.devices} of train is for ranks of one machine",
             remedy="before the --: --nodes N --devices-per-node N",
         )
-    plan = None if arguments.plan in (None, "auto") else module.read_plan(arguments.plan)
+    plan = None if arguments.plan in (None, "auto") else Plan.parse(arguments.plan)
     words = _without(words, "--plan", "--folder")
     run = arguments.folder or folder or f"runs/{recipe.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     chosen = [] if arguments.plan is None else ["--plan", "auto" if plan is None else str(plan)]
@@ -100,7 +102,7 @@ def _training(arguments: argparse.Namespace, words: list[str], module: Any, fold
     )
 
 
-def _serving(arguments: argparse.Namespace, words: list[str], folder: str | None) -> Work:
+def _serving(arguments: argparse.Namespace, words: list[str], folder: str | None, *, is_local: bool) -> Work:
     if arguments.api_key is not None:
         raise ShardwiseError(
             "an --api-key would be in the script, where everyone can read it", remedy="export SHARDWISE_API_KEY=KEY"
@@ -110,11 +112,13 @@ def _serving(arguments: argparse.Namespace, words: list[str], folder: str | None
     if arguments.model is None:
         raise ShardwiseError("serve needs the model that is served on the machines", remedy="-- serve MODEL")
     plan = None if arguments.plan == "auto" else Plan.parse(arguments.plan)
+    chosen = [] if plan is None else ["--plan", str(plan)]
     name = arguments.name or Path(arguments.model).name
+    host = "0.0.0.0" if arguments.host == "127.0.0.1" and not is_local else arguments.host
     return Work(
         kind="serve",
         name=name,
-        words=(*_without(words, "--host"), "--host", "0.0.0.0" if arguments.host == "127.0.0.1" else arguments.host),
+        words=(*_without(words, "--host", "--plan"), *chosen, "--host", host),
         folder=Path(folder or f"runs/serve-{name}"),
         plan=plan,
         port=arguments.port,

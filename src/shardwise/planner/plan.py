@@ -83,8 +83,8 @@ class Plan:
 
     @staticmethod
     def parse(text: str) -> "Plan":
-        """Read the short form."""
-        return _make(_split(text), reasons={})
+        """Read the short form, or the file of this name."""
+        return Plan.load(Path(text)) if text.endswith(".toml") else _make(_split(text), reasons={})
 
     def __str__(self) -> str:
         changed = {key: value for key, value in _entries(self).items() if value != _DEFAULTS[key]}

@@ -13,7 +13,7 @@ from shardwise.serving.device_runner import make_runner
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.forecast import forecast_here
 from shardwise.serving.kv_cache import block_bytes, make_cache
-from shardwise.serving.limits import Limits, count_blocks, device_name, free_bytes, reserve_bytes
+from shardwise.serving.limits import Limits, check_room, count_blocks, device_name, free_bytes, reserve_bytes
 from shardwise.serving.narrow_weights import narrow, num_parameters, weight_bytes
 from shardwise.serving.runner import Runner
 from shardwise.serving.scheduler import Scheduler
@@ -40,6 +40,7 @@ def assemble(
 ) -> LLMEngine:
     """Make an engine on the device of the model."""
     limits, identity = limits or Limits(), identity or Identity()
+    check_room(limits, model.embed.weight.device)
     narrow(model, limits.weights)
     settings, device, dtype = model.settings, model.embed.weight.device, model.embed.weight.dtype
     token_budget, max_running = limits.of_device(device)
@@ -83,6 +84,7 @@ def make_engine(
     """Make the engine over a runner whose blocks are allocated, with its summary."""
     num_blocks = scheduler.pool.num_blocks
     max_length = limits.length(settings, num_blocks)
+    num_shards = 1 if plan is None else plan.tp * plan.pp * plan.ep
     summary = Summary(
         model=identity.name,
         device=device_name(device),
@@ -97,6 +99,8 @@ def make_engine(
         block_bytes=room.block_bytes,
         max_length=max_length,
         plan="" if plan is None else str(plan),
+        host_bytes=limits.host_bytes // num_shards,
+        file_bytes=limits.file_bytes // num_shards,
         forecast=forecast_here(
             settings,
             plan,

@@ -21,6 +21,7 @@ newest run under runs/).
 """
 
 EXAMPLE = "shardwise chat runs/first --show"
+_MOST_TOKENS = 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument(
-        "--max-tokens", type=int, default=512, metavar="N", help="most tokens per answer (default: 512)"
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens per answer (default: 512, or what the model has room for)",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.7, metavar="T", help="0 takes the likeliest token (default: 0.7)"
@@ -40,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
+    if arguments.max_tokens is not None and arguments.max_tokens < 1:
+        raise ShardwiseError(f"--max-tokens {arguments.max_tokens}: it must be at least 1", remedy="--max-tokens 512")
+    if not 0 <= arguments.temperature <= 2:
+        raise ShardwiseError(
+            f"--temperature {arguments.temperature:g}: it must be from 0 to 2", remedy="--temperature 0.7"
+        )
     if arguments.show:
         target = arguments.target or "the newest run under runs/"
         data = {"target": target, "max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
@@ -59,27 +69,44 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 async def _talk(address: Address, arguments: argparse.Namespace, canvas: Canvas) -> list[dict[str, Any]]:
+    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages: list[dict[str, Any]] = []
-    if arguments.system:
-        messages.append({"role": "system", "content": arguments.system})
+    first = 0  # The first message that the model still has room for.
     while text := _next_line(canvas):
         messages.append({"role": "user", "content": text})
-        body = {
-            "messages": messages, "stream": True, "max_tokens": arguments.max_tokens,
-            "temperature": arguments.temperature,
-        }  # fmt: skip
-        written = ""
-        try:
-            async for event in address.events("/v1/chat/completions", body):
-                part = event["choices"][0]["delta"].get("content") or "" if event["choices"] else ""
-                written += part
-                canvas.stream.write(part)
-                canvas.stream.flush()
-        except HttpStatusError as error:
-            raise ShardwiseError(f"the server refuses: {error.message}", remedy="shardwise chat --help") from None
-        canvas.print()
+        most = arguments.max_tokens or _MOST_TOKENS
+        body = {"stream": True, "max_tokens": most, "temperature": arguments.temperature}
+        while True:
+            try:
+                written = await _print_answer(address, body | {"messages": [*system, *messages[first:]]}, canvas)
+                break
+            except HttpStatusError as error:
+                too_long = error.code == "context_length_exceeded"
+                if too_long and error.param == "max_tokens" and arguments.max_tokens is None and "max_tokens" in body:
+                    del body["max_tokens"]  # The server takes what is left of the model's length.
+                elif too_long and error.param == "prompt" and first < len(messages) - 1:
+                    first += 2
+                    canvas.print(
+                        canvas.paint("(the conversation is too long for the model: it begins later now)", "dim")
+                    )
+                else:
+                    raise ShardwiseError(
+                        f"the server refuses: {error.message}", remedy="shardwise chat --help"
+                    ) from None
         messages.append({"role": "assistant", "content": written})
-    return messages
+    return [*system, *messages]
+
+
+async def _print_answer(address: Address, body: dict[str, Any], canvas: Canvas) -> str:
+    """Print an answer as it arrives, and return it."""
+    written = ""
+    async for event in address.events("/v1/chat/completions", body):
+        part = event["choices"][0]["delta"].get("content") or "" if event["choices"] else ""
+        written += part
+        canvas.stream.write(part)
+        canvas.stream.flush()
+    canvas.print()
+    return written
 
 
 def _next_line(canvas: Canvas) -> str:

@@ -21,7 +21,7 @@ from multiprocessing import connection
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, warn_plainly
 from shardwise.serving.request import Load, Request, Token, check, describe
 from shardwise.serving.summary import Summary
 from shardwise.serving.text.grammar import Grammars, SentGuide
@@ -219,10 +219,12 @@ def _serve(pipe: Any, make: Callable[[], Any]) -> None:
     # A terminal or a service sends signals to all processes. The HTTP process handles them and ends this one.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: None)
+    warn_plainly()
     try:
         engine = make()
     except Exception as error:
-        pipe.send(_Failed(_told(error)))
+        with suppress(OSError):  # Nobody waits for it any more.
+            pipe.send(_Failed(_told(error)))
         return
     fields = {name: getattr(engine, name) for name in About.__dataclass_fields__}
     with suppress(EOFError, OSError):  # The other process is gone, so this one ends too.

@@ -6,7 +6,7 @@ from pathlib import Path
 from time import perf_counter
 
 from shardwise.answer import Answer, Canvas
-from shardwise.errors import os_errors_as
+from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.output import check_output, save_output
 from shardwise.serving.batch_file import CHAT_URL, answer_all, read_lines, write_line
 from shardwise.serving.engine_options import add_engine_arguments, load_as_told
@@ -37,8 +37,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     if arguments.prompt is not None:
         text = json.dumps({"custom_id": "prompt", "body": {"prompt": arguments.prompt}})
     else:
-        with os_errors_as(f"{arguments.requests} cannot be read", remedy="--requests FILE, a request a line"):
-            text = Path(arguments.requests).read_text(encoding="utf-8")
+        text = _read(Path(arguments.requests), target)
     check_output(target)
     lines = list(read_lines(text))
     working_at("weights read")
@@ -72,10 +71,30 @@ def run(arguments: argparse.Namespace) -> Answer:
         for line in others:
             canvas.print(line)
         refused = f", {num_refused} refused" if num_refused else ""
+        first_refusal = next(((line.custom_id, line.error) for line in lines if line.error is not None), None)
         num_answered = counted(len(lines) - num_refused, "request")
         canvas.print(
             f"{num_answered} answered{refused}: {num_tokens:,} tokens in {seconds:.1f} s,"
             f" {num_tokens / seconds:,.0f} a second; {target}"
         )
+        if first_refusal is not None:
+            canvas.print(f"the first refused, {first_refusal[0]}: {first_refusal[1].message}")
+        elif arguments.prompt is not None:
+            canvas.print(f"\n{arguments.prompt}{lines[0].written[0].whole().text}")
 
     return Answer(data=data, render=render, status=1 if lines and num_refused == len(lines) else 0)
+
+
+def _read(path: Path, target: Path) -> str:
+    """Read the requests. The answers may not replace them."""
+    with os_errors_as(f"{path} cannot be read", remedy="--requests FILE, a request a line"):
+        content = path.read_bytes()
+        if target.exists() and target.samefile(path):
+            raise ShardwiseError(f"--save {target} would replace the requests", remedy="--save out.jsonl")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ShardwiseError(
+            f"{path} is not text in UTF-8: byte {error.start} is {content[error.start]:#04x}",
+            remedy="--requests with a file of JSON lines",
+        ) from None

@@ -38,6 +38,10 @@ class Limits:
     weights: str | None = None
 
     def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length < 1:
+            raise ShardwiseError(
+                f"--max-length {self.max_length}: a prompt has at least 1 token", remedy="--max-length 4096"
+            )
         if bool(self.file_bytes) != (self.kv_folder is not None):
             # Without a budget, files of an earlier start would be removed; without a folder, a budget is meaningless.
             raise ShardwiseError(
@@ -91,6 +95,20 @@ def free_bytes(device: torch.device) -> int:
     return min(int(available_bytes() * _SHARE["cpu"]), _MOST_ON_CPU)
 
 
+def check_room(limits: Limits, device: torch.device | None) -> None:
+    """Refuse budgets beyond the memory that there is, before anything is allocated. Without a device, the cache is on
+    several, whose memory is not known here."""
+    here = available_bytes()
+    there = here if device is None or device.type != "cuda" else torch.cuda.mem_get_info(device)[0]
+    cache = 0 if device is None or limits.kv_bytes is None else limits.kv_bytes
+    for option, asked, room in (("--kv", cache, there), ("--kv-host", limits.host_bytes, here)):
+        if asked > room:
+            raise ShardwiseError(
+                f"{option} of {format_bytes(asked)}, and {format_bytes(room)} are free",
+                remedy=f"{option} {max(room // 2 >> 20, 1)}MiB",
+            )
+
+
 def reserve_bytes(settings: Settings, token_budget: int, max_running: int, dtype: torch.dtype) -> int:
     """Estimate a step's peak memory beside weights and blocks: the widest activations of a layer, and logits."""
     widest = 4 * settings.width + 3 * max(settings.mlp.width, settings.width)
@@ -109,6 +127,6 @@ def count_blocks(limits: Limits, size: int, free: int, longest: int) -> int:
         raise ShardwiseError(
             f"one sequence of {limits.max_length or limits.block_size:,} tokens needs {format_bytes(wanted * size)} of"
             f" keys and values, and {whose} {format_bytes(max(asked, 0))}",
-            remedy=f"max_length={max(num_blocks, 1) * limits.block_size}, or kv_bytes={wanted * size}",
+            remedy=f"--max-length {max(num_blocks, 1) * limits.block_size}, or --kv {wanted * size}",
         )
     return num_blocks

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.errors import warn_plainly
 from shardwise.nets.hf import load
 from shardwise.nets.hf.entries import CONFIG
 from shardwise.nets.initialise import initialise
@@ -171,6 +172,7 @@ _HELD: dict[str, Any] = {}
 
 
 def _load(model: Model) -> tuple[int, int, int]:
+    warn_plainly()
     shard = replace(model.shard, rank=dist.get_rank())
     size = shard.tp * shard.ep
     group = None

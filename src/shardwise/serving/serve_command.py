@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise import environment
 from shardwise.answer import Answer, Canvas, canvas_on
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, os_errors_as
+from shardwise.output import check_output
 from shardwise.serving.engine_options import add_engine_arguments, load_as_told
+from shardwise.trace.run import MANIFEST
 from shardwise.units import counted
 from shardwise.working import step_aside, working_at
 
@@ -57,6 +59,10 @@ def run(arguments: argparse.Namespace) -> Answer:
     check_address(arguments.host, key)
     if arguments.queue < 1:
         raise ShardwiseError(f"--queue {arguments.queue}: it must be at least 1", remedy="--queue 256")
+    if arguments.record is not None and not arguments.show:
+        with os_errors_as(f"--record {arguments.record} is no folder to write to", remedy="--record with another"):
+            arguments.record.mkdir(parents=True, exist_ok=True)
+        check_output(arguments.record / MANIFEST)
     with open_socket(arguments.host, arguments.port) as listening:
         url = url_of(listening)
         if arguments.show:
@@ -109,6 +115,8 @@ def _tell_ready(engine: "EngineProcess", server: "Server", url: str, *, as_json:
             "kv_bytes": summary.kv_bytes,
             "weight_bytes": summary.weight_bytes,
             "reserve_bytes": summary.reserve_bytes,
+            "host_bytes": summary.host_bytes,
+            "file_bytes": summary.file_bytes,
             "num_ranks": summary.num_ranks,
             "plan": summary.plan,
             "seats": summary.seats,

@@ -1,5 +1,6 @@
 """An engine by a plan: a model sharded over ranks, and replicas of it."""
 
+import warnings
 from dataclasses import replace
 
 import torch
@@ -11,7 +12,7 @@ from shardwise.serving.assemble import Identity, Room, make_engine
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.kv_cache import block_bytes
-from shardwise.serving.limits import Limits, count_blocks, reserve_bytes
+from shardwise.serving.limits import Limits, check_room, count_blocks, reserve_bytes
 from shardwise.serving.ranked import Model, RankedRunner, layers_by_speed, ranks_for
 from shardwise.serving.ranked_tiers import make_ranked_tiers
 from shardwise.serving.replicas import Replicas
@@ -19,6 +20,8 @@ from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.seating import seat
 from shardwise.serving.shards import Shard, check_shard
 from shardwise.serving.sources import describe_source
+
+_SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_sharded(
@@ -37,18 +40,20 @@ def load_sharded(
 
     As in training, experts are sharded over dp ranks: `dp=2,ep=2` is one model on two ranks, `dp=2` is two replicas.
     """
-    found = plan if isinstance(plan, Plan) else Plan.parse(plan)
+    found, planned = _for_serving(plan if isinstance(plan, Plan) else Plan.parse(plan))
+    dtype = dtype or planned
     num_replicas = found.dp // found.ep
     shard = Shard(tp=found.tp, pp=found.pp, ep=found.ep, counts=found.layers)
     if found.cp > 1:
         raise ShardwiseError(
-            f"the plan {plan} has cp={found.cp}, and serving does not split sequences", remedy="tp, pp or ep"
+            f"the plan {found} has cp={found.cp}, and serving does not split sequences", remedy="tp, pp or ep"
         )
+    check_room(limits, None if torch.cuda.is_available() else torch.device("cpu"))
     settings, kind, identity = describe_source(source, random_weights=random_weights, dtype=dtype)
     check_shard(settings, shard)
     model = Model(source=source, random_weights=random_weights, settings=settings, dtype=kind, shard=shard,
                   weights=limits.weights)  # fmt: skip
-    seating = None if ranks is not None else seat(settings, shard, num_replicas, str(plan), cluster)
+    seating = None if ranks is not None else seat(settings, shard, num_replicas, str(found), cluster)
 
     def one(replica: int) -> LLMEngine:
         own = model
@@ -65,6 +70,21 @@ def load_sharded(
 
     engines = [one(replica) for replica in range(num_replicas)]
     return engines[0] if num_replicas == 1 else Replicas(engines)
+
+
+def _for_serving(plan: Plan) -> tuple[Plan, torch.dtype | None]:
+    """Return how a plan splits the model, and its 16-bit dtype, if it has one (a plan that says nothing has fp32). A
+    plan of a training has more, which is named in a warning.
+    """
+    # A rank that has several stages in training has other layers here: contiguous ones.
+    layers = plan.layers if len(plan.layers or ()) == plan.pp else None
+    precision = plan.precision if plan.precision in _SHORT else "fp32"
+    used = Plan(dp=plan.dp, tp=plan.tp, pp=plan.pp, cp=plan.cp, ep=plan.ep, layers=layers, precision=precision)
+    if used != plan:
+        kept = str(used).split(",")
+        unused = ",".join(each for each in str(plan).split(",") if each not in kept)
+        warnings.warn(f"serving does not use {unused} of the plan {plan}", stacklevel=3)
+    return replace(used, precision="fp32"), _SHORT.get(plan.precision)
 
 
 def _engine(

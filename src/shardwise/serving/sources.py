@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import ShardwiseError
-from shardwise.model.catalogue import CATALOGUE, find_name, get_model
+from shardwise.errors import ShardwiseError, unknown
+from shardwise.model.catalogue import CATALOGUE, find_name
 from shardwise.nets.hf import Checkpoint, load_model
 from shardwise.nets.hf.catalogue import FAMILIES
 from shardwise.nets.hf.entries import CONFIG, Entries
@@ -99,22 +99,42 @@ def find_shape(
 
 
 def _random_settings(source: str) -> Settings:
-    path = Path(source) / CONFIG
-    if path.is_file():
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    else:
-        get_model(source)  # Raises for an unknown name, and suggests the nearest.
-        config = dict(CATALOGUE[find_name(source) or source])
-    if config["model_type"] not in FAMILIES:
+    config = _config_of(source)
+    if config.get("model_type") not in FAMILIES:
         raise ShardwiseError(
-            f"{source} is of the family {config['model_type']}, for which this engine has no modules",
+            f"{source} is of the family {config.get('model_type')}, for which this engine has no modules",
             remedy=f"a model of {', '.join(FAMILIES)}",
         )
     return FAMILIES[config["model_type"]].read(Entries(config, source))
 
 
+def _config_of(source: str) -> dict[str, Any]:
+    """Return the configuration of a folder, of a `config.json`, or of a name of the catalogue."""
+    path = Path(source)
+    path = path / CONFIG if path.is_dir() else path
+    if path.is_file():
+        try:
+            found = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ShardwiseError(f"{path} is not JSON: {error}", remedy="the config.json of a model") from None
+        if not isinstance(found, dict):
+            raise ShardwiseError(f"{path} has no settings of a model", remedy="the config.json of a model")
+        return found
+    known = find_name(source)
+    if known is None:
+        near = unknown("model", source, CATALOGUE).remedy
+        raise ShardwiseError(
+            f"{source} is not a folder with a {CONFIG}, a {CONFIG} or a name of the catalogue, which has"
+            f" {len(CATALOGUE)}",
+            remedy=near or f"qwen3-0.6b, or the folder of a {CONFIG}",
+        )
+    return dict(CATALOGUE[known])
+
+
 def _random_identity(source: str) -> Identity:
-    return Identity(name=Path(source).name, fingerprint="random", tokenizer_source="bytes")
+    path = Path(source)
+    name = path.resolve().parent.name if path.name == CONFIG else path.resolve().name if path.is_dir() else path.name
+    return Identity(name=name, fingerprint="random", tokenizer_source="bytes")
 
 
 def _random_type(device: torch.device) -> torch.dtype:

@@ -48,6 +48,9 @@ class Summary:
     seats: tuple[int, ...] | None = None
     seating: str = ""
     forecast: Forecast | None = None
+    #: The budgets of the tiers below the cache.
+    host_bytes: int = 0
+    file_bytes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -65,8 +68,19 @@ class Summary:
             f"weights   {format_bytes(self.weight_bytes)} ({self.num_parameters:,} parameters in all)",
             f"KV cache  {format_bytes(self.kv_bytes)}: {self.num_blocks:,} blocks of {self.block_size} tokens,"
             f" {format_bytes(self.block_bytes)} each; {self.num_tokens:,} tokens",
+            *self._tier_lines(),
             f"a step    {format_bytes(self.reserve_bytes)} kept for what it computes",
             f"a prompt and its answer have at most {self.max_length:,} tokens",
             "nothing is predicted: the planner does not know this device" if self.forecast is None
             else self.forecast.line(),
         ]  # fmt: skip
+
+    def _tier_lines(self) -> list[str]:
+        """Format the tiers. A host tier smaller than the cache evicts blocks before they are requested again."""
+        lines = []
+        for name, num_bytes in (("host", self.host_bytes), ("files", self.file_bytes)):
+            if num_bytes:
+                count = num_bytes // self.block_bytes
+                small = ", fewer than the cache has: few will be found again" if count < self.num_blocks else ""
+                lines.append(f"{name.ljust(9)} {format_bytes(num_bytes)} for evicted blocks: {count:,}{small}")
+        return lines

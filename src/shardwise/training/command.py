@@ -214,7 +214,7 @@ def ask(arguments: argparse.Namespace, recipe: Recipe, num_here: int) -> Asked:
     from shardwise.training.seating import find_seats, fitting
 
     own = _find_own_plan(arguments, num_here)
-    given = own.plan if arguments.plan is None else None if arguments.plan == "auto" else read_plan(arguments.plan)
+    given = own.plan if arguments.plan is None else None if arguments.plan == "auto" else Plan.parse(arguments.plan)
     count = environment.find_world_size() or arguments.devices or (num_here if given is None else given.num_ranks)
     if given is not None and given.precision != "fp32" and recipe.precision == "auto":
         recipe = with_precision(recipe, given.precision)
@@ -254,11 +254,6 @@ def _find_own_plan(arguments: argparse.Namespace, num_here: int) -> _OwnPlan:
         return _OwnPlan(plan)
     ranks = counted(plan.num_ranks, "rank")
     return _OwnPlan(None, f"its own plan {plan} is for {ranks}, and there are {count}: another is chosen")
-
-
-def read_plan(word: str) -> Plan:
-    """Return a plan from an argument: a file, or the short form."""
-    return Plan.load(Path(word)) if word.endswith(".toml") else Plan.parse(word)
 
 
 def _plan_of(

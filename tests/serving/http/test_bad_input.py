@@ -134,6 +134,12 @@ WRONG: list[tuple[str, dict[str, Any], str, str | None]] = [
     ),
     (
         "chat/completions",
+        {**HELLO, "response_format": {"type": "yaml"}},
+        "response_format.type is 'yaml'; known: 'text', 'json_object', 'json_schema'",
+        "response_format.type",
+    ),
+    (
+        "chat/completions",
         {**HELLO, "response_format": {"type": "json_schema"}},
         "the field 'response_format.json_schema' is missing",
         None,

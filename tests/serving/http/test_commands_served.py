@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from shardwise.cli import main
+from shardwise.serving.client.server_process import server_for
 from tests.nets.families import save_theirs
 from tests.serving.answers import expected, prompts
 from tests.serving.http.serving_here import Running
@@ -76,12 +77,88 @@ def test_it_is_measured_with_a_page_of_curves(served: Any, capsys: pytest.Captur
     assert page.read_text(encoding="utf-8").count("<svg") == 3
 
 
+def test_requests_that_are_too_long_for_the_model_say_what_to_measure_instead(
+    served: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", served[0]["url"], "--requests", "2"]) == 1
+    said = capsys.readouterr().err
+    assert "the server has refused all 2 requests: 400: " in said
+    assert "  try: --workload tiny, or a model of longer texts: a prompt with its answer has up to 1," in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--record", "{folder}/file"], "error: --record {folder}/file is no folder to write to: File exists\n"),
+        (
+            ["--host", "192.0.2.1", "--api-key", "k"],
+            "error: 192.0.2.1:0 cannot be listened on: Cannot assign requested address\n"
+            "  try: --host 127.0.0.1, or an address of this machine\n",
+        ),
+    ],
+)
+def test_what_it_cannot_write_to_or_listen_on_is_refused_before_weights_are_read(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    words = [each.format(folder=tmp_path) for each in words]
+    assert main(["serve", str(tmp_path / "no-model"), "--port", "0", *words]) == 1
+    assert capsys.readouterr().err.startswith(said.format(folder=tmp_path))
+
+
+def test_a_tier_that_is_off_is_one_line(tmp_path: Path) -> None:
+    save_theirs("llama", tmp_path / "model")
+    (tmp_path / "file").touch()
+    words = [sys.executable, "-m", "shardwise", "serve", str(tmp_path / "model"), "--port", "0", "--json"]
+    words += ["--kv", "1MiB", "--kv-files", "1MiB", "--kv-folder", str(tmp_path / "file")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as serving:
+        assert serving.stdout is not None
+        assert "url" in json.loads(serving.stdout.readline())
+        serving.send_signal(signal.SIGINT)
+        assert serving.communicate()[1] == f"warning: the file tier in {tmp_path / 'file'} is off: File exists\n"
+
+
 def test_one_talks_with_it_in_the_terminal(
     here: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", StringIO("say: hello\nsay: again\n\n"))
     assert main(["chat", here.url]) == 0
     assert capsys.readouterr().out == "hello\nagain\n2 answers\n"
+
+
+def test_a_conversation_goes_on_where_the_model_has_no_room_for_all_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A run of `shardwise train` has 128 tokens for prompt and answer; this model has 64. Answers take what is left.
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with server_for(str(tmp_path / "config.json"), ["--random-weights", "--kv", "1MiB"]) as address:
+        monkeypatch.setattr("sys.stdin", StringIO("hello\nagain\n\n"))
+        assert main(["chat", address.url, "--json"]) == 0
+        told = capsys.readouterr()
+        assert [each["role"] for each in json.loads(told.out)["messages"]] == ["user", "assistant"] * 2
+        assert told.err.count("the conversation is too long for the model") == 1
+        monkeypatch.setattr("sys.stdin", StringIO("hello\n\n"))
+        assert main(["chat", address.url, "--max-tokens", "64"]) == 1
+        assert "prompt and answer together have at most 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("chat --max-tokens 0", "error: --max-tokens 0: it must be at least 1\n"),
+        ("chat --temperature 3", "error: --temperature 3: it must be from 0 to 2\n"),
+        ("bench --vocabulary 0 --show", "error: --vocabulary 0: it must be at least 1\n"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_before_a_model_is_read(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 1
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_a_signal_ends_it_and_it_says_what_it_did(served: Any) -> None:

@@ -43,7 +43,7 @@ _PROBLEMS: Mapping[str, tuple[str, str, str]] = {
 
 def find_slow_requests(run: Run) -> list[Finding]:
     """Return what delayed requests, the most serious first."""
-    rows = _seconds_by_name(run)
+    rows = seconds_by_name(run)
     whole = sum(sum(row.values()) for row in rows.values())
     if not whole:
         return []
@@ -87,7 +87,8 @@ def _slow_rank(name: str) -> tuple[str, str, str]:
     )
 
 
-def _seconds_by_name(run: Run) -> dict[int, dict[str, float]]:
+def seconds_by_name(run: Run) -> dict[int, dict[str, float]]:
+    """Return what each request did and waited for, by name, in seconds."""
     rows: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in run.trace.events:
         rows[event.rank][event.name if event.lane is not Lane.COMPUTE else "computed"] += event.seconds

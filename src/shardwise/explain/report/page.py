@@ -6,7 +6,7 @@ from html import escape as words
 from importlib.resources import files
 
 from shardwise.explain.doctor.case import Finding
-from shardwise.explain.report import sections
+from shardwise.explain.report import requests, sections
 from shardwise.explain.report.comparison import comparison, headline
 from shardwise.explain.report.curves import curves
 from shardwise.explain.report.encode import ACTIVITY_KINDS, LANES, PARTS, encode
@@ -40,16 +40,23 @@ def make_page(
     """Return the text of the page. `other` is drawn beneath `run` and compared with it."""
     summary = Summary(run)
     second = None if other is None else Summary(other)
+    of_requests = run.is_of_requests and other is None
     title = run.name if other is None else f"{run.name} and {other.name}"
     return _filled(
         _asset("page.html"),
         {
             "title": words(title),
             "style": "\n".join(map(_asset, _STYLES)),
-            "lead": sections.lead(summary) if second is None else headline(summary, second),
-            "figures": sections.figures(summary, second),
+            "lead": requests.lead(run)
+            if of_requests
+            else sections.lead(summary)
+            if second is None
+            else headline(summary, second),
+            "figures": requests.figures(run) if of_requests else sections.figures(summary, second),
             "timeline_caption": _timeline_caption(run, other),
-            "parts": sections.parts(summary, second),
+            "parts_head": "Where the time went" if of_requests else "Where the step went",
+            "parts": requests.parts(run) if of_requests else sections.parts(summary, second),
+            "hidden": " hidden" if of_requests else "",
             "streams": sections.streams(summary),
             "memory": sections.memory(summary),
             "comparison": "" if second is None else comparison(summary, second),
@@ -96,6 +103,11 @@ def _timeline_caption(run: Run, other: Run | None) -> str:
         beneath.append("the step as it was predicted")
     if other is not None:
         beneath.append(words(other.name))
+    if run.is_of_requests:
+        return (
+            "A row is a request: its prompt and its tokens as it is computed, and what it waited for."
+            " Hatched is the time before it came and after it was answered."
+        )
     kind = "was measured to do" if run.trace.is_measured else "is predicted to do"
     text = f"What each rank {kind}. Numbers are microbatches; hatched is a rank that stands still."
     if run.unit == "F":

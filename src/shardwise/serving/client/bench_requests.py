@@ -33,6 +33,8 @@ def make_requests(name: str, *, vocabulary: int | None = None, count: int | None
         raise unknown("workload", name, SHAPES)
     if count is not None and count < 1:
         raise ShardwiseError(f"--requests {count}: it must be at least 1", remedy="--requests 16")
+    if vocabulary is not None and vocabulary < 1:
+        raise ShardwiseError(f"--vocabulary {vocabulary}: it must be at least 1", remedy="leave --vocabulary out")
     number, (shortest, longest), (fewest, most) = SHAPES[name]
     draw = random.Random(0)
     prompts = [[draw.randint(0, _LARGEST_TOKEN) for _ in range(draw.randint(shortest, longest))] for _ in range(number)]

@@ -93,7 +93,12 @@ async def measure(address: Address, requests: Sequence[BenchRequest], rate: floa
             task.cancel()
     refused = [each.refused for each in timed if each.refused is not None]
     if len(refused) == len(timed):
-        raise ShardwiseError(f"the server has refused all {len(timed)} requests: {refused[0]}", remedy="--requests 1")
+        too_long = max(len(each.prompt) + each.max_tokens for each in requests)
+        raise ShardwiseError(
+            f"the server has refused all {len(timed)} requests: {refused[0]}",
+            remedy="--workload tiny, or a model of longer texts: a prompt with its answer has up to"
+            f" {too_long:,} tokens here",
+        )
     return Measured(rate=rate, requests=tuple(timed), input_tokens=sum(len(each.prompt) for each in requests))
 
 

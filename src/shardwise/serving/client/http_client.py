@@ -13,11 +13,11 @@ from shardwise.errors import ShardwiseError
 
 
 class HttpStatusError(Exception):
-    """The server answered, but not with 200."""
+    """The server answered, but not with 200. `code` and `param` are OpenAI's, where it gives them."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(f"{status}: {message}")
-        self.status, self.message = status, message
+        self.status, self.message, self.code, self.param = status, message, code, param
 
 
 class Address:
@@ -68,7 +68,7 @@ class Address:
             status, headers = await _read_head(reader)
             parts = _parts(reader, headers)
             if status != 200:
-                raise HttpStatusError(status, _message_in(b"".join([part async for part in parts])))
+                raise _error_in(status, b"".join([part async for part in parts]))
             async for part in parts:
                 yield part
         finally:
@@ -97,8 +97,9 @@ async def _parts(reader: asyncio.StreamReader, headers: dict[str, str]) -> Async
             yield part
 
 
-def _message_in(raw: bytes) -> str:
+def _error_in(status: int, raw: bytes) -> HttpStatusError:
     try:
-        return str(json.loads(raw)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return raw[:200].decode(errors="replace")
+        error = json.loads(raw)["error"]
+        return HttpStatusError(status, str(error["message"]), code=error.get("code"), param=error.get("param"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return HttpStatusError(status, raw[:200].decode(errors="replace"))

@@ -91,14 +91,23 @@ def _check_any(value: Any, schemas: list[Schema], at: str) -> None:
     if alike:
         # The schema that matched furthest is probably the one that was meant.
         raise max(alike, key=lambda error: (len(error.param or ""), error.param or ""))
+    tags = [tag for schema in schemas for tag in _tags(schema) or ()] if isinstance(value, dict) else []
+    if tags:
+        check(value.get("type"), {"enum": tags}, at=f"{at}.type" if at else "type")
     kinds = list(dict.fromkeys(_KINDS[schema["type"]] for schema, _ in errors if "type" in schema))
     raise _wrong(at, f"wants {' or '.join(kinds)}, not {_shown(value)}")
 
 
 def _has_tag(value: Any, schema: Schema) -> bool:
     """Whether an object's `type` field selects this schema."""
-    tags = schema.get("properties", {}).get("type", {}).get("enum")
+    tags = _tags(schema)
     return tags is None or not isinstance(value, dict) or value.get("type") in tags
+
+
+def _tags(schema: Schema) -> list[Any] | None:
+    """Return the values of an object's `type` field that select this schema; None if it has no such field."""
+    found: list[Any] | None = schema.get("properties", {}).get("type", {}).get("enum")
+    return found
 
 
 def _check_number(value: float, schema: Schema, at: str) -> None:

@@ -81,7 +81,9 @@ def open_socket(host: str, port: int) -> socket.socket:
         made.close()
         why = getattr(error, "strerror", None) or str(error)
         raise ShardwiseError(
-            f"{host}:{port} cannot be listened on: {why}", remedy="--port 0 takes a free one"
+            f"{host}:{port} cannot be listened on: {why}",
+            # Port 0 is always free: the address is what is wrong.
+            remedy="--port 0 takes a free one" if port else "--host 127.0.0.1, or an address of this machine",
         ) from None
     return made
 

@@ -314,3 +314,39 @@ class Twice(Net):
 def a_block_used_again_with_a_layer_that_nobody_calls(parallelize: Parallelize) -> Result:
     """What has no gradient does not decay, also where stages share it."""
     return run(parallelize, Twice(), optimizer=lambda every: torch.optim.SGD(every, lr=0.1, weight_decay=0.2))
+
+
+class Table(nn.Module):
+    """Weights of its own, and no layers: an Elman net by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.step = nn.Parameter(torch.randn(12, 6)), nn.Parameter(0.3 * torch.randn(6, 6))
+        self.head, self.bias = nn.Parameter(torch.randn(6, 12)), nn.Parameter(torch.zeros(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, every = torch.zeros(len(x), 6, dtype=self.words.dtype), []
+        for words in self.words[x].unbind(1):
+            hidden = torch.tanh(words + hidden @ self.step)
+            every.append(hidden)
+        return torch.stack(every, 1) @ self.head + self.bias
+
+
+@program({"pp": "there are no units", **TOKENS}, always=True)
+def weights_and_no_layers(parallelize: Parallelize) -> Result:
+    """The module is all that there is to call."""
+    return run(parallelize, Table())
+
+
+@program({"pp": "there are no units"}, but="cp")
+def one_layer_alone(parallelize: Parallelize) -> Result:
+    """`DDP(nn.Linear(6, 3))`, as the first examples have it."""
+
+    def rows(seed: int) -> Batch:
+        drawn = torch.randn(4, 9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return {"input": drawn[:, :6], "labels": drawn[:, 6:]}
+
+    def squares(output: Tensor, given: Batch) -> Tensor:
+        return functional.mse_loss(output, given["labels"])
+
+    return run(parallelize, nn.Linear(6, 3), loss=squares, batches=rows)

@@ -98,6 +98,8 @@ def choose(
             continue
         opened |= set(more)
         units, flow = finer_units, finer
+    if not flow.calls and options.num_stages == 1:
+        return units, flow, (range(0),)  # All of it is the module's own forward.
     if not flow.calls:
         raise ShardwiseError(
             f"{type(module).__name__} calls no module that has parameters, so there are no units to put on stages",

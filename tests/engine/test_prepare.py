@@ -63,8 +63,8 @@ def test_a_module_without_units_is_one_stage_and_no_more() -> None:
     module, batch = Bare(), {"x": torch.ones(2, 2)}
     options = {"loss": lambda output, _: output.mean(), "optimizer": telling.OPTIMIZERS["sgd"](), "example": batch}
     before = float(module(batch["x"]).detach().mean())
-    with parallelize(module, "dp=1", **options) as engine:  # type: ignore[arg-type]
+    with parallelize(module, "dp=1", **options) as engine:
         assert engine.train_step(batch) == pytest.approx(before)
         assert engine.train_step(batch) < before
     with pytest.raises(ShardwiseError, match="Bare calls no module that has parameters"):
-        parallelize(Bare(), "pp=2,microbatches=2", **options)  # type: ignore[arg-type]
+        parallelize(Bare(), "pp=2,microbatches=2", **options)

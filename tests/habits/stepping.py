@@ -2,6 +2,7 @@
 # Programs as users write them.
 # mypy: disable-error-code="no-any-return,no-untyped-call,assignment,override,union-attr,operator,attr-defined"
 
+import random
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -117,6 +118,41 @@ class CountedInAList(Own):
 def steps_counted_in_a_list(parallelize: Parallelize) -> Result:
     """`self._seen.append(...)`: what tries the optimizer leaves nothing in it."""
     return trained(start(parallelize, small_net(), whole(CountedInAList)))
+
+
+CALLS = {"steps": 0}
+
+
+class CountedInTheScript(Own):
+    """What counts is a variable of the file."""
+
+    def step(self, closure: Any = None) -> None:
+        CALLS["steps"] += 1
+        super().step(closure)
+
+    def one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        parameter.sub_(group["lr"] / CALLS["steps"] * parameter.grad)
+
+
+@program(IN_TURN)
+def steps_counted_in_the_script(parallelize: Parallelize) -> Result:
+    """`STEPS["n"] += 1`: what tries the optimizer does not count."""
+    CALLS["steps"] = 0
+    return trained(start(parallelize, small_net(), whole(CountedInTheScript)))
+
+
+class Lucky(Own):
+    """A rate that Python draws, for each parameter."""
+
+    def one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        parameter.sub_(group["lr"] * random.uniform(0.5, 1.0) * parameter.grad)
+
+
+@program(COUPLED)
+def rates_drawn_by_python(parallelize: Parallelize) -> Result:
+    """All ranks have seeded alike; a rank with other parameters would draw for others."""
+    random.seed(0)
+    return trained(start(parallelize, small_net(), whole(Lucky)))
 
 
 class NormNowAndThen(Own):

@@ -96,6 +96,8 @@ _ONE_TRIAL = [
     ("stepping", "steps_counted_in_groups", "dp=2,offload.optimizer=0.5"),
     ("stepping", "steps_counted_in_a_list", "dp=2"),
     ("stepping", "steps_counted_in_a_list", "dp=2,offload.optimizer=1.0"),
+    ("stepping", "steps_counted_in_the_script", "dp=2"),
+    ("stepping", "rates_drawn_by_python", "dp=2"),
     ("stepping", "a_norm_of_all_now_and_then", "pp=2,microbatches=2"),
     ("stepping", "a_norm_of_all_behind_a_lock", "dp=2,zero=1"),
     ("stepping", "a_step_left_out_for_one_gradient", "pp=2,microbatches=2"),

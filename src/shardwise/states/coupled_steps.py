@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError
-from shardwise.states.optimizer_copy import copy_with
+from shardwise.states.optimizer_copy import copy_with, leaving_no_trace
 from shardwise.states.parameter_group import ELEMENTWISE, MATRIXWISE
 
 #: At most this many groups are tried: the first ones.
@@ -197,12 +197,13 @@ def _stepped(
     weights = {place: [nn.Parameter(each.clone()) for each in cut(steps.weights[place])] for place in kept}
     twin = copy_with(optimizer, in_groups(optimizer, weights))
     torch.manual_seed(_SEED)
-    for step in range(NUM_STEPS):
-        gradients = steps.gradients(step)
-        for place, pieces in weights.items():
-            for piece, gradient in zip(pieces, cut(gradients[place]), strict=True):
-                piece.grad = gradient.clone()
-        twin.step()
+    with leaving_no_trace(optimizer):
+        for step in range(NUM_STEPS):
+            gradients = steps.gradients(step)
+            for place, pieces in weights.items():
+                for piece, gradient in zip(pieces, cut(gradients[place]), strict=True):
+                    piece.grad = gradient.clone()
+            twin.step()
     return {place: [each.detach() for each in pieces] for place, pieces in weights.items()}
 
 

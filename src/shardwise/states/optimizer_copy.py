@@ -10,11 +10,13 @@ Steps of a copy must change none of these. `copy.deepcopy` drops the attributes 
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.stages.split.python_state import classes_left_as_they_were
 from shardwise.torch_private import drop_step_hooks, pytree
 
 #: Attributes in which torch's optimizers keep parameters.
@@ -56,6 +58,11 @@ def copy_with(optimizer: Optimizer, params: Sequence[Sequence[nn.Parameter]]) ->
         drop_step_hooks(memo[id(one)])
     copied: Optimizer = memo[id(optimizer)]
     return copied
+
+
+def leaving_no_trace(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """While a copy steps: restore at exit what it shares with the optimizer, such as counts of a class or a script."""
+    return classes_left_as_they_were(optimizer, *inner_optimizers(optimizer))
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from shardwise.errors import ShardwiseError
 from shardwise.states.compact_adamw import CompactAdamW
 from shardwise.states.muon import Muon
-from shardwise.states.optimizer_copy import copy_with
+from shardwise.states.optimizer_copy import copy_with, leaving_no_trace
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -94,7 +94,7 @@ def number_bytes_of(make: MakeOptimizer, weights: Sequence[nn.Parameter]) -> flo
 def state_bytes_of(optimizer: Optimizer) -> float:
     """Return the same for an existing optimizer, measured on a copy."""
     probes = [_probes_of(group["params"]) for group in optimizer.param_groups]
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), leaving_no_trace(optimizer):
         return _stepped_bytes(copy_with(optimizer, probes), [each for some in probes for each in some])
 
 

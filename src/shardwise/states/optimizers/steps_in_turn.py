@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError
 from shardwise.states.coupled_steps import NUM_STEPS, Place, SmallSteps, are_close, in_groups, is_known, places_of
-from shardwise.states.optimizer_copy import copy_with
+from shardwise.states.optimizer_copy import copy_with, leaving_no_trace
 from shardwise.states.tiers.chunks import Substitute, step_on
 from shardwise.states.tiers.step_numbers import StepNumbers
 
@@ -52,17 +52,18 @@ def _stepped(optimizer: Optimizer, turns: Sequence[Sequence[Place]]) -> list[Ten
     weights = {place: nn.Parameter(steps.weights[place]) for place in places}
     twin = copy_with(optimizer, in_groups(optimizer, {place: [each] for place, each in weights.items()}))
     numbers, states = StepNumbers(twin), dict[Place, dict[str, Any]]()
-    for step in range(NUM_STEPS):
-        gradients = steps.gradients(step)
-        for place, each in weights.items():
-            each.grad = gradients[place]
-        if len(turns) == 1:
-            twin.step()
-            continue
-        for turn in turns:
-            given = [_substitute(weights[place], states.get(place, {})) for place in turn]
-            with numbers.call(step):
-                states.update(zip(turn, step_on(twin, None, given), strict=True))
+    with leaving_no_trace(optimizer):
+        for step in range(NUM_STEPS):
+            gradients = steps.gradients(step)
+            for place, each in weights.items():
+                each.grad = gradients[place]
+            if len(turns) == 1:
+                twin.step()
+                continue
+            for turn in turns:
+                given = [_substitute(weights[place], states.get(place, {})) for place in turn]
+                with numbers.call(step):
+                    states.update(zip(turn, step_on(twin, None, given), strict=True))
     return [each.detach() for each in weights.values()]
 
 

@@ -13,7 +13,7 @@ torch is imported when this is: rooms without torch must not import it.
 import inspect
 import sys
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
@@ -415,14 +415,9 @@ def step_is_replaced(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def without_step_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer with the same settings and attributes, no state and no hooks. `copy.copy` drops its attributes."""
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    # A scheduler puts a `step` of its own in front, which would count.
-    twin.__dict__.update({key: each for key, each in vars(optimizer).items() if key != "step"})
-    twin.state = defaultdict(dict)
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    return twin
+def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Let nobody look at the steps of an optimizer."""
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

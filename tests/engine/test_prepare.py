@@ -59,9 +59,12 @@ class Bare(nn.Module):
         return x @ self.weight.t()
 
 
-def test_a_module_without_units_says_so() -> None:
-    batch = {"x": torch.ones(2, 2)}
+def test_a_module_without_units_is_one_stage_and_no_more() -> None:
+    module, batch = Bare(), {"x": torch.ones(2, 2)}
+    options = {"loss": lambda output, _: output.mean(), "optimizer": telling.OPTIMIZERS["sgd"](), "example": batch}
+    before = float(module(batch["x"]).detach().mean())
+    with parallelize(module, "dp=1", **options) as engine:
+        assert engine.train_step(batch) == pytest.approx(before)
+        assert engine.train_step(batch) < before
     with pytest.raises(ShardwiseError, match="Bare calls no module that has parameters"):
-        parallelize(
-            Bare(), "dp=1", loss=lambda output, _: output.mean(), optimizer=telling.OPTIMIZERS["sgd"](), example=batch
-        )
+        parallelize(Bare(), "pp=2,microbatches=2", **options)

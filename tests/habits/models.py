@@ -317,27 +317,40 @@ def a_block_used_again_with_a_layer_that_nobody_calls(parallelize: Parallelize) 
     return run(parallelize, Twice(), optimizer=lambda every: torch.optim.SGD(every, lr=0.1, weight_decay=0.2))
 
 
-class Bare(nn.Module):
-    """All weights are the module's own: it has no layers."""
+class Table(nn.Module):
+    """Weights of its own, and no layers: an Elman net by hand."""
 
     def __init__(self) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.table = nn.Parameter(torch.randn(12, 8, generator=generator, dtype=torch.float64))
-        self.weights = nn.ParameterList([nn.Parameter(torch.randn(8, 8, generator=generator).double())])
-        self.offset = nn.Parameter(torch.zeros(12, dtype=torch.float64))
+        self.words, self.step = nn.Parameter(torch.randn(12, 6)), nn.Parameter(0.3 * torch.randn(6, 6))
+        self.head, self.bias = nn.Parameter(torch.randn(6, 12)), nn.Parameter(torch.zeros(12))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = functional.embedding(x, self.table)
-        for weight in self.weights:
-            hidden = hidden + torch.tanh(hidden @ weight)
-        return hidden @ self.table.T + self.offset
+        hidden, every = torch.zeros(len(x), 6, dtype=self.words.dtype), []
+        for words in self.words[x].unbind(1):
+            hidden = torch.tanh(words + hidden @ self.step)
+            every.append(hidden)
+        return torch.stack(every, 1) @ self.head + self.bias
 
 
-@program(NO_LAYERS, always=True)
-def weights_without_layers(parallelize: Parallelize) -> Result:
-    """A module of parameters, as exercises and physicists write it."""
-    return run(parallelize, Bare())
+@program({"pp": "there are no units", **TOKENS}, always=True)
+def weights_and_no_layers(parallelize: Parallelize) -> Result:
+    """The module is all that there is to call."""
+    return run(parallelize, Table())
+
+
+@program({"pp": "there are no units"}, but="cp")
+def one_layer_alone(parallelize: Parallelize) -> Result:
+    """`DDP(nn.Linear(6, 3))`, as the first examples have it."""
+
+    def rows(seed: int) -> Batch:
+        drawn = torch.randn(4, 9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return {"input": drawn[:, :6], "labels": drawn[:, 6:]}
+
+    def squares(output: Tensor, given: Batch) -> Tensor:
+        return functional.mse_loss(output, given["labels"])
+
+    return run(parallelize, nn.Linear(6, 3), loss=squares, batches=rows)
 
 
 class ByFunction(nn.Module):
@@ -354,4 +367,5 @@ class ByFunction(nn.Module):
 
 @program(NO_LAYERS)
 def layers_that_only_hold_weights(parallelize: Parallelize) -> Result:
+    """No layer is called, so there is nothing to cut between."""
     return run(parallelize, ByFunction())

@@ -15,13 +15,18 @@ from torch.optim import Optimizer
 
 from shardwise.engine.shown import Shown
 from shardwise.errors import ShardwiseError
+from shardwise.states.optimizer_copy import inner_optimizers
 
 
 def ask_of_state(
     optimizer: Optimizer, shown: Shown, cut: Mapping[int, str], has: str, wait: Callable[[], None] | None
 ) -> None:
     """Guard an optimizer's state. `cut` names the parameters for which it holds something else: `has` says what."""
-    optimizer.state = AskedState(optimizer.state, shown, cut, has, wait)
+    before = optimizer.state
+    asked = AskedState(before, shown, cut, has, wait)
+    for one in (optimizer, *inner_optimizers(optimizer)):  # A wrapper shares the state of what it wraps.
+        if one.state is before:
+            one.state = asked
 
 
 class AskedState(defaultdict[Any, Any]):

@@ -48,6 +48,7 @@ class States:
     def begin_step(self) -> None:
         """Begin a step without the gradients of the last."""
         self.data.updates.check_hooks()
+        self.data.updates.show_attributes()
         self.data.begin_step()
         if self.host is not None:
             self.host.begin_step()
@@ -108,6 +109,7 @@ def make_states(parts: Parts, optimizers: Sequence[MadeOptimizer], sharing: Zero
     for optimizer in data.updates.optimizers:
         vars(optimizer)["zero_grad"] = partial(_zeroed, optimizer.zero_grad)
     data.updates.pieces = _pieces_of(parts)
+    data.updates.is_in_turn = bool(plan.offload.optimizer or plan.offload.parameters)
     data.updates.check_hooks()
     data.updates.check_kept()
     has_copies = isinstance(wires, ManyProcesses) and (plan.dp * plan.cp > 1 or len(schedule.placement.pipes) > 1)

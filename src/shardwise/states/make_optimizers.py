@@ -23,6 +23,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError, some
+from shardwise.states.optimizer_copy import OWN_ATTRIBUTES, inner_optimizers
 from shardwise.states.parameter_group import (
     ELEMENTWISE,
     MATRIXWISE,
@@ -36,8 +37,6 @@ from shardwise.torch_private import pytree, step_hooks, step_is_replaced
 #: The user's argument: a factory of one optimizer, or several shares.
 Optimizers = MakeOptimizer | Sequence[Share]
 
-#: Attributes in which torch's optimizers keep parameters.
-_OWN_ATTRIBUTES = {"param_groups", "state", "defaults"}
 #: Source code of a `step(closure=None)` that requires a closure.
 _ASKS_FOR_CLOSURE = re.compile(r"assert closure\b|if (closure is None|not closure):\s*raise\b")
 
@@ -217,19 +216,18 @@ def _needs_closure(step: Callable[..., Any]) -> bool:
 
 def _check_attributes(made: Optimizer, names: Mapping[int, str]) -> None:
     """Refuse one of the user's own that keeps parameters beside its groups: it would go on with those it was given."""
-    for key, value in vars(made).items():
-        if key in _OWN_ATTRIBUTES:
-            continue
-        held = value.param_groups if isinstance(value, Optimizer) else value
-        if held is made.param_groups:
-            continue
-        kept = [names[id(each)] for each in pytree.tree_leaves(held) if id(each) in names]
-        if kept:
-            raise ShardwiseError(
-                f"{type(made).__name__}.{key} keeps {len(kept)} parameters beside its groups, {some(kept)}: it would"
-                " go on with these when ranks have pieces of them",
-                remedy="read them from self.param_groups in step()",
-            )
+    groups = [id(each) for each in made.param_groups]
+    for one in (made, *inner_optimizers(made)):
+        held = {key: value for key, value in vars(one).items() if key not in OWN_ATTRIBUTES}
+        held["param_groups"] = [each for each in one.param_groups if id(each) not in groups]
+        for key, value in held.items():
+            kept = [names[id(each)] for each in pytree.tree_leaves(value) if id(each) in names]
+            if kept:
+                raise ShardwiseError(
+                    f"{type(one).__name__}.{key} keeps {len(kept)} parameters beside its groups, {some(kept)}: it would"
+                    " go on with these when ranks have pieces of them",
+                    remedy="read them from self.param_groups in step()",
+                )
 
 
 def _check_complete(made: Sequence[MadeOptimizer], trained: Mapping[str, nn.Parameter]) -> None:
@@ -275,7 +273,7 @@ def check_kept_tensors(optimizers: Sequence[Optimizer], pieces: str) -> None:
     where it has something else than these in its steps; `pieces` says what."""
     for optimizer in optimizers:
         for key, value in vars(optimizer).items():
-            is_own = key in _OWN_ATTRIBUTES or isinstance(value, Optimizer)
+            is_own = key in OWN_ATTRIBUTES or isinstance(value, Optimizer)
             by_parameter = list(value) if isinstance(value, dict) and not is_own else []
             leaves = [] if is_own else [*pytree.tree_leaves(value), *by_parameter]
             kept = [each for each in leaves if isinstance(each, Tensor) and each.numel() > 1]

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from shardwise.errors import ShardwiseError
 from shardwise.states.compact_adamw import CompactAdamW
 from shardwise.states.muon import Muon
-from shardwise.torch_private import without_step_hooks
+from shardwise.states.optimizer_copy import copy_with, leaving_no_trace
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -92,15 +92,10 @@ def number_bytes_of(make: MakeOptimizer, weights: Sequence[nn.Parameter]) -> flo
 
 
 def state_bytes_of(optimizer: Optimizer) -> float:
-    """Return the same for an existing optimizer, measured on another with its settings."""
-    most = 0.0
-    with torch.random.fork_rng(devices=[]):
-        for group in optimizer.param_groups:
-            probes = _probes_of(group["params"])
-            twin = without_step_hooks(optimizer)
-            twin.param_groups = [{**group, "params": probes}]
-            most = max(most, _stepped_bytes(twin, probes))
-    return most
+    """Return the same for an existing optimizer, measured on a copy."""
+    probes = [_probes_of(group["params"]) for group in optimizer.param_groups]
+    with torch.random.fork_rng(devices=[]), leaving_no_trace(optimizer):
+        return _stepped_bytes(copy_with(optimizer, probes), [each for some in probes for each in some])
 
 
 def _probes_of(weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -114,7 +109,7 @@ def _stepped_bytes(optimizer: Optimizer, probes: Sequence[nn.Parameter]) -> floa
     for each in probes:
         each.grad = torch.zeros_like(each)
     optimizer.step()
-    return max(_state_bytes(optimizer, each) / each.numel() for each in probes)
+    return max((_state_bytes(optimizer, each) / each.numel() for each in probes), default=0.0)
 
 
 def _state_bytes(optimizer: Optimizer, weight: nn.Parameter) -> int:

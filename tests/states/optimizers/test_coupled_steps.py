@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from shardwise.states.coupled_steps import draws, is_coupled
+from shardwise.states.coupled_steps import draws, is_coupled, is_elementwise
 
 
 class Lamb(SGD):
@@ -91,3 +91,34 @@ def test_what_an_optimizer_keeps_of_itself_copies_no_parameters() -> None:
     optimizer: Any = Noisy([_NotToBeCopied(torch.ones(3))], lr=0.1)
     optimizer.hooked = optimizer.zero_grad
     assert draws(optimizer)
+
+
+class Trusting(Noisy):
+    """LARS: by the norm of each parameter's gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.sub_(each.grad / each.grad.norm())
+        return closure
+
+
+class ByColumns(Noisy):
+    """muP: by the number of columns, which flat pieces and columns lack."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.sub_(each.grad / (each.shape[1] if each.dim() == 2 else 1))
+        return closure
+
+
+@pytest.mark.parametrize("are_flat", [True, False])
+@pytest.mark.parametrize(("kind", "is_one"), [(Trusting, False), (ByColumns, False), (AdamW, True)])
+def test_steps_on_pieces_tell_whether_every_number_is_treated_by_itself(
+    kind: type[Optimizer], is_one: bool, are_flat: bool
+) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(3, 3))], lr=0.1)  # type: ignore[call-arg]
+    assert is_elementwise(optimizer, are_flat=are_flat) is is_one

@@ -6,7 +6,7 @@ Neither run is random: dropout drops nothing, and noise is constant.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from shardwise.sharding.tensor.vocabulary import VocabParallelLogits
 from shardwise.stages.checkpoints import nothing_recomputed
 from shardwise.stages.full_precision import full_precision
 from shardwise.stages.split.loss_copy import loss_of_copy
-from shardwise.stages.split.python_state import left_as_it_was
+from shardwise.stages.split.python_state import PythonState, left_as_it_was
 from shardwise.stages.split.script_values import asks_for_mode
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout, sets_seed
@@ -61,11 +61,12 @@ def precisely(device: torch.device) -> Iterator[None]:
 
 def run(
     module: nn.Module, call: Callable[[nn.Module], Any], looked_at: Sequence[str], loss: Loss | None, batch: Batch,
-    original: nn.Module, *, off: bool = False,
+    original: nn.Module, *, off: bool = False, before: PythonState | None = None,
 ) -> Course:  # fmt: skip
     """Run one forward and backward of a copy of `original`, with the same output gradient in every course.
 
-    With gradients `off` it runs as in evaluation.
+    With gradients `off` it runs as in evaluation. Simulated ranks share what a loss reaches (a count in a closure): the
+    loss of each begins with the state `before` all of them, which the caller restores at the end.
     """
     course = Course()
     loss = None if loss is None else loss_of_copy(loss, original, module)
@@ -89,7 +90,9 @@ def run(
                 part = (each * _weights(each, number)).sum()
                 total = part if total is None else total + part
         if loss is not None:
-            with left_as_it_was(loss):
+            if before is not None:
+                before.restore()
+            with left_as_it_was(loss) if before is None else nullcontext():
                 made = loss(output, copy(batch))
             made = made[0] if isinstance(made, tuple) else made
             course.outputs.append(made.detach())

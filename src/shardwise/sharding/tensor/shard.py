@@ -33,7 +33,7 @@ from shardwise.sharding.tensor.trial import Arguments, ByFirst, Trial, settle
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
-from shardwise.stages.split.python_state import leaves_classes, left_as_it_was, remembers_draws
+from shardwise.stages.split.python_state import PythonState, leaves_classes, left_as_it_was, remembers_draws
 from shardwise.stages.stage import Batch, Loss
 from shardwise.torch_private import EagerDispatchMode, pytree
 
@@ -115,6 +115,7 @@ def _settled(
     num_chunks: int | None = None, loss: Loss | None = None, verify: bool = True, by_first: ByFirst | None = None,
 ) -> Trial:  # fmt: skip
     """Return a trial whose cut computes the same as the whole module: layers at fault have been left whole."""
+    kept = PythonState(module)  # Copies share what hooks hold: a list for a log, a count.
     arguments = _on_meta(twin, given)
     hooked = {name for name, each in module.named_parameters(remove_duplicate=False) if has_hooks(each)}
 
@@ -132,6 +133,7 @@ def _settled(
         named=frozenset(name for name, kind in plan.kinds.items() if kind != "whole") if plan.is_users else frozenset(),
     )  # fmt: skip
     settle(trial, verify=verify, by_first=by_first)
+    kept.restore()
     return trial
 
 

@@ -35,6 +35,7 @@ from shardwise.sharding.tensor.sequence import UnsharedError
 from shardwise.sharding.tensor.sharding import Shards, starred
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import meta_twin
+from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.stage import Batch, Loss
 
 #: Why nothing is sharded along the sequence if a forward draws random numbers.
@@ -262,10 +263,12 @@ class Trial:
         modules: dict[int, nn.Module] = {}
         shards: dict[int, dict[str, Shards]] = {}
 
+        before = PythonState(whole.loss, with_buffers=True)
+
         def on_rank(group: SimulatedGroup) -> Course:
             modules[group.rank] = module = another(whole.twin, writes=self._writes)
             shards[group.rank] = self.cut(module, group, sequence=sequence).shards()
-            return self._run(module, whole, self._marks(module))
+            return self._run(module, whole, self._marks(module), before)
 
         try:
             ranks = simulate(self.num_ranks, on_rank)
@@ -273,11 +276,17 @@ class Trial:
             holders = [find_holder(each, error) for each in modules.values()]
             rows = [row for each in holders if each for kind in self._kinds_in(each) for row in self._kinds()[kind]]
             return Difference(mark=rows[0] if rows else "", error=1.0, raised=str(error))
+        finally:
+            before.restore()
         return numbers.compare(whole.course, ranks, shards[0], whole.dtype, with_marks=not sequence)
 
-    def _run(self, module: nn.Module, whole: _Whole, looked_at: Sequence[str]) -> Course:
+    def _run(
+        self, module: nn.Module, whole: _Whole, looked_at: Sequence[str], before: PythonState | None = None
+    ) -> Course:
         """Run a copy as the whole one was run."""
-        return numbers.run(module, whole.call, looked_at, whole.loss, whole.batch, self.module, off=self.evaluates)
+        return numbers.run(
+            module, whole.call, looked_at, whole.loss, whole.batch, self.module, off=self.evaluates, before=before
+        )
 
     def _marks(self, module: nn.Module) -> list[str]:
         """Return the layers of a copy whose outputs are compared."""

@@ -320,6 +320,19 @@ def left_as_it_was(*roots: Any) -> Iterator[None]:
         kept.restore()
 
 
+@contextmanager
+def classes_left_as_they_were(*holders: Any) -> Iterator[None]:
+    """Do the same for these objects, and for what the methods of their classes reach. Used to try an optimizer."""
+    kept = PythonState(*holders)
+    for each in holders:
+        for _, found in kept._note_class("", type(each)):
+            kept._walk(found)
+    try:
+        yield
+    finally:
+        kept.restore()
+
+
 def leaves_classes(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Do the same for a function that runs a copy of its module: the copy shares classes, the state of their files, and
     torch's generators with the module."""

@@ -60,6 +60,11 @@ class Owners:
         return list(self._weight_of.values())
 
     @property
+    def entries(self) -> Iterable[tuple[Owned, nn.Parameter]]:
+        """The same with what they are."""
+        return self._weight_of.items()
+
+    @property
     def named(self) -> list[tuple[nn.Parameter, str, int]]:
         """The weights, their names, and where they start: all at their first element."""
         return [(weight, entry.slot.name, 0) for entry, weight in self._weight_of.items()]

@@ -12,9 +12,10 @@ from shardwise.ranks.collectives import Group
 from shardwise.states.buckets.bucket import Bucket
 from shardwise.states.buckets.flat_layout import Slot
 from shardwise.states.buckets.make import ParameterOwners
-from shardwise.states.coupled_steps import check_coupled
+from shardwise.states.coupled_steps import check_coupled, check_elementwise, is_known
 from shardwise.states.make_optimizers import MadeOptimizer, Weight, check_kept_tensors, check_step_hooks
 from shardwise.states.optimizers.owners import OffloadedOwners, Owned, Owners
+from shardwise.states.optimizers.steps_in_turn import check_in_turn
 from shardwise.states.parameter_group import state_bytes_of
 from shardwise.states.tiers.host_states import HostStates
 from shardwise.torch_private import step_divided
@@ -86,10 +87,18 @@ class Updates:
         self.names: dict[Optimizer, Collection[str]] = {}
         #: Optimizer state on the host, if there is any.
         self.states: HostStates | None = None
+        #: Whether their steps are on some parameters at a time.
+        self.is_in_turn = False
         #: What step hooks would see, if it is not every parameter, whole.
         self.pieces: str | None = None
+        #: Optimizers of which pieces are updated, as they are said to be elementwise; and whether these are in a row.
+        self._of_pieces: list[Optimizer] = []
+        self._are_flat = are_cut
+        #: Weights of custom optimizers that are not the module's own parameters, and these.
+        self._own: list[tuple[nn.Parameter, nn.Parameter]] = []
         for each in made:
             self._add(each, are_cut=are_cut or owners.tensor is not None, sort=sort)
+        self.show_attributes()
 
     def _add(self, made: MadeOptimizer, *, are_cut: bool, sort: bool) -> None:
         names = made.names
@@ -103,6 +112,10 @@ class Updates:
             if piece.name in names and piece.name not in whole
         ]
         weights += self._owned(whole)
+        if cut and not whole:
+            self._of_pieces.append(made.optimizer)
+        if not is_known(made.optimizer):
+            self._own += self._parameters_of(names)
         made.give(weights, None if self._joining is None else self._joining.local, sort=sort)
         self.optimizers.append(made.optimizer)
         self.names[made.optimizer] = names
@@ -113,6 +126,27 @@ class Updates:
             )
             for each in weights
         ]
+
+    def _parameters_of(self, names: Collection[str]) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Return weights of parameters, and these, where they are not the same."""
+        pieces = [
+            (piece.weight, bucket.weights.parameters[piece.number])
+            for bucket in self._buckets
+            for piece in bucket.pieces
+            if piece.name in names
+        ]
+        owned = [
+            (weight, entry.bucket.weights.parameters[entry.number])
+            for owners in self._owners
+            for entry, weight in owners.entries
+            if entry.slot.name in names
+        ]
+        return [(weight, own) for weight, own in [*pieces, *owned] if weight is not own]
+
+    def show_attributes(self) -> None:
+        """Give weights the attributes of their parameters: a step may read `parameter.lr_scale`."""
+        for weight, own in self._own:
+            vars(weight).update(vars(own))
 
     def _owned(self, names: Collection[str]) -> list[Weight]:
         """Return the weights among some parameters that this rank updates whole, as their owner."""
@@ -178,6 +212,9 @@ class Updates:
         if self.pieces is not None:
             check_kept_tensors(self.optimizers, self.pieces)
             check_coupled(self.optimizers, self.pieces)
+            check_elementwise(self._of_pieces, self.pieces, are_flat=self._are_flat)
+        if self.is_in_turn:
+            check_in_turn(self.optimizers)
 
     def _follow(self, states: HostStates) -> None:
         """Wait for updates of weights that other ranks need, or wait for, before these are sent."""

@@ -31,6 +31,8 @@ class Chunk:
     staged: list[tuple[int, str]] = field(default_factory=list)
     #: The learning rate of this step; the optimizer's own if it is None.
     rate: float | None = None
+    #: The step of training that it is updated in.
+    step: int = 0
 
     @property
     def weights(self) -> set[nn.Parameter]:

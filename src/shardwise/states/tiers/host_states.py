@@ -29,6 +29,7 @@ from shardwise.states.tiers.packing import Packing
 from shardwise.states.tiers.residency import HostResidency, OffloadedWeight, Places, Residency, WeightSlice
 from shardwise.states.tiers.staging import StagingBuffers, spare_bytes
 from shardwise.states.tiers.state_prefetch import Incoming, StatePrefetch, Written
+from shardwise.states.tiers.step_numbers import StepNumbers
 from shardwise.states.tiers.threaded_prefetch import ThreadedStatePrefetch
 from shardwise.states.tiers.weight_state import WeightState, allocate, take_to_host
 
@@ -91,6 +92,8 @@ class HostStates:
             count = max(_LEAST_BUFFERS, staging_bytes // size)
             self._buffers = StagingBuffers(min(count, len(self._chunks)), copies)
             self._buffers.fill(size)
+        self._numbers = {each: StepNumbers(each) for each in optimizers}
+        self._step = 0
         #: Tickets that follow updates of some weights with more work: waiting for all updates includes these.
         self.followers: Sequence[Ticket] = ()
         #: The learning rate of later updates; the optimizers' own if it is None.
@@ -114,6 +117,7 @@ class HostStates:
             if any(state.has_foreign for state in self._states.values()):
                 self.take_home()
             if not self._prefetch.is_open:
+                self._step += 1
                 for each in self._chunks:
                     each.missing = each.weights
                 self._grow()
@@ -137,7 +141,7 @@ class HostStates:
         for optimizer in self._optimizers:
             stay = [[each for each in group["params"] if each not in self.weights] for group in optimizer.param_groups]
             if any(each.grad is not None for params in stay for each in params):
-                with only(optimizer, stay):
+                with only(optimizer, stay), self._numbers[optimizer].call(self._step):
                     optimizer.step()
         self._ask(
             each
@@ -244,7 +248,7 @@ class HostStates:
         found = list(chunks)
         self._prefetch.settle(found)
         for each in found:
-            each.rate = self.rate
+            each.rate, each.step = self.rate, self._step
         self._prefetch.ask(found)
 
     def _grow(self) -> None:
@@ -271,7 +275,8 @@ class HostStates:
             Substitute(part.weight, state.residency.stand_in(part, places), state.given(places))
             for state, (part, places) in zip(states, staged, strict=True)
         ]
-        found = step_on(one.optimizer, one.rate, substitutes)
+        with self._numbers[one.optimizer].call(one.step):
+            found = step_on(one.optimizer, one.rate, substitutes)
         for state, (part, places) in zip(states, staged, strict=True):
             state.residency.finish(part, places)
             weights += state.residency.outgoing(part, places)

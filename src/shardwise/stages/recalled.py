@@ -3,9 +3,10 @@
     first forward      the output of every matmul, convolution and attention is recorded, in order
     second forward     these outputs are returned again, in the same order; all else is computed
 
-An output written to since (`relu_` on that of a linear layer) is computed again. An autograd function that sums its
-products over ranks records the sum itself with `keep`, and reads it with `taken`. The matmuls of a trial on the meta
-device (under context parallelism the last stage has one before its first loss) are not recorded.
+An output written to since (`relu_` on that of a linear layer) is computed again. So is one that is cut into parts whose
+writes are not counted (`unsafe_chunk`), as in recurrent layers of torch. An autograd function that sums products over
+ranks records the sum itself with `keep`, and reads it with `taken`. The matmuls of a trial on the meta device (under
+context parallelism the last stage has one before its first loss) are not recorded.
 """
 
 import threading
@@ -29,6 +30,11 @@ _NAMES = (
     "_cudnn_attention_forward",
 )  # fmt: skip
 DEAR = frozenset(getattr(_ATEN, name).default for name in _NAMES if hasattr(_ATEN, name))
+#: Operations whose results share memory with their argument and do not share its count of writes.
+_UNCOUNTED = frozenset(
+    getattr(_ATEN, name).default if name.endswith("sizes") else getattr(_ATEN, name).Tensor
+    for name in ("unsafe_split", "unsafe_split_with_sizes")
+)
 
 _local = threading.local()
 
@@ -46,6 +52,14 @@ class _Notes:
         self._made.setdefault(maker, deque()).append((kept, [version_of(each) for each in tensors]))
         if self._counted is not None:
             self._counted.add(tensors)
+
+    def drop(self, tensor: Tensor) -> None:
+        """Let an output be computed again."""
+        place = tensor.data_ptr()
+        for noted in self._made.values():
+            for kept, versions in noted:
+                if any(each.data_ptr() == place for each in _tensors(kept)):
+                    versions.append(-1)
 
     def take(self, maker: Hashable) -> Any | None:
         """Return the next recorded output of an operation; None if there is none, or if it was written to since."""
@@ -88,6 +102,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _First(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        if func in _UNCOUNTED:
+            self.notes.drop(args[0])
         if func in DEAR and not _is_a_trial(args):
             self.notes.add(func, made)
         return made

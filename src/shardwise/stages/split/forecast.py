@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
-from shardwise.stages.split.flow import UnitCall
 from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.split.meta import call_on_meta, is_on_meta, meta_twin, on_meta
 from shardwise.stages.split.outline import Outline, TensorOutline, leaves_of, outline_of, signature_of
+from shardwise.stages.split.unit_flow import UnitCall
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import forward_hooks, pytree
 

@@ -96,6 +96,22 @@ _ONE_TRIAL = [
     ("weighing", "hidden_channels_read_by_the_loss", "tp=2"),
     ("weighing", "the_same_of_a_tied_layer", "pp=2"),
     ("weighing", "a_penalty_on_gradients_of_the_inputs", "pp=2"),
+    ("carried", "a_recurrent_state_of_the_root", "pp=2,microbatches=4,schedule=zb-v"),
+    ("carried", "a_recurrent_state_of_the_root", "place,pp=2,microbatches=2,schedule=gpipe"),
+    ("carried", "a_recurrent_state_of_a_layer", "pp=2,microbatches=2"),
+    ("carried", "a_recurrent_state_in_a_buffer", "tp=2,sp=true"),
+    ("carried", "recurrent_layers_one_after_the_other", "dp=2,recompute=selective"),
+    ("carried", "hooks_on_hidden_states", "pp=2"),
+    ("carried", "hooks_on_hidden_states", "place,pp=2,microbatches=2,schedule=gpipe"),
+    ("carried", "a_scale_of_each_row_in_an_attribute", "place,pp=2,microbatches=4,schedule=zb-h1"),
+    ("carried", "an_attribute_that_is_put_back", "pp=2,microbatches=2,recompute=full"),
+    ("carried", "a_dataclass_between_blocks", "pp=2,microbatches=2"),
+    ("carried", "a_checkpoint_around_the_trunk", "pp=2,microbatches=2"),
+    ("carried", "a_checkpoint_around_the_trunk", "place,pp=2,microbatches=2,schedule=gpipe"),
+    ("carried", "a_checkpoint_around_the_trunk_in_training_alone", "pp=2"),
+    ("carried", "a_batch_cut_to_its_longest_row", "pp=2,microbatches=2"),
+    ("carried", "experts_balanced_over_all_tokens", "cp=2"),
+    ("carried", "experts_balanced_over_padding", "cp=2"),
 ]
 
 

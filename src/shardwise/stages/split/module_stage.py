@@ -218,7 +218,8 @@ class _Visit:
             for leaf in call.overwritten.difference(tensors):
                 tensors[leaf] = outline.tensors[leaf].placeholder(self._home, writable=True)
         arguments = leaves_of((args, kwargs)) if outline.passes else []
-        return self._stage.forecast.hooked(call.unit, args, kwargs, outline.filled(tensors, arguments))
+        made = outline.filled(tensors, arguments)
+        return self._stage.forecast.hooked(call.unit, args, kwargs, made, tensors.values())
 
     def _received(self, index: int, leaf: int, call: UnitCall) -> Tensor:
         name = self._part.reads[Made(index, leaf)]

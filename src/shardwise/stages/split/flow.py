@@ -34,7 +34,7 @@ from shardwise.stages.split.outline import (
     outline_of,
     signature_of,
 )
-from shardwise.stages.split.python_state import PythonState
+from shardwise.stages.split.python_state import PythonState, held_now
 from shardwise.stages.split.settled_writes import settled
 from shardwise.stages.split.sources import NOTHING, Drawn, HeldTensor, Hidden, Ledger, Made, Source, Sources, storage_of
 from shardwise.stages.split.switch import Inner, uncompiled, undisturbed
@@ -71,9 +71,9 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         #: The state before the run, if flags are recorded; and the holder and key of each flag, by name.
         self.start: PythonState | None = None
         self.flags: dict[str, tuple[dict[Any, Any], Any]] = {}
-        #: Whether glue has put something into an attribute, a list or a closure, and called a unit then; and what calls
-        #: of units have left there.
-        self.assigns = False
+        #: Whether to look if glue puts something into an attribute, a list or a closure, and calls a unit then; whether
+        #: it did; and what calls of units have left there.
+        self.notes_glue = self.assigns = False
         self._left_by_calls: set[tuple[int, Any, int]] = set()
 
     def __torch_dispatch__(
@@ -153,7 +153,8 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         open_dataclasses((args, kwargs))
         if self.start is not None:
             self.flags.update((name, (holder, key)) for name, holder, key in self.start.set_now())
-            self.assigns = self.assigns or bool(self.start.held() - self._left_by_calls)
+        if self.notes_glue and self.start is not None:
+            self.assigns = self.assigns or bool(held_now(self.start) - self._left_by_calls)
         arguments, tree = pytree.tree_flatten((args, kwargs))
         index, times = len(self.calls), self._times_called.get(unit, 0)
         self._times_called[unit] = times + 1
@@ -167,8 +168,8 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
             returned = self._run_on_meta(name, inner, given, tree) if self._on_meta else inner(*args, **kwargs)
         finally:
             self._inside = None
-        if self.start is not None and not self.assigns:
-            self._left_by_calls = self.start.held()
+        if self.notes_glue and self.start is not None and not self.assigns:
+            self._left_by_calls = held_now(self.start)
         if before is not None:
             self.left += self._left_by(index, before, looks=looks or inside.looks)
         open_dataclasses(returned)
@@ -363,12 +364,13 @@ def watch(
     *,
     records: bool = False,
     notes_flags: bool = False,
+    notes_glue: bool = False,
 ) -> UnitFlow:
     """Run the module once on the example and return the data flow. The module is unchanged afterwards.
 
     `probe` gets the module's output; its values mean nothing if the module is on the meta device. `records`: also
     record what each call stores in attributes. `notes_flags`: also record what differed from its initial value while a
-    unit was called, even if it is restored afterwards, and whether glue assigned any.
+    unit was called, even if it is restored afterwards; with `notes_glue`, whether glue assigned any.
     """
     signature = Signature(module)
     signature.check(example)
@@ -376,7 +378,7 @@ def watch(
     watcher = FlowWatch(module, home_of(example), records=records)
     with undisturbed(module, units, tells_writes=True) as switch:
         assert switch.noted is not None, "it is known what was there before"
-        watcher.start = switch.noted.state if notes_flags else None
+        watcher.start, watcher.notes_glue = switch.noted.state if notes_flags else None, notes_glue
         with uncompiled(), nothing_recomputed(), watcher, _Looks(watcher), switch.visited_by(watcher):
             output = _run(module, args, kwargs)
         traces = bool(switch.noted.state.changed())

@@ -213,10 +213,9 @@ class PythonState:
 
     def _note_tensor(self, name: str, tensor: Tensor) -> _Next:
         if not isinstance(tensor, nn.Parameter) and type(tensor) is Tensor:
-            writable = not tensor.is_meta and tensor.grad_fn is None and not tensor.is_inference()
-            writable = writable and not repeats(tensor)  # As placeholders for other stages' outputs do.
+            is_fixed = tensor.is_meta or tensor.grad_fn is not None or tensor.is_inference() or repeats(tensor)
             self._versions[id(tensor)] = -1 if tensor.is_inference() else version_of(tensor)
-            self._kept.append(_Kept(name, tensor, tensor.detach().clone() if writable else None))
+            self._kept.append(_Kept(name, tensor, None if is_fixed else tensor.detach().clone()))
         return ()
 
     def _noted(self) -> Iterator[_Kept]:
@@ -256,16 +255,6 @@ class PythonState:
         yield from self.assigned()
         for _, holder, content in self._noted():
             yield from holder.places(content) if isinstance(holder, Watched) else ()
-
-    def held(self) -> set[tuple[int, Any, int]]:
-        """Return what attributes, lists and closures hold that did not hold it before: holder, key and value by id."""
-        found = {(id(holder), key, id(holder[key])) for _, holder, key in self.assigned()}
-        for _, holder, content in self._noted():
-            if isinstance(holder, (list, deque)) and not is_same_list(holder, content):
-                found.update((id(holder), number, id(each)) for number, each in enumerate(holder))
-            elif isinstance(holder, CellType) and _content_of(holder) is not content:
-                found.add((id(holder), "", id(_content_of(holder))))
-        return found
 
     def have_drawn(self) -> bool:
         """Whether the global generator of Python or NumPy was drawn from."""
@@ -320,6 +309,17 @@ class PythonState:
     def again(self) -> "PythonState":
         """Take a new snapshot of the same roots."""
         return PythonState(*self._roots, with_buffers=self._with_buffers)
+
+
+def held_now(state: PythonState) -> set[tuple[int, Any, int]]:
+    """Return what attributes, lists and closures hold that did not hold it before: holder, key and value by id."""
+    found = {(id(holder), key, id(holder[key])) for _, holder, key in state.assigned()}
+    for _, holder, content in state._noted():
+        if isinstance(holder, (list, deque)) and not is_same_list(holder, content):
+            found.update((id(holder), number, id(each)) for number, each in enumerate(holder))
+        elif isinstance(holder, CellType) and _content_of(holder) is not content:
+            found.add((id(holder), "", id(_content_of(holder))))
+    return found
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def split(
         flow = replace(flow, left=recorded.left, slots=recorded.slots)
     if second is not None and (second.reruns or second.has_threads):
         # Attributes that are set around a call and then restored have to be set again when the call is rerun.
-        noted = watch(module, called, example, notes_flags=True)
+        noted = watch(module, called, example, notes_flags=True, notes_glue=second.has_threads)
         flow = replace(flow, slots={**noted.slots, **flow.slots}, assigns=noted.assigns)
     if second is not None and not has_meta(module):
         StageCheck(module, called, flow, parts, example, second).check()

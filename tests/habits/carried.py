@@ -71,7 +71,7 @@ class InABuffer(Recurrent):
     def __init__(self) -> None:
         super().__init__()
         del self.state
-        self.register_buffer("state", None, persistent=False)
+        self.register_buffer("state", None)
 
 
 _OF_NO_UNIT = "each of 2 stages would have another|other stages do not have that"
@@ -156,6 +156,33 @@ def hooks_on_hidden_states(parallelize: Parallelize) -> Result:
         return end(net, hidden)
 
     return learn(parallelize, Four(run))
+
+
+@program()
+def hooks_on_what_forward_hooks_are_given(parallelize: Parallelize) -> Result:
+    """Stages that have not run the block call its forward hooks too."""
+
+    def halves(_: nn.Module, __: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * 0.5)
+
+    model = Four()
+    for layer in model.layers:
+        layer.register_forward_hook(halves)
+    return learn(parallelize, model)
+
+
+@program()
+def hooks_on_what_comes_in(parallelize: Parallelize) -> Result:
+    """A layer that is recomputed registers them again."""
+
+    class Halves(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 0.5)
+            return super().forward(x)
+
+    return learn(parallelize, Four(first=Halves, last=Halves))
 
 
 class Reads(Block):

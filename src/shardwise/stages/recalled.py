@@ -45,21 +45,23 @@ class _Notes:
     def __init__(self, counted: Kept | None) -> None:
         self._made: dict[Hashable, deque[tuple[Any, list[int]]]] = {}
         self._counted = counted
+        #: The counts of writes of each output, by its address: all are alive.
+        self._at: dict[int, list[int]] = {}
 
     def add(self, maker: Hashable, made: Any) -> None:
         kept = pytree.tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, made)
         tensors = _tensors(kept)
-        self._made.setdefault(maker, deque()).append((kept, [version_of(each) for each in tensors]))
+        versions = [version_of(each) for each in tensors]
+        self._made.setdefault(maker, deque()).append((kept, versions))
+        self._at.update((each.data_ptr(), versions) for each in tensors)
         if self._counted is not None:
             self._counted.add(tensors)
 
     def drop(self, tensor: Tensor) -> None:
         """Let an output be computed again."""
-        place = tensor.data_ptr()
-        for noted in self._made.values():
-            for kept, versions in noted:
-                if any(each.data_ptr() == place for each in _tensors(kept)):
-                    versions.append(-1)
+        versions = self._at.get(tensor.data_ptr())
+        if versions is not None:
+            versions.append(-1)
 
     def take(self, maker: Hashable) -> Any | None:
         """Return the next recorded output of an operation; None if there is none, or if it was written to since."""

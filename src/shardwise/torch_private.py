@@ -14,7 +14,7 @@ import inspect
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any, cast
@@ -378,6 +378,13 @@ def before_gradient(tensor: Tensor, call: Callable[[], None]) -> None:
 def gradient_hooks(tensor: Tensor) -> Mapping[Any, Callable[[Tensor], Tensor | None]]:
     """Hooks of `register_hook`, to call where a gradient does not come from autograd. No public way."""
     return tensor._backward_hooks or {}
+
+
+def remove_hooks_but(tensor: Tensor, kept: Collection[Any]) -> None:
+    """Remove hooks of `register_hook` other than these, by their keys. The public way is that of who registered one."""
+    hooks = tensor._backward_hooks or {}
+    for key in [key for key in hooks if key not in kept]:
+        del hooks[key]
 
 
 def accumulated_hooks(tensor: Tensor) -> Mapping[Any, Callable[[Tensor], None]]:

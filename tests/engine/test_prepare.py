@@ -12,8 +12,8 @@ from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import Ranks
 from shardwise.ranks.telling import watched
-from shardwise.stages.split.flow import UnitCall
 from shardwise.stages.split.outline import outline_of
+from shardwise.stages.split.unit_flow import UnitCall
 from tests.ranks import telling
 
 

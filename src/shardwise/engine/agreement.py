@@ -9,9 +9,9 @@ import torch
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.stages.no_collectives import CollectiveMetError, NoCollectives
-from shardwise.stages.split.flow import UnitCall
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.python_draws import draws_digest, python_draws, set_python_draws
+from shardwise.stages.split.unit_flow import UnitCall
 from shardwise.stages.stage import Split
 
 _T = TypeVar("_T")

@@ -10,8 +10,9 @@ from shardwise.planner.plan import Plan
 from shardwise.sharding.context.parallel import Unfit
 from shardwise.sharding.tensor.shard import Apart
 from shardwise.stages.loss_kind import LossKind, Tried
-from shardwise.stages.split.flow import UnitFlow, watch
+from shardwise.stages.split.flow import watch
 from shardwise.stages.split.sources import Made
+from shardwise.stages.split.unit_flow import UnitFlow
 from shardwise.stages.stage import Batch
 
 AGAIN = "state = engine.state_dict(), then sw.parallelize(module, ...) again and engine.load_state_dict(state)"

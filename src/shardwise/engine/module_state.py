@@ -35,6 +35,7 @@ class ModuleState:
         from_pipeline: Callable[[dict[str, Any]], list[dict[str, Any]]],
     ) -> None:
         self._module, self._parameters, self._buffers = module, parameters, buffers
+        self._known = {name for name, _ in module.named_buffers()}
         self._data, self._sharded = data, sharded
         self._shapes, self._from_pipeline = shapes, from_pipeline
         self._in_buckets = {slot.name for bucket in data.buckets for slot in bucket.layout.slots}
@@ -45,10 +46,11 @@ class ModuleState:
 
     def whole(self) -> dict[str, Any]:
         """Return the whole state of the module."""
+        every = self._module.state_dict(keep_vars=True)
         buffers = {name: each.detach().clone() for name, each in self._buffers_now().items()}
         mine = self._named({name: self._at_home(name, self._copy(name)) for name in self._parameters}, buffers)
+        mine |= self._late(every)
         found = {name: each for part in (*self._from_pipeline(mine), mine) for name, each in part.items()}
-        every = self._module.state_dict(keep_vars=True)
         strangers = [name for name in every if name not in found]
         if strangers:
             raise ShardwiseError(
@@ -56,7 +58,9 @@ class ModuleState:
                 " buffer of it: ranks have parts of the module, and the hook would be given these",
                 remedy="no such hook while the engine is there; what it makes, of engine.state_dict()",
             )
-        return {name: found[name] for name in every}
+        # Another stage may have made some, which this process's module has not.
+        known = self._known | self._shapes.keys() | every.keys()
+        return {name: found[name] for name in every} | {n: each for n, each in found.items() if n not in known}
 
     def gradients(self) -> dict[str, Tensor]:
         """Return all gradients of the last step, as the optimizer received them."""
@@ -178,6 +182,11 @@ class ModuleState:
     def _buffers_now(self) -> dict[str, Tensor]:
         """Return the current buffers: a user may have replaced them."""
         return {name: self._module.get_buffer(name) for name in self._buffers}
+
+    def _late(self, every: Collection[str]) -> dict[str, Tensor]:
+        """Return the buffers that forwards have made since, where there was none or it was None, if they are saved."""
+        made = dict(self._module.named_buffers())
+        return {n: each.detach().clone() for n, each in made.items() if n not in self._known and n in every}
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
         return whole if name in self._buffers else self._sharded.local(name, whole)

@@ -58,6 +58,7 @@ class Trial:
             batch=second_batch(self._microbatch, others),
             loss=self._loss_itself,
             replicas=", ".join(replicas) or None,
+            microbatches=f"microbatches={plan.microbatches}" if plan.microbatches > 1 else None,
             reruns=f"recompute={plan.recompute}" if plan.recompute != "none" else None,
         )
 

@@ -21,7 +21,7 @@ If no input requires a gradient (the first stage of most models), no rank waits 
 does all the work: in a fixed order of instructions, moving time from an I to its W can only let others start sooner.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from shardwise.errors import ShardwiseError
-from shardwise.torch_private import PythonNode, engine_run_backward, num_outputs, run_in_thread
+from shardwise.torch_private import PythonNode, engine_run_backward, num_outputs, remove_hooks_but, run_in_thread
 
 Gradients = Sequence[Tensor | None]
 
@@ -46,6 +46,12 @@ class _Cut:
     ways: list[GradientEdge] = field(default_factory=list)
     #: Keeps the node alive, if it is a Python node (custom function or compiled unit).
     owner: object = None
+
+
+def forget_hooks(inputs: Mapping[str, Tensor]) -> None:
+    """Remove the hooks that a forward has registered on its inputs, before it is run again: it registers them again."""
+    for each in inputs.values():
+        remove_hooks_but(each, ())
 
 
 def full_backward(outputs: Sequence[Tensor], gradients: Gradients) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.execution.backward import Halves, find_halves, full_backward, input_gradients
+from shardwise.execution.backward import Halves, find_halves, forget_hooks, full_backward, input_gradients
 from shardwise.execution.compute_policy import ComputePolicy, RngState, saving_nothing
 from shardwise.execution.replay import replayed
 from shardwise.execution.stage_io import StageIO
@@ -298,6 +298,7 @@ class Interpreter:
         self._select(stage, microbatch)
         if saved.rng is not None:
             begun = perf_counter()
+            forget_hooks(saved.inputs)
             with saved.rng.again(self._stages[stage].buffers.values()), saved.kept:
                 saved.outputs, measured = self._run(stage, microbatch, saved.inputs, is_again=True)
             saved.loss = None if measured is None else measured.total

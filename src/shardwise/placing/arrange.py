@@ -171,7 +171,12 @@ class _Task:
             held = _by_place([[loads[call] for call in calls] for calls in stages], ranks, places)
         made.activations = self._offloaded(held, places, part, count)
         through = options.through_blocks and cut is None
-        second = Second(batch=second_batch(example, others), is_read_after=True)
+        second = Second(
+            batch=second_batch(example, others),
+            microbatches=f"microbatches={count}" if count > 1 else None,
+            is_read_after=True,
+            has_threads=True,
+        )
         found = split(module, len(ranks), example, cut=cut, speeds=speeds, through_blocks=through, second=second)
         made.pipeline = Pipeline(module, found, places, options, made.activations)
         for names, rank in zip(found.units, ranks, strict=True):

@@ -12,9 +12,9 @@ from shardwise.errors import ShardwiseError, some
 from shardwise.stages.activation_bytes import Kept
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.choose import SplitOptions, choose, costs_of
-from shardwise.stages.split.flow import UnitFlow
 from shardwise.stages.split.parts import inseparable_calls
 from shardwise.stages.split.switch import undisturbed
+from shardwise.stages.split.unit_flow import UnitFlow
 from shardwise.stages.split.units import find_units
 from shardwise.stages.stage import Batch
 from shardwise.states.tiers.activation_offload import LEAST_BYTES

@@ -14,6 +14,7 @@ gradients are added to the owner's, in the order of the stages, so that the sum 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ class _PlacedStage:
     rng: RngState | None
     meets: bool
     activations: PlacedActivationOffload | None
+    #: Held during a forward, if it assigns attributes that those in other threads would find.
+    turn: AbstractContextManager[Any]
 
     def __post_init__(self) -> None:
         self.parameters, self.buffers = self.inner.parameters, self.inner.buffers
@@ -68,6 +71,7 @@ class _PlacedStage:
                 stack.enter_context(CrossDeviceMode(self.place.device, self.copies))
             if self.rng is not None:
                 stack.enter_context(self.rng.of(self.stage, batch.number, self.place.device))
+            stack.enter_context(self.turn)
             return self.inner.run(values, batch)
 
     def _there_anyway(self, values: Values, batch: Batch) -> list[Tensor]:
@@ -97,6 +101,7 @@ class MicrobatchPass:
         self._copies = _copy_ties(schedule, split, places)
         several = len({place.device for place in places}) > 1
         ranks = schedule.placement.ranks
+        turn = Lock() if split.assigns else nullcontext()
         stages = [
             _PlacedStage(
                 inner=stage,
@@ -106,6 +111,7 @@ class MicrobatchPass:
                 rng=rng,
                 meets=several or bool(self._copies[number]),
                 activations=activations,
+                turn=turn,
             )
             for number, stage in enumerate(split.stages)
             if stage is not None

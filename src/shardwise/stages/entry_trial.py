@@ -1,5 +1,7 @@
 """Find the entry of a batch that a loss is a mean over: a mask, weights, lengths, or labels that are not ignored."""
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from shardwise.stages.index_check import IndexCheck
@@ -26,16 +28,7 @@ def find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
         if less[0].counts != runs[0].counts and tried.kind is not LossKind.UNTRIED:
             continue  # Torch's mean over labels ignores these, and its labels are counted in every batch.
         for through in throughs(path, value, next(each for here, each in nodes(three) if here == path), NUM_ROWS):
-            # With few tokens, weights may fit by chance, so the entry is hidden in other ways too.
-            others = [with_hidden(three, seen, value, path, **how) for how in _OTHER_WAYS]
-            tried_on = [(each, trial.less(each, seen, runs, again=again, within=IndexCheck)) for each in others]
-            # Other integers must not change the weights: a loss may leave out every fifth class.
-            words = [with_hidden(three, seen, each, path) for each in words_of(three, path)] if _is_zero(value) else []
-            tried_on += [(each, trial.less(each, seen, runs, again=False)) for each in words]
-            # Another entry may decide as well: a mask, and labels that are ignored.
-            beside = [with_hidden(three, seen, each, name) for name, each in ways_to_hide(three, seen) if name != path]
-            tried_on += [(each, trial.less(each, seen, runs, again=False)) for each in beside]
-            cases = ((three, runs), (hidden, less), *tried_on)
+            cases = chain([(three, runs), (hidden, less)], _other_cases(trial, three, seen, runs, path, value, again))
             if all(each is None or fits_by(*weights_of(through, batch, seen), *each) for batch, each in cases):
                 return tried._replace(kind=LossKind.ENTRY, through=through)
         if tried.kind is not LossKind.UNTRIED:
@@ -46,6 +39,22 @@ def find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
                 f" {small:.6g} by rows, so parts of a batch do not tell its loss"
             )
     return None
+
+
+def _other_cases(
+    trial: Trial, three: Batch, seen: Seen, runs: Runs, path: str, value: float | None, again: bool
+) -> Iterator[tuple[Batch, Runs | None]]:
+    """Yield what weights by an entry must fit as well, each when it is asked for: most do not fit the first ones."""
+    # With few tokens, weights may fit by chance, so the entry is hidden in other ways too.
+    for how in _OTHER_WAYS:
+        other = with_hidden(three, seen, value, path, **how)
+        yield other, trial.less(other, seen, runs, again=again, within=IndexCheck)
+    # Other integers must not change the weights: a loss may leave out every fifth class.
+    words = [with_hidden(three, seen, each, path) for each in words_of(three, path)] if _is_zero(value) else []
+    # Another entry may decide as well: a mask, and labels that are ignored.
+    beside = [with_hidden(three, seen, each, name) for name, each in ways_to_hide(three, seen) if name != path]
+    for other in (*words, *beside):
+        yield other, trial.less(other, seen, runs, again=False)
 
 
 def count_the_same(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> bool:

@@ -3,9 +3,10 @@
     first forward      the output of every matmul, convolution and attention is recorded, in order
     second forward     these outputs are returned again, in the same order; all else is computed
 
-An output written to since (`relu_` on that of a linear layer) is computed again. An autograd function that sums its
-products over ranks records the sum itself with `keep`, and reads it with `taken`. The matmuls of a trial on the meta
-device (under context parallelism the last stage has one before its first loss) are not recorded.
+An output written to since (`relu_` on that of a linear layer) is computed again. So is one that is cut into parts whose
+writes are not counted (`unsafe_chunk`), as in recurrent layers of torch. An autograd function that sums products over
+ranks records the sum itself with `keep`, and reads it with `taken`. The matmuls of a trial on the meta device (under
+context parallelism the last stage has one before its first loss) are not recorded.
 """
 
 import threading
@@ -29,6 +30,11 @@ _NAMES = (
     "_cudnn_attention_forward",
 )  # fmt: skip
 DEAR = frozenset(getattr(_ATEN, name).default for name in _NAMES if hasattr(_ATEN, name))
+#: Operations whose results share memory with their argument and do not share its count of writes.
+_UNCOUNTED = frozenset(
+    getattr(_ATEN, name).default if name.endswith("sizes") else getattr(_ATEN, name).Tensor
+    for name in ("unsafe_split", "unsafe_split_with_sizes")
+)
 
 _local = threading.local()
 
@@ -39,13 +45,23 @@ class _Notes:
     def __init__(self, counted: Kept | None) -> None:
         self._made: dict[Hashable, deque[tuple[Any, list[int]]]] = {}
         self._counted = counted
+        #: The counts of writes of each output, by its address: all are alive.
+        self._at: dict[int, list[int]] = {}
 
     def add(self, maker: Hashable, made: Any) -> None:
         kept = pytree.tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, made)
         tensors = _tensors(kept)
-        self._made.setdefault(maker, deque()).append((kept, [version_of(each) for each in tensors]))
+        versions = [version_of(each) for each in tensors]
+        self._made.setdefault(maker, deque()).append((kept, versions))
+        self._at.update((each.data_ptr(), versions) for each in tensors)
         if self._counted is not None:
             self._counted.add(tensors)
+
+    def drop(self, tensor: Tensor) -> None:
+        """Let an output be computed again."""
+        versions = self._at.get(tensor.data_ptr())
+        if versions is not None:
+            versions.append(-1)
 
     def take(self, maker: Hashable) -> Any | None:
         """Return the next recorded output of an operation; None if there is none, or if it was written to since."""
@@ -88,6 +104,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _First(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        if func in _UNCOUNTED:
+            self.notes.drop(args[0])
         if func in DEAR and not _is_a_trial(args):
             self.notes.add(func, made)
         return made

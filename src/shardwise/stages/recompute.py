@@ -37,7 +37,7 @@ from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.switch import Inner
 from shardwise.stages.stage import Split
 from shardwise.stages.written_arguments import WrittenArguments
-from shardwise.torch_private import is_in_checkpoint
+from shardwise.torch_private import gradient_hooks, is_in_checkpoint, pytree, remove_hooks_but
 
 
 def choose(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -113,7 +113,10 @@ def _outside(stage: ModuleStage, selective: bool, stops_early: bool, unit: str, 
 
 
 def _in_its_context(call: Inner) -> Inner:
-    """Wrap a call so that its second run has the context variables of its first."""
+    """Wrap a call so that its second run has the context variables of its first.
+
+    A hook that it registers on its input is that of the first run once more, and is removed.
+    """
     then: Context | None = None
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -121,7 +124,13 @@ def _in_its_context(call: Inner) -> Inner:
         if then is None:
             then = copy_context()
             return call(*args, **kwargs)
-        return then.copy().run(call, *args, **kwargs)
+        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        before = [(each, list(gradient_hooks(each))) for each in given]
+        try:
+            return then.copy().run(call, *args, **kwargs)
+        finally:
+            for each, kept in before:
+                remove_hooks_but(each, kept)
 
     return run
 

@@ -51,7 +51,8 @@ class Split:
     in FLOPs or the equivalent, and `unit_bytes` the bytes of their weights. `left` are attributes and the like that
     forwards write: the dictionaries that hold them, and their keys. `rewritten` are parameters that forwards write to,
     and how (`split/write_guard.py`). `shapes_by_data`: the shapes of values between stages may depend on the data, not
-    only on the shapes of the batch. `compiled` is a function that the user compiles and that calls units.
+    only on the shapes of the batch. `compiled` is a function that the user compiles and that calls units. `assigns`:
+    the module's own forward puts values into attributes, which other threads that run it would find.
     """
 
     stages: tuple[Stage | None, ...]
@@ -66,6 +67,7 @@ class Split:
     rewritten: Mapping[str, Any] = field(default_factory=dict)
     shapes_by_data: bool = False
     compiled: str | None = None
+    assigns: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -99,12 +101,15 @@ class Second:
     loss: Loss | None = None
     #: Which process runs each stage.
     processes: Sequence[int] = ()
-    #: Why state that forwards leave in attributes must not depend on their rows (`dp=2`, for example); and why a
-    #: forward must leave no trace (`recompute=full`).
+    #: Why state that forwards leave in attributes must not depend on their rows (`dp=2`, for example), or must not have
+    #: an entry for each of them (`microbatches=4`); and why a forward must leave no trace (`recompute=full`).
     replicas: str | None = None
+    microbatches: str | None = None
     reruns: str | None = None
     #: Whether the user's own code may read attributes left by a forward of several microbatches.
     is_read_after: bool = False
+    #: Whether stages are run by several threads of this process.
+    has_threads: bool = False
     #: Takes the error that speaks against the cut (None if none does), and whether forwards draw from Python's
     #: generators outside of units. Raises the error of any rank.
     agree: Callable[[ShardwiseError | None, bool], None] | None = None

@@ -13,6 +13,7 @@ for ones whose pieces have another length: `x[:, ::2]` takes every other token o
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -64,22 +65,24 @@ def try_parts(module: nn.Module, make: Callable[[], ContextParallel], batch: Bat
     """
     device, dtypes = fitting(module, lambda _: None, home_of(batch))
     passing = _passing(module, batch)
-    for example in (make().shortened(batch, _TOKENS), batch):
-        for dtype in dtypes:
-            for tried in (None if loss is None else Losses(loss, module), None):
-                given = converted(example, dtype, device)
-                try:
-                    twin = stand_in(module, lambda _: None, passing, dtype=dtype, device=device, seed=1)
-                    _leave_balance_out(twin)
-                    whole = run_course(another(twin), given, tried, larger=_larger(make(), given))
-                    if whole.raised is not None:
-                        continue
-                except Exception:  # It may run in another dtype, or with more tokens.
-                    continue
-                most = _TOLERANCE[dtype]
-                _compare(another(twin), make(), given, tried, whole, most)
-                _try_longer(twin, make, converted(batch, dtype, device), given, tried, most)
-                return Alike(True, _unfit(twin, make, given, tried, most))
+    # A forward or a loss may read what a block leaves, and then none may be skipped.
+    losses = [None if loss is None else Losses(loss, module), None]
+    ways = list(product(losses, (passing, {})))
+    for example, (tried, skipped), dtype in product((make().shortened(batch, _TOKENS), batch), ways, dtypes):
+        given = converted(example, dtype, device)
+        try:
+            twin = stand_in(module, lambda _: None, skipped, dtype=dtype, device=device, seed=1)
+            _leave_balance_out(twin)
+            whole = run_course(another(twin), given, tried, larger=_larger(make(), given))
+            if whole.raised is not None:
+                continue
+        except Exception:  # It may run in another dtype, or with more tokens.
+            continue
+        most = _TOLERANCE[dtype]
+        _compare(another(twin), make(), given, tried, whole, most)
+        longer = converted(batch, dtype, device)
+        _try_longer(twin, make, longer, given, tried, most)
+        return Alike(True, _unfit(twin, make, longer, given, tried, most))
     return Alike(False)
 
 
@@ -104,11 +107,14 @@ def _try_longer(
 
 
 def _unfit(
-    twin: nn.Module, make: Callable[[], ContextParallel], batch: Batch, loss: Losses | None, most: float
+    twin: nn.Module, make: Callable[[], ContextParallel], longer: Batch, batch: Batch, loss: Losses | None, most: float
 ) -> Unfit:
     """Compare the loss of sequences that are a token shorter, and so are padded, and of those whose pieces are."""
-    padded, num_tokens = make().padded(batch), make().num_tokens(batch)
-    num_pieces = 2 * make().group.size
+    num_tokens, num_pieces = make().num_tokens(batch), 2 * make().group.size
+    padded = make().padded(batch)
+    if padded is None and make().num_tokens(longer) > num_pieces:  # Those that are tried have one token in each piece.
+        is_whole = make().num_tokens(longer) < 2 * num_pieces
+        padded = longer if is_whole else make().padded(make().shortened(longer, 2 * num_pieces))
     if loss is None or num_tokens % num_pieces:
         return Unfit()
     others = make().shortened(batch, num_tokens - num_pieces) if num_tokens > num_pieces else None

@@ -26,10 +26,11 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.cut import Cut, best_cut, given_cut
-from shardwise.stages.split.flow import FLOPS_OF_A_BYTE, UnitCall, UnitFlow, watch
+from shardwise.stages.split.flow import FLOPS_OF_A_BYTE, watch
 from shardwise.stages.split.parts import describe_pairs, inseparable_calls, make_parts, received_bytes
 from shardwise.stages.split.remembered import num_remembered, remembering
 from shardwise.stages.split.stopwatch import Stopwatch
+from shardwise.stages.split.unit_flow import UnitCall, UnitFlow
 from shardwise.stages.split.units import can_open, find_units, holds_blocks
 from shardwise.stages.stage import Batch
 

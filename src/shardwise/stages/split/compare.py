@@ -14,6 +14,8 @@ moved (`moved_weights.py`): one that is 0 at first hides what it is multiplied w
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,15 +24,17 @@ from torch import nn
 from shardwise.errors import ShardwiseError, some
 from shardwise.stages.moved_weights import moved_weights
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.flow import UnitFlow
 from shardwise.stages.split.forecast import Forecast
 from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.split.module_stage import ModuleStage
+from shardwise.stages.split.outline import tensors_in
 from shardwise.stages.split.parts import StagePart
 from shardwise.stages.split.prints import Print, far_apart, print_of
 from shardwise.stages.split.python_state import PythonState
+from shardwise.stages.split.second_batch import twice
 from shardwise.stages.split.seed import Steady
 from shardwise.stages.split.switch import Inner, Switch, Visitor, undisturbed
+from shardwise.stages.split.unit_flow import UnitFlow
 from shardwise.stages.stage import Batch, Second, Values
 
 _RETURN = "return it from the unit that computes it, as a tensor, and hand it on from there"
@@ -109,7 +113,10 @@ class StageCheck:
         except Exception:  # The second batch is made up, and a module may reject it.
             return None
         before.restore()
-        found = self._try_stages(switch, before, plain, traces) or self._try_again(switch, before, plain[0], traces)
+        found = self._try_stages(switch, before, plain, traces)
+        if found is None and traces and len(self._parts) > len(set(self._second.processes)):
+            found = self._try_stages(switch, before, plain, traces, batch_by_batch=True)
+        found = found or self._try_again(switch, before, plain[0], traces)
         numbers = [f"{left.name} ({left.value!r})" for left in self._flow.left if left.is_from_data]
         if found is None and numbers and self._second.is_read_after:
             return ShardwiseError(
@@ -134,30 +141,38 @@ class StageCheck:
                 run.loss = print_of(self._second.loss(output, copy(batch)))
 
     def _try_stages(
-        self, switch: Switch, before: PythonState, plain: Sequence[_Run], traces: Mapping[str, str]
-    ) -> ShardwiseError | None:
-        """Run the stages in order, each on all batches, with the Python state that its process would have."""
+        self, switch: Switch, before: PythonState, plain: Sequence[_Run], traces: Mapping[str, str], *,
+        batch_by_batch: bool = False,
+    ) -> ShardwiseError | None:  # fmt: skip
+        """Run the stages, each with the Python state that its process would have.
+
+        A pipeline is filled before it is drained: each stage runs all batches, then the next one does. Where a process
+        has several stages, `batch_by_batch` shows what the last of them leaves for the next forward of the first.
+        """
         if len(self._parts) < 2:
             return None
         batches = [self._second.batch, self._example][: len(plain)]
         values: list[Values] = [{} for _ in batches]
         states: dict[int, PythonState] = {}
+        misled: set[int] = set()
         forecast = Forecast(self._units, self._example)
-        for part in self._parts:
+        order = list(product(self._parts, range(len(plain))))
+        for part, number in sorted(order, key=itemgetter(1)) if batch_by_batch else order:
             process = self._second.processes[part.stage] if self._second.processes else 0
             states.get(process, before).restore()
             if process not in states:
                 self._flow.leave_for(self._calls_of(process))
-            self._flow.mislead(part.calls)
+            if part.stage not in misled:
+                misled.add(part.stage)
+                self._flow.mislead(self._calls_of(process) if batch_by_batch else part.calls)
             stage = ModuleStage(self._module, switch, self._flow, part, forecast)
-            for batch, given, wanted in zip(batches, values, plain, strict=True):
-                try:
-                    run = self._run_stage(stage, part, given, batch)
-                except Exception as error:
-                    told = error.problem if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
-                    return self._refusal(f"stage {part.stage} fails at {line_of_error(error)}: {told}", traces)
-                for what, far in self._differences(run, wanted):
-                    return self._refusal(f"{what} of stage {part.stage} is {far} apart", traces)
+            try:
+                run = self._run_stage(stage, part, values[number], batches[number])
+            except Exception as error:
+                told = error.problem if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
+                return self._refusal(f"stage {part.stage} fails at {line_of_error(error)}: {told}", traces)
+            for what, far in self._differences(run, plain[number]):
+                return self._refusal(f"{what} of stage {part.stage} is {far} apart", traces)
             states[process] = before.again()
         before.restore()
         return None
@@ -213,7 +228,7 @@ class StageCheck:
     ) -> ShardwiseError | None:
         """Return an error if state left by one forward changes the next, depending on its rows or at all."""
         second = self._second
-        if not traces or not (second.replicas or second.reruns):
+        if not traces or not (second.replicas or second.microbatches or second.reruns):
             return None
         names = some([f"{name} ({words})" for name, words in traces.items()])
         after: list[_Run] = []
@@ -226,7 +241,15 @@ class StageCheck:
             left.restore()
             after.append(self._run_plain(switch, second.batch))
         before.restore()
-        if second.replicas and any(self._differences(after[0], after[1])):
+        is_of_rows = any(self._differences(after[0], after[1]))
+        by_row = self._left_by_row(switch, before) if second.microbatches and is_of_rows else []
+        if by_row:
+            return ShardwiseError(
+                f"a forward leaves {some(by_row)}, with as many entries as it has rows, and the next one reads that:"
+                f" under {second.microbatches} these would be other rows, those of the microbatch before",
+                remedy="a plan without microbatches; or the state in the batch, and returned",
+            )
+        if second.replicas and is_of_rows:
             return ShardwiseError(
                 f"a forward leaves {names}, which depends on its rows and changes the next one: under"
                 f" {second.replicas} each replica would have its own",
@@ -241,6 +264,19 @@ class StageCheck:
                 remedy="an attribute or a buffer for what it leaves, and no list; or recompute=none",
             )
         return None
+
+    def _left_by_row(self, switch: Switch, before: PythonState) -> list[str]:
+        """Return the attributes and entries that hold tensors of other shapes after a forward of twice as many rows."""
+        shapes: list[dict[str, list[torch.Size]]] = []
+        for batch in (self._example, twice(self._example)):
+            try:
+                self._run_plain(switch, batch)
+            except Exception:  # Nobody said that it takes as many.
+                return []
+            left = {name: tensors_in(holder[key]) for name, holder, key in before.assigned()}
+            shapes.append({name: [each.shape for each in tensors] for name, tensors in left.items()})
+            before.restore()
+        return [name for name, found in shapes[0].items() if found != shapes[1].get(name, found)]
 
 
 def _copied(each: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,9 @@ A materialised module is run as it is. One on the meta device is run as far as p
 unit on the meta device.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.stages.batch import home_of
 from shardwise.stages.checkpoints import nothing_recomputed
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.lines import compiled_around, line_of, line_of_error
+from shardwise.stages.split.lines import checkpoint_around, compiled_around, line_of, line_of_error
 from shardwise.stages.split.meta import (
     Guesses,
     call_on_meta,
@@ -27,90 +27,24 @@ from shardwise.stages.split.meta import (
     shapes_by_data,
     tensors_of,
 )
-from shardwise.stages.split.outline import NumberOutline, Outline, TensorOutline, outline_of, signature_of
-from shardwise.stages.split.python_state import PythonState
+from shardwise.stages.split.outline import (
+    NumberOutline,
+    TensorOutline,
+    open_dataclasses,
+    outline_of,
+    signature_of,
+)
+from shardwise.stages.split.python_state import PythonState, held_now
 from shardwise.stages.split.settled_writes import settled
 from shardwise.stages.split.sources import NOTHING, Drawn, HeldTensor, Hidden, Ledger, Made, Source, Sources, storage_of
 from shardwise.stages.split.switch import Inner, uncompiled, undisturbed
-from shardwise.stages.split.write_guard import Rewritten
+from shardwise.stages.split.unit_flow import Left, UnitCall, UnitFlow
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import EagerDispatchMode, pytree, schema_of
 
 #: FLOPs in the time of one byte: between a CPU core (about 5) and an H200 (792 TFLOP/s over 4.24 TB/s: 187). It only
 #: has to give lookups and norms, which have next to no FLOPs, a small share.
 FLOPS_OF_A_BYTE = 20.0
-
-
-@dataclass(kw_only=True)
-class UnitCall:
-    """One call of a unit: `layers.3`, or `layers.3#1` if it is the second of that unit."""
-
-    name: str
-    unit: str
-    outline: Outline
-    signature: tuple[Any, ...]
-    #: The sources of its arguments.
-    needs: Sources
-    flops: float
-    bytes: float
-    #: Parameters and buffers that it used, in whichever module they are registered.
-    touched: frozenset[str]
-    #: The bytes of those parameters, as far as this process has them.
-    weight_bytes: float = 0.0
-    #: The time of its forward and backward, if it was measured.
-    seconds: float | None = None
-    #: Leaves of its output that glue writes to later.
-    overwritten: set[int] = field(default_factory=set)
-
-
-class Left(NamedTuple):
-    """A value that a call stored in an attribute or under a key. `is_from_data`: a number that may depend on data."""
-
-    call: int
-    name: str
-    holder: dict[Any, Any]
-    key: Any
-    value: Any
-    is_from_data: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitFlow:
-    """All calls of units in one run, in order, and the sources of the module's output."""
-
-    calls: tuple[UnitCall, ...]
-    output_needs: Sources
-    #: Parameters and buffers that glue uses.
-    in_glue: frozenset[str]
-    #: Where a value from inside a call is first used outside it, although the call did not return it.
-    leaks: Mapping[int, str]
-    #: Whether the run changed attributes, lists or closures; and the values that calls stored, if recorded.
-    traces: bool = False
-    left: tuple[Left, ...] = ()
-    #: Parameters that the run wrote to.
-    rewritten: Mapping[str, Rewritten] = field(default_factory=dict)
-    #: The holder and key of each attribute or entry that the run wrote, in calls or between them, by name.
-    slots: Mapping[str, tuple[dict[Any, Any], Any]] = field(default_factory=dict)
-    #: Whether shapes between units, or of their outputs, depend on values in the batch.
-    shapes_by_data: bool = False
-    #: The name of a compiled function that calls units, if there is one.
-    compiled: str | None = None
-
-    def leave_for(self, calls: Collection[int]) -> None:
-        """Set the attributes that other calls would set, as on the example, where they are missing.
-
-        A process with some of the calls runs all glue between them. Results there that depend on attributes of other
-        calls are not used, but the attributes must exist.
-        """
-        for each in self.left:
-            if each.call not in calls and each.holder.get(each.key) is None:
-                each.holder[each.key] = each.value
-
-    def mislead(self, calls: Collection[int]) -> None:
-        """Alter the data-dependent numbers that other calls store, as two batches may happen to give the same ones."""
-        for each in self.left:
-            if each.call not in calls and each.is_from_data:
-                each.holder[each.key] = not each.value if isinstance(each.value, bool) else 1.3 * each.value + 1
 
 
 class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
@@ -132,9 +66,15 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         #: The sources of values that glue has read and may have branched on: everything after it depends on them.
         self._decided_by: Sources = NOTHING
         self._inside: _Inside | None = None
+        #: The checkpoint around the last call of a unit, and its first call.
+        self._checkpoint: tuple[FrameType | None, int] = (None, 0)
         #: The state before the run, if flags are recorded; and the holder and key of each flag, by name.
         self.start: PythonState | None = None
         self.flags: dict[str, tuple[dict[Any, Any], Any]] = {}
+        #: Whether to look if glue puts something into an attribute, a list or a closure, and calls a unit then; whether
+        #: it did; and what calls of units have left there.
+        self.notes_glue = self.assigns = False
+        self._left_by_calls: set[tuple[int, Any, int]] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -155,6 +95,7 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         self.shapes_by_data = self.shapes_by_data or shapes_by_data(func, args)
         if isinstance(returned, (bool, int, float, complex)):
             self.look(sources)
+            self.shapes_by_data = self.shapes_by_data or type(returned) is int  # It may be a length.
         self._settle(func, args, kwargs, returned, sources)
         return returned
 
@@ -162,8 +103,10 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         """Record that the values of a tensor were read without an operation."""
         if self._inside is not None:
             self._inside.looks = True
+            self._inside.reads_integers |= is_of_integers(tensor)
         else:
             self.look(self.ledger.of(tensor))
+            self.shapes_by_data = self.shapes_by_data or is_of_integers(tensor)
 
     def look(self, sources: Sources) -> None:
         """Record that glue read values. It may branch on them, so everything that follows depends on them.
@@ -207,8 +150,11 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
     def call(self, unit: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit, and record what it needed and what it returned."""
         self.compiled = self.compiled or compiled_around()
+        open_dataclasses((args, kwargs))
         if self.start is not None:
-            self.flags.update((name, (holder, key)) for name, holder, key in self.start.set_to_plain())
+            self.flags.update((name, (holder, key)) for name, holder, key in self.start.set_now())
+        if self.notes_glue and self.start is not None:
+            self.assigns = self.assigns or bool(held_now(self.start) - self._left_by_calls)
         arguments, tree = pytree.tree_flatten((args, kwargs))
         index, times = len(self.calls), self._times_called.get(unit, 0)
         self._times_called[unit] = times + 1
@@ -222,11 +168,18 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
             returned = self._run_on_meta(name, inner, given, tree) if self._on_meta else inner(*args, **kwargs)
         finally:
             self._inside = None
+        if self.notes_glue and self.start is not None and not self.assigns:
+            self._left_by_calls = held_now(self.start)
         if before is not None:
             self.left += self._left_by(index, before, looks=looks or inside.looks)
-        if inside.shapes_by_data:
-            lengths = [{each.shape[:1] for each in tensors_of(some)} for some in (given, pytree.tree_leaves(returned))]
-            self.shapes_by_data = self.shapes_by_data or bool(lengths[1] - lengths[0])
+        open_dataclasses(returned)
+        if inside.shapes_by_data or inside.reads_integers:
+            dims = slice(None) if inside.reads_integers else slice(1)
+            given_lengths, lengths = (
+                {size for each in tensors_of(some) for size in each.shape[dims]}
+                for some in (given, pytree.tree_leaves(returned))
+            )
+            self.shapes_by_data = self.shapes_by_data or bool(lengths - given_lengths)
         outline = outline_of(returned, given, inside.changed, sends_numbers=looks or inside.looks)
         if outline.strange:
             raise ShardwiseError(
@@ -256,9 +209,16 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
                 flops=inside.flops,
                 bytes=inside.bytes,
                 touched=frozenset(each.name for each in inside.sources if isinstance(each, HeldTensor)),
+                checkpoint=self._first_in_checkpoint(index),
             )
         )
         return returned
+
+    def _first_in_checkpoint(self, index: int) -> int | None:
+        frame = checkpoint_around()
+        if frame is not self._checkpoint[0]:
+            self._checkpoint = frame, index
+        return None if frame is None else self._checkpoint[1]
 
     def _left_by(self, call: int, before: PythonState, *, looks: bool) -> list[Left]:
         found = [(name, holder, key, holder[key]) for name, holder, key in before.assigned()]
@@ -304,8 +264,8 @@ class _Inside:
     def __init__(self, ledger: Ledger, call: int, arguments: list[Any], leaks: dict[int, str]) -> None:
         self._ledger, self._hidden, self._leaks = ledger, frozenset([Hidden(call)]), leaks
         self._places = {storage_of(each): at for at, each in enumerate(arguments) if isinstance(each, Tensor)}
-        #: Whether it reads values out of tensors; and whether shapes in it depend on them.
-        self.looks = self.shapes_by_data = False
+        #: Whether it reads values out of tensors, and integers among them; and whether shapes in it depend on values.
+        self.looks = self.reads_integers = self.shapes_by_data = False
         #: The indices of arguments that it wrote to.
         self.changed: set[int] = set()
         self.sources: set[Source] = set()
@@ -319,6 +279,7 @@ class _Inside:
         self.looks = self.looks or depends_on_data(func)
         self.shapes_by_data = self.shapes_by_data or shapes_by_data(func, args)
         returned = func(*args, **kwargs)
+        self.reads_integers = self.reads_integers or type(returned) is int
         made = tensors_of(returned)
         self.flops += flops_of(func, args, kwargs, returned)
         # Views count as if they were written. They cost little, but are few.
@@ -378,6 +339,11 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
+def is_of_integers(tensor: Tensor) -> bool:
+    """Whether what is read from a tensor may be lengths."""
+    return not (tensor.dtype is torch.bool or tensor.is_floating_point() or tensor.is_complex())
+
+
 def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return module(*args, **kwargs)
@@ -398,12 +364,13 @@ def watch(
     *,
     records: bool = False,
     notes_flags: bool = False,
+    notes_glue: bool = False,
 ) -> UnitFlow:
     """Run the module once on the example and return the data flow. The module is unchanged afterwards.
 
     `probe` gets the module's output; its values mean nothing if the module is on the meta device. `records`: also
-    record what each call stores in attributes. `notes_flags`: also record plain values that differed from their initial
-    values while a unit was called, even if they are restored afterwards.
+    record what each call stores in attributes. `notes_flags`: also record what differed from its initial value while a
+    unit was called, even if it is restored afterwards; with `notes_glue`, whether glue assigned any.
     """
     signature = Signature(module)
     signature.check(example)
@@ -411,7 +378,7 @@ def watch(
     watcher = FlowWatch(module, home_of(example), records=records)
     with undisturbed(module, units, tells_writes=True) as switch:
         assert switch.noted is not None, "it is known what was there before"
-        watcher.start = switch.noted.state if notes_flags else None
+        watcher.start, watcher.notes_glue = switch.noted.state if notes_flags else None, notes_glue
         with uncompiled(), nothing_recomputed(), watcher, _Looks(watcher), switch.visited_by(watcher):
             output = _run(module, args, kwargs)
         traces = bool(switch.noted.state.changed())
@@ -441,4 +408,5 @@ def watch(
         rewritten=rewritten,
         shapes_by_data=watcher.shapes_by_data,
         compiled=watcher.compiled,
+        assigns=watcher.assigns,
     )

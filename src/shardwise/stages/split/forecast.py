@@ -5,7 +5,7 @@ unit is run on the meta device, once per shape. The shapes of the whole batch co
 sequence may get shards of one shape for sequences of two lengths, and return the whole sequence.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
-from shardwise.stages.split.flow import UnitCall
 from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.split.meta import call_on_meta, is_on_meta, meta_twin, on_meta
 from shardwise.stages.split.outline import Outline, TensorOutline, leaves_of, outline_of, signature_of
+from shardwise.stages.split.unit_flow import UnitCall
 from shardwise.stages.stage import Batch
-from shardwise.torch_private import forward_hooks, pytree
+from shardwise.torch_private import forward_hooks, gradient_hooks, pytree, remove_hooks_but
 
 #: The largest number of cached stand-ins.
 _MOST_KNOWN = 1_000
@@ -77,14 +77,19 @@ class Forecast:
             self._twins[unit] = meta_twin(module)
         return self._twins[unit]
 
-    def hooked(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
+    def hooked(
+        self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any, received: Collection[Tensor]
+    ) -> Any:
         """Call the unit's forward hooks with the stand-in for its output, as they may collect it.
 
         What they return is ignored: the stand-in already has the outline that the unit and its hooks returned on the
-        stage that runs it.
+        stage that runs it. So are hooks that they register on what was received: its gradient goes to that stage, where
+        the same hooks are called.
         """
         module = self._units[unit]
-        for hook, with_kwargs in forward_hooks(module):
+        hooks = list(forward_hooks(module))
+        before = [(each, list(gradient_hooks(each))) for each in received] if hooks else []
+        for hook, with_kwargs in hooks:
             try:
                 hook(module, args, kwargs, returned) if with_kwargs else hook(module, args, returned)
             except Exception as error:
@@ -93,6 +98,8 @@ class Forecast:
                     f" {error}",
                     remedy="a hook that needs nothing but what it is given; or what it does in the forward of a unit",
                 ) from error
+        for each, kept in before:
+            remove_hooks_but(each, kept)
         return returned
 
 

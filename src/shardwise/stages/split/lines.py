@@ -1,16 +1,20 @@
 """Find the line of user code that is running, the innermost frame outside torch and this library; and whether it was
-compiled."""
+compiled, or is in a checkpoint."""
 
+import inspect
 import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import nn
+from torch.utils import checkpoint
 
 from shardwise.torch_private import COMPILED_CALL
 
 _NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parents[2])
+_CHECKPOINT = inspect.unwrap(checkpoint.checkpoint).__code__
 
 
 def line_of() -> str:
@@ -29,6 +33,19 @@ def compiled_around() -> str | None:
             return type(owner).__name__ if isinstance(owner, nn.Module) and name.startswith("Module.") else str(name)
         frame = frame.f_back
     return None
+
+
+def checkpoint_around() -> FrameType | None:
+    """Return the frame of the outermost `torch.utils.checkpoint.checkpoint` that is running; None if there is none.
+
+    Without gradients it runs its function as it is, and nothing else tells of it.
+    """
+    found, frame = None, sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is _CHECKPOINT:
+            found = frame
+    return found
 
 
 def line_of_error(error: BaseException) -> str:

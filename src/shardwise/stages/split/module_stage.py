@@ -13,15 +13,15 @@ from shardwise.stages.activation_bytes import Kept
 from shardwise.stages.batch import home_of
 from shardwise.stages.checkpoints import in_the_newer_way
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.flow import UnitCall, UnitFlow
 from shardwise.stages.split.forecast import Forecast
 from shardwise.stages.split.outline import NumberOutline, leaves_of, signature_of
 from shardwise.stages.split.parts import StagePart
 from shardwise.stages.split.route import Route
 from shardwise.stages.split.sources import Made
 from shardwise.stages.split.switch import Inner, Switch, Visitor
+from shardwise.stages.split.unit_flow import UnitCall, UnitFlow
 from shardwise.stages.stage import Batch, Values
-from shardwise.torch_private import pytree
+from shardwise.torch_private import checkpoint_here, pytree
 
 #: A factory of the context in which a layer is recomputed; and the counter of the bytes kept from its first run.
 Moment = tuple[Callable[[], AbstractContextManager[Any]], Kept | None]
@@ -124,6 +124,8 @@ class _Visit:
         self._values, self._home, self._shapes = values, home_of(batch), signature_of(list(batch.values()))
         self._next = 0
         self._called: list[str] = []
+        #: The innermost checkpoint around the last call, whether that was a call of this stage, and its unit.
+        self._checkpoint: tuple[Any, bool, str] = (None, False, "")
         self.made: Values = {}
 
     @property
@@ -133,6 +135,8 @@ class _Visit:
     def call(self, unit: str, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit of this stage; for a unit of another stage return received values or placeholders."""
         index = self._next
+        if len(self._part.calls) < len(self._flow.calls):
+            self._check_checkpoint(unit, is_mine=index in self._part.calls)
         if index >= self._part.calls.stop and not self._part.is_last:
             raise _Finished
         if self._stage.in_order is None:
@@ -145,14 +149,36 @@ class _Visit:
             self._next = index + 1
             return self._stand_in(index, call, args, kwargs)
         returned = self._stage.wrapped.get(unit, inner)(*args, **kwargs)
-        self._keep(index, call, returned)
+        kept = self._keep(index, call, returned)
         if call.outline.constants and not self._part.is_last:
             self._check_constants(call, args, kwargs, returned)
         self._next = index + 1
-        return returned
+        return kept
 
-    def _keep(self, index: int, call: UnitCall, returned: Any) -> None:
-        """Keep the values that other stages read."""
+    def _check_checkpoint(self, unit: str, *, is_mine: bool) -> None:
+        """Refuse a checkpoint around units of this stage and of those before it.
+
+        Its backward would run all of them again. It ends after the last one of this stage.
+        """
+        here = checkpoint_here()
+        if here is None:
+            return
+        around, was_mine, other = self._checkpoint
+        if here is not around:
+            self._checkpoint = here, is_mine, unit
+        elif is_mine and not was_mine:
+            raise ShardwiseError(
+                f"one checkpoint (torch.utils.checkpoint) is around units of several stages, {other} and {unit}, and"
+                " its backward runs all of them again",
+                remedy="a checkpoint around each layer; or recompute=full, and none in the module",
+            )
+
+    def _keep(self, index: int, call: UnitCall, returned: Any) -> Any:
+        """Keep the values that other stages read, and return what glue is to have.
+
+        Glue may register a hook on such a value, on every stage that has it. The gradient that comes from another stage
+        has been through its hook there, so glue has another tensor here.
+        """
         leaves: list[Any] | None = None
         for made, name in self._part.writes.items():
             if made.call == index:
@@ -163,6 +189,11 @@ class _Visit:
                     value = torch.tensor(value, dtype=outline.dtype, device=self._home)
                 # Cloned if glue writes to it later: other stages need the current values.
                 self.made[name] = value.clone() if made.leaf in call.overwritten else value
+                if type(value) is Tensor and value.requires_grad and made.leaf not in call.overwritten:
+                    leaves[made.leaf] = value.view_as(value)
+        if leaves is None:
+            return returned
+        return leaves[0] if call.outline.tree.is_leaf() else pytree.tree_unflatten(leaves, call.outline.tree)
 
     def _check_constants(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
         """Raise if a call returns another number or string than later stages assume."""
@@ -187,7 +218,8 @@ class _Visit:
             for leaf in call.overwritten.difference(tensors):
                 tensors[leaf] = outline.tensors[leaf].placeholder(self._home, writable=True)
         arguments = leaves_of((args, kwargs)) if outline.passes else []
-        return self._stage.forecast.hooked(call.unit, args, kwargs, outline.filled(tensors, arguments))
+        made = outline.filled(tensors, arguments)
+        return self._stage.forecast.hooked(call.unit, args, kwargs, made, tensors.values())
 
     def _received(self, index: int, leaf: int, call: UnitCall) -> Tensor:
         name = self._part.reads[Made(index, leaf)]

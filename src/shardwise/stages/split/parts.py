@@ -8,8 +8,8 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.cut import Cut
-from shardwise.stages.split.flow import UnitFlow
 from shardwise.stages.split.sources import Drawn, HeldTensor, Hidden, Made, Source
+from shardwise.stages.split.unit_flow import UnitFlow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +53,20 @@ def make_parts(module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow
 
 
 def inseparable_calls(flow: UnitFlow) -> list[tuple[int, int]]:
-    """Return pairs of calls that must be on one stage: the later uses a result that the earlier did not return."""
+    """Return pairs of calls that must be on one stage: the later uses a result that the earlier did not return, or one
+    checkpoint of the module's own is around both: its backward runs both again."""
     last = len(flow.calls) - 1
     users = [*((index, call.needs) for index, call in enumerate(flow.calls)), (last, flow.output_needs)]
-    return [
+    pairs = [
         (each.call, user) for user, needs in users for each in needs if isinstance(each, Hidden) and each.call != user
     ]
+    return pairs + _in_one_checkpoint(flow)
+
+
+def _in_one_checkpoint(flow: UnitFlow) -> list[tuple[int, int]]:
+    """Return the first and the last call of each checkpoint that is around several."""
+    last = {call.checkpoint: index for index, call in enumerate(flow.calls) if call.checkpoint is not None}
+    return [(first, end) for first, end in last.items() if first != end]
 
 
 def describe_pairs(flow: UnitFlow, pairs: Sequence[tuple[int, int]]) -> str:
@@ -67,6 +75,8 @@ def describe_pairs(flow: UnitFlow, pairs: Sequence[tuple[int, int]]) -> str:
         return ""
     maker, user = pairs[0]
     names = f"{flow.calls[maker].name} and {flow.calls[user].name}"
+    if pairs[0] in _in_one_checkpoint(flow):
+        return f"that one checkpoint (torch.utils.checkpoint) is around, which runs all of them again: {names}"
     return f"that share what they do not return: {names}{describe_leak(flow, maker)}"
 
 

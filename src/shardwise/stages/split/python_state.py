@@ -35,6 +35,7 @@ from shardwise.stages.split.drawn_state import (
 )
 from shardwise.stages.split.names_reached import may_draw
 from shardwise.stages.split.python_draws import python_draws, set_python_draws
+from shardwise.stages.split.same_values import is_same_list, repeats, same, told
 from shardwise.stages.split.theirs import SPACES, files_named, is_own, is_theirs
 from shardwise.torch_private import buffer_slots, parameter_slots, submodules, version_of
 
@@ -212,9 +213,9 @@ class PythonState:
 
     def _note_tensor(self, name: str, tensor: Tensor) -> _Next:
         if not isinstance(tensor, nn.Parameter) and type(tensor) is Tensor:
-            writable = not tensor.is_meta and tensor.grad_fn is None and not tensor.is_inference()
+            is_fixed = tensor.is_meta or tensor.grad_fn is not None or tensor.is_inference() or repeats(tensor)
             self._versions[id(tensor)] = -1 if tensor.is_inference() else version_of(tensor)
-            self._kept.append(_Kept(name, tensor, tensor.detach().clone() if writable else None))
+            self._kept.append(_Kept(name, tensor, None if is_fixed else tensor.detach().clone()))
         return ()
 
     def _noted(self) -> Iterator[_Kept]:
@@ -249,9 +250,9 @@ class PythonState:
                     if each is not content.get(key, _EMPTY) or (id(each) in self._versions and self._is_written(each))
                 )
 
-    def set_to_plain(self) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-        """Yield those now set to a plain value, and those of files and classes: flags that are set temporarily."""
-        yield from (each for each in self.assigned() if type(each[1][each[2]]) in PLAIN)
+    def set_now(self) -> Iterator[tuple[str, dict[Any, Any], Any]]:
+        """Yield them and those of files and classes: what is set for a while, as flags are."""
+        yield from self.assigned()
         for _, holder, content in self._noted():
             yield from holder.places(content) if isinstance(holder, Watched) else ()
 
@@ -261,23 +262,23 @@ class PythonState:
 
     def _differences(self, name: str, holder: Any, content: Any) -> Iterator[tuple[str, str]]:
         if isinstance(holder, Tensor):
-            if self._is_written(holder) and (content is None or not _same(holder, content)):
+            if self._is_written(holder) and (content is None or not same(holder, content)):
                 yield name, "a tensor, written in place"
         elif isinstance(holder, Watched):
             for key, was, now in holder.changes(content):
-                yield _joined(name, key), holder.words or _told(was, now)
+                yield _joined(name, key), holder.words or told(was, now)
         elif isinstance(holder, CellType):
-            if not _same(_content_of(holder), content):
-                yield name, _told(content, _content_of(holder))
+            if not same(_content_of(holder), content):
+                yield name, told(content, _content_of(holder))
         elif isinstance(holder, dict) and isinstance(content, dict):
             if _is_unchanged(holder, content):
                 return
             for key in [*content, *(key for key in holder if key not in content)]:
-                if not _same(holder.get(key), content.get(key)):
-                    yield _joined(name, str(key)), _told(content.get(key), holder.get(key))
+                if not same(holder.get(key), content.get(key)):
+                    yield _joined(name, str(key)), told(content.get(key), holder.get(key))
         elif len(holder) != len(content):
             yield name, f"{len(content)} entries, then {len(holder)}"
-        elif any(not _same(one, other) for one, other in zip(holder, content, strict=True)):
+        elif any(not same(one, other) for one, other in zip(holder, content, strict=True)):
             yield name, "a list of other things"
 
     def _is_written(self, tensor: Tensor) -> bool:
@@ -297,7 +298,7 @@ class PythonState:
             elif isinstance(holder, CellType):
                 if content is not _EMPTY:
                     holder.cell_contents = content
-            elif len(holder) != len(content) or any(a is not b for a, b in zip(holder, content, strict=True)):
+            elif not is_same_list(holder, content):
                 holder.clear()
                 (holder.update if isinstance(holder, set) else holder.extend)(content)
         for buffers, names in self._buffers:
@@ -308,6 +309,17 @@ class PythonState:
     def again(self) -> "PythonState":
         """Take a new snapshot of the same roots."""
         return PythonState(*self._roots, with_buffers=self._with_buffers)
+
+
+def held_now(state: PythonState) -> set[tuple[int, Any, int]]:
+    """Return what attributes, lists and closures hold that did not hold it before: holder, key and value by id."""
+    found = {(id(holder), key, id(holder[key])) for _, holder, key in state.assigned()}
+    for _, holder, content in state._noted():
+        if isinstance(holder, (list, deque)) and not is_same_list(holder, content):
+            found.update((id(holder), number, id(each)) for number, each in enumerate(holder))
+        elif isinstance(holder, CellType) and _content_of(holder) is not content:
+            found.add((id(holder), "", id(_content_of(holder))))
+    return found
 
 
 @contextmanager
@@ -436,19 +448,3 @@ def _content_of(cell: CellType) -> Any:
 
 def _joined(name: str, key: str) -> str:
     return f"{name}.{key}" if name and key else name or str(key)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor) and one is not other:
-        alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-        return alike and not one.is_meta and torch.equal(one, other)
-    if isinstance(one, (bool, int, float, str)) and type(one) is type(other):
-        return bool(one == other) or (one != one and other != other)
-    return one is other
-
-
-def _told(before: Any, now: Any) -> str:
-    """Describe a change in a few words."""
-    if isinstance(now, (bool, int, float, str)):
-        return f"{type(now).__name__} {now!r}"[:40] if before is None else f"{before!r}, then {now!r}"[:60]
-    return f"a {type(now).__name__}"

@@ -19,12 +19,25 @@ def second_batch(first: Batch, others: Sequence[Batch] = ()) -> Batch:
     for each in reversed(others):
         if not _are_same(first, each):
             return each
-    length = next((len(each) for each in leaves_of(dict(first)) if isinstance(each, Tensor) and each.dim()), 0)
+    length = _length(first)
     mixed: Batch = pytree.tree_map(lambda each: _mixed(each, length), dict(first))
     if not _are_same(first, mixed):
         return mixed
     turned: Batch = pytree.tree_map(lambda each: _turned(each, length), dict(first))
     return turned
+
+
+def twice(batch: Batch) -> Batch:
+    """Return a batch with every row twice."""
+    length = _length(batch)
+    made: Batch = pytree.tree_map(
+        lambda each: torch.cat([each.detach()] * 2) if _has_rows(each, length) else each, dict(batch)
+    )
+    return made
+
+
+def _length(batch: Batch) -> int:
+    return next((len(each) for each in leaves_of(dict(batch)) if isinstance(each, Tensor) and each.dim()), 0)
 
 
 def _mixed(entry: Any, length: int) -> Any:

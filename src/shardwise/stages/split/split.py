@@ -58,10 +58,10 @@ def split(
     if flow.traces:
         recorded = watch(module, called, example, records=True)
         flow = replace(flow, left=recorded.left, slots=recorded.slots)
-    if second is not None and second.reruns:
+    if second is not None and (second.reruns or second.has_threads):
         # Attributes that are set around a call and then restored have to be set again when the call is rerun.
-        flags = watch(module, called, example, notes_flags=True).slots
-        flow = replace(flow, slots={**flags, **flow.slots})
+        noted = watch(module, called, example, notes_flags=True, notes_glue=second.has_threads)
+        flow = replace(flow, slots={**noted.slots, **flow.slots}, assigns=noted.assigns)
     if second is not None and not has_meta(module):
         StageCheck(module, called, flow, parts, example, second).check()
     here = range(num_stages) if only is None else sorted(only)
@@ -90,6 +90,7 @@ def split(
         rewritten=flow.rewritten,
         shapes_by_data=flow.shapes_by_data,
         compiled=flow.compiled,
+        assigns=flow.assigns,
     )
 
 

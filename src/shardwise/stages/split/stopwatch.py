@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.flow import UnitCall
 from shardwise.stages.split.meta import has_meta
 from shardwise.stages.split.switch import Inner, undisturbed
+from shardwise.stages.split.unit_flow import UnitCall
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import pytree
 

@@ -113,6 +113,14 @@ class Noted:
             for key, each in slots.items()
             if isinstance(each, Tensor)
         ]
+        #: Buffers that are None so far.
+        self._empty = [
+            (slots, key)
+            for owner in module.modules()
+            for slots in (buffer_slots(owner),)
+            for key, each in slots.items()
+            if each is None
+        ]
         self.devices = {each.device for _, _, each, _ in self._tensors if each.is_cuda}
         self.state = PythonState(module, *others)
         self.guard = WriteGuard(module, tells=tells_writes)
@@ -120,6 +128,8 @@ class Noted:
     def restore(self) -> None:
         self.state.restore()
         self.guard.restore()
+        for slots, key in self._empty:
+            slots[key] = None
         for slots, key, each, value in self._tensors:
             slots[key] = each  # A forward may have replaced it.
             if value is not each:

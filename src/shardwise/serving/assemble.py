@@ -40,8 +40,8 @@ def assemble(
 ) -> LLMEngine:
     """Make an engine on the device of the model."""
     limits, identity = limits or Limits(), identity or Identity()
-    check_room(limits, model.embed.weight.device)
     narrow(model, limits.weights)
+    check_room(limits, model.embed.weight.device)
     settings, device, dtype = model.settings, model.embed.weight.device, model.embed.weight.dtype
     token_budget, max_running = limits.of_device(device)
     size = block_bytes(settings, settings.num_layers, dtype, limits.block_size)

@@ -10,7 +10,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.output import check_output, save_output
 from shardwise.serving.client.bench_requests import SHAPES, BenchRequest, make_requests
 from shardwise.serving.client.bench_run import Measured, measure
-from shardwise.serving.client.http_client import Address
+from shardwise.serving.client.http_client import Address, HttpStatusError
 from shardwise.serving.client.server_process import server_for
 from shardwise.units import format_seconds
 from shardwise.working import working_at
@@ -58,7 +58,10 @@ def run(arguments: argparse.Namespace) -> Answer:
     working_at("the model")
     options = ["--random-weights"] if arguments.random_weights else []
     with server_for(arguments.target, options, arguments.api_key) as address:
-        measured = asyncio.run(_measure_all(address, arguments, rates))
+        try:
+            measured = asyncio.run(_measure_all(address, arguments, rates))
+        except HttpStatusError as error:
+            raise error.told() from None
     if arguments.save is not None:
         from shardwise.serving.client.bench_page import make_bench_page
 

@@ -90,9 +90,7 @@ async def _talk(address: Address, arguments: argparse.Namespace, canvas: Canvas)
                         canvas.paint("(the conversation is too long for the model: it begins later now)", "dim")
                     )
                 else:
-                    raise ShardwiseError(
-                        f"the server refuses: {error.message}", remedy="shardwise chat --help"
-                    ) from None
+                    raise error.told() from None
         messages.append({"role": "assistant", "content": written})
     return [*system, *messages]
 

@@ -81,6 +81,6 @@ class Summary:
         for name, num_bytes in (("host", self.host_bytes), ("files", self.file_bytes)):
             if num_bytes:
                 count = num_bytes // self.block_bytes
-                small = ", fewer than the cache has: few will be found again" if count < self.num_blocks else ""
+                small = ", fewer than the cache has, so they are soon evicted again" if count < self.num_blocks else ""
                 lines.append(f"{name.ljust(9)} {format_bytes(num_bytes)} for evicted blocks: {count:,}{small}")
         return lines

@@ -18,7 +18,8 @@ from shardwise.cli import main
 from shardwise.serving.client.server_process import server_for
 from tests.nets.families import save_theirs
 from tests.serving.answers import expected, prompts
-from tests.serving.http.serving_here import Running
+from tests.serving.http.repeating import RepeatingEngine
+from tests.serving.http.serving_here import Running, running
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_requests_that_are_too_long_for_the_model_say_what_to_measure_instead(
     assert main(["bench", served[0]["url"], "--requests", "2"]) == 1
     said = capsys.readouterr().err
     assert "the server has refused all 2 requests: 400: " in said
-    assert "  try: --workload tiny, or a model of longer texts: a prompt with its answer has up to 1," in said
+    assert "  try: --workload tiny, or a model of longer texts: a prompt and its answer have up to 1," in said
 
 
 @pytest.mark.parametrize(
@@ -159,6 +160,18 @@ def test_numbers_that_cannot_be_are_refused_before_a_model_is_read(
 ) -> None:
     assert main(words.split()) == 1
     assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize("command", ["bench", "chat"])
+def test_a_key_that_is_missing_is_what_to_type(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", StringIO("hello\n\n"))
+    with running(RepeatingEngine(), key="sesame") as here:
+        assert main([command, here.url]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: the server refuses: ")
+    assert said.endswith("  try: --api-key KEY\n")
 
 
 def test_a_signal_ends_it_and_it_says_what_it_did(served: Any) -> None:

@@ -20,6 +20,7 @@ class Timed:
     sent: float
     tokens: list[float] = field(default_factory=list)
     refused: str | None = None
+    is_too_long: bool = False
 
     @property
     def first(self) -> float:
@@ -93,11 +94,12 @@ async def measure(address: Address, requests: Sequence[BenchRequest], rate: floa
             task.cancel()
     refused = [each.refused for each in timed if each.refused is not None]
     if len(refused) == len(timed):
-        too_long = max(len(each.prompt) + each.max_tokens for each in requests)
+        longest = max(len(each.prompt) + each.max_tokens for each in requests)
         raise ShardwiseError(
             f"the server has refused all {len(timed)} requests: {refused[0]}",
-            remedy="--workload tiny, or a model of longer texts: a prompt with its answer has up to"
-            f" {too_long:,} tokens here",
+            remedy=f"--workload tiny, or a model of longer texts: a prompt and its answer have up to {longest:,} tokens"
+            if any(each.is_too_long for each in timed)
+            else "--requests 1",
         )
     return Measured(rate=rate, requests=tuple(timed), input_tokens=sum(len(each.prompt) for each in requests))
 
@@ -114,4 +116,5 @@ async def _send(address: Address, request: BenchRequest, timed: Timed, begun: fl
                 timed.tokens += [now] * len(choice.get("token_ids", ()))
     except (HttpStatusError, OSError, asyncio.IncompleteReadError) as error:
         timed.refused = str(error)
+        timed.is_too_long = isinstance(error, HttpStatusError) and error.code == "context_length_exceeded"
         timed.tokens.clear()

@@ -19,6 +19,15 @@ class HttpStatusError(Exception):
         super().__init__(f"{status}: {message}")
         self.status, self.message, self.code, self.param = status, message, code, param
 
+    def told(self) -> ShardwiseError:
+        """Return it as an error of the user's command."""
+        remedy = "the address of a server with OpenAI's API"
+        if self.status in (401, 403):
+            remedy = "--api-key KEY"
+        elif self.code == "context_length_exceeded":
+            remedy = "--max-tokens with fewer tokens, or a shorter message"
+        return ShardwiseError(f"the server refuses: {self.message}", remedy=remedy)
+
 
 class Address:
     """The address of a server, and the API key sent to it."""

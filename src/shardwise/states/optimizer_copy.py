@@ -62,7 +62,8 @@ def copy_with(optimizer: Optimizer, params: Sequence[Sequence[nn.Parameter]]) ->
 
 def leaving_no_trace(optimizer: Optimizer) -> AbstractContextManager[None]:
     """While a copy steps: restore at exit what it shares with the optimizer, such as counts of a class or a script."""
-    return classes_left_as_they_were(optimizer, *inner_optimizers(optimizer))
+    every = [optimizer, *inner_optimizers(optimizer)]
+    return classes_left_as_they_were(map(type, every), *every)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

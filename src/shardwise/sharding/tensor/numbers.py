@@ -59,9 +59,13 @@ def precisely(device: torch.device) -> Iterator[None]:
         yield
 
 
+#: What a loss reaches, saved before it runs.
+StateOfLoss = PythonState
+
+
 def run(
     module: nn.Module, call: Callable[[nn.Module], Any], looked_at: Sequence[str], loss: Loss | None, batch: Batch,
-    original: nn.Module, *, off: bool = False, before: PythonState | None = None,
+    original: nn.Module, *, off: bool = False, before: StateOfLoss | None = None,
 ) -> Course:  # fmt: skip
     """Run one forward and backward of a copy of `original`, with the same output gradient in every course.
 

@@ -35,7 +35,6 @@ from shardwise.sharding.tensor.sequence import UnsharedError
 from shardwise.sharding.tensor.sharding import Shards, starred
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import meta_twin
-from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.stage import Batch, Loss
 
 #: Why nothing is sharded along the sequence if a forward draws random numbers.
@@ -262,13 +261,12 @@ class Trial:
         """Compare the copy's parts on all ranks with the whole."""
         modules: dict[int, nn.Module] = {}
         shards: dict[int, dict[str, Shards]] = {}
-
-        before = PythonState(whole.loss, with_buffers=True)
+        before = numbers.StateOfLoss(whole.loss, with_buffers=True)
 
         def on_rank(group: SimulatedGroup) -> Course:
             modules[group.rank] = module = another(whole.twin, writes=self._writes)
             shards[group.rank] = self.cut(module, group, sequence=sequence).shards()
-            return self._run(module, whole, self._marks(module), before)
+            return self._run(module, whole, self._marks(module), before=before)
 
         try:
             ranks = simulate(self.num_ranks, on_rank)
@@ -280,13 +278,10 @@ class Trial:
             before.restore()
         return numbers.compare(whole.course, ranks, shards[0], whole.dtype, with_marks=not sequence)
 
-    def _run(
-        self, module: nn.Module, whole: _Whole, looked_at: Sequence[str], before: PythonState | None = None
-    ) -> Course:
+    def _run(self, module: nn.Module, whole: _Whole, marks: Sequence[str], **options: Any) -> Course:
         """Run a copy as the whole one was run."""
-        return numbers.run(
-            module, whole.call, looked_at, whole.loss, whole.batch, self.module, off=self.evaluates, before=before
-        )
+        given = module, whole.call, marks, whole.loss, whole.batch, self.module
+        return numbers.run(*given, off=self.evaluates, **options)
 
     def _marks(self, module: nn.Module) -> list[str]:
         """Return the layers of a copy whose outputs are compared."""

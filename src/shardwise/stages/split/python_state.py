@@ -333,12 +333,12 @@ def left_as_it_was(*roots: Any) -> Iterator[None]:
 
 
 @contextmanager
-def classes_left_as_they_were(*holders: Any) -> Iterator[None]:
-    """Do the same for these objects, and for what the methods of their classes reach. Used to try an optimizer."""
-    kept = PythonState(*holders)
-    for each in holders:
-        for _, found in kept._note_class("", type(each)):
-            kept._walk(found)
+def classes_left_as_they_were(kinds: Iterable[type], *roots: Any) -> Iterator[None]:
+    """Restore at exit the state of the user's classes, what their methods reach, and what these roots reach."""
+    kept = PythonState(*roots)
+    for kind in dict.fromkeys(kinds):
+        for _, each in kept._note_class("", kind) if is_theirs(kind) else ():
+            kept._walk(each)
     try:
         yield
     finally:
@@ -346,23 +346,16 @@ def classes_left_as_they_were(*holders: Any) -> Iterator[None]:
 
 
 def leaves_classes(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Do the same for a function that runs a copy of its module: the copy shares classes, the state of their files, and
+    """Do so for a function that runs a copy of its module: the copy shares classes, the state of their files, and
     torch's generators with the module."""
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         module: Any = args[0]
-        kept = PythonState()
-        for kind in {type(each): None for each in module.modules()}:
-            if is_theirs(kind):
-                for _, each in kept._note_class("", kind):
-                    kept._walk(each)
-        try:
-            # Also on the meta device: draws that name no device are made on the host.
-            with torch.random.fork_rng({each.device for each in module.parameters() if each.is_cuda}):
-                return function(*args, **kwargs)
-        finally:
-            kept.restore()
+        # Also on the meta device: draws that name no device are made on the host.
+        drawn = torch.random.fork_rng({each.device for each in module.parameters() if each.is_cuda})
+        with classes_left_as_they_were(map(type, module.modules())), drawn:
+            return function(*args, **kwargs)
 
     return run
 

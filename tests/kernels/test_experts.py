@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
 
 from shardwise import ShardwiseError, kernels
 from shardwise.kernels.experts import Order
@@ -65,29 +62,3 @@ def test_more_experts_than_there_are_cannot_be_chosen() -> None:
         kernels.route(torch.randn(2, 8), 9)
     with pytest.raises(ShardwiseError, match="unknown scores 'sofmax'"):
         kernels.route(torch.randn(2, 8), 2, scores="sofmax")
-
-
-# The compiler makes an object of the class of a function, which torch advises against.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_compiler_keeps_the_kernels() -> None:
-    """Their definitions take three times as long on a GPU when compiled: gathers, which no neighbour shortens."""
-    kept: list[str] = []
-
-    def note(graph: torch.fx.GraphModule, given: list[Tensor]) -> object:
-        kept.extend(str(node.target) for node in graph.graph.nodes if "shardwise" in str(node.target))
-        return boxed_nop(graph, given)
-
-    def run(logits: Tensor, tokens: Tensor, outputs: Tensor) -> Tensor:
-        weights, experts = kernels.route(logits, 2)
-        order = kernels.make_order(experts, 8)
-        return kernels.unpermute(torch.tanh(kernels.permute(tokens, order)) * outputs, weights, order)
-
-    given = random_of(20, 8), random_of(20, 16), random_of(40, 16)
-    compiled = torch.compile(run, backend=aot_autograd(fw_compiler=note, bw_compiler=note), fullgraph=True)
-    outputs = [each(*given) for each in (run, compiled)]
-    torch.testing.assert_close(*outputs)
-    for one, other in zip(*[torch.autograd.grad(each.square().sum(), given) for each in outputs], strict=True):
-        torch.testing.assert_close(one, other)
-    assert [name.split(".")[1] for name in kept] == [
-        "choose_experts", "copy_rows", "sum_rows", "spread_rows", "sum_rows", "choose_experts_backward",
-    ]  # fmt: skip

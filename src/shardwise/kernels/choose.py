@@ -23,9 +23,8 @@ from shardwise.torch_private import is_compiled_function, is_watched
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 #: Kernels that are kept under torch.compile. The others are cheap, and the compiler fuses their definitions with the
-#: operations before and after them, which it could not do with a kernel. Those of experts gather: compiled, their
-#: definitions took three times as long (`benchmarks/results/kernels.json`).
-WHEN_COMPILED = frozenset({"cross_entropy", "linear_cross_entropy", "permute", "route", "unpermute"})
+#: operations before and after them, which it could not do with a kernel.
+WHEN_COMPILED = frozenset({"cross_entropy", "linear_cross_entropy"})
 
 
 def autocast_type(device: torch.device) -> torch.dtype | None:

@@ -8,6 +8,7 @@ device's events), and the bytes read and written over what a copy moves.
 """
 
 import argparse
+from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
@@ -16,13 +17,13 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from benchmarks.record import record
-from shardwise.kernels.adamw import adam_, adamw_
-from shardwise.torch_private import FUSED_ADAM, FUSED_ADAMW, fused_adam_by, step_divided
+from shardwise.kernels import fused_adam
+from shardwise.torch_private import step_divided
 
 #: What a copy moves on an H200, bytes a second, read and written.
 LIMIT = 4.24e12
 REPEATS = 20
-WHO = {"ours": (adam_, adamw_), "torch": (FUSED_ADAM, FUSED_ADAMW)}
+WHO = {"ours": fused_adam, "torch": nullcontext}
 
 
 def shapes_of(name: str) -> list[tuple[int, ...]]:
@@ -33,7 +34,7 @@ def shapes_of(name: str) -> list[tuple[int, ...]]:
 
 
 def milliseconds(optimizer: AdamW, divisor: Tensor | None) -> float:
-    times = []
+    times: list[float] = []
     for _ in range(REPEATS + 3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
@@ -56,8 +57,8 @@ def measured(name: str, dtype: torch.dtype) -> dict[str, Any]:
     for word, divisor in (("plain", None), ("divided", torch.full((), 1.5, device="cuda"))):
         # Read: weight, gradient, two moments; written: all but the gradient, which a divisor changes too.
         limit = numbers * dtype.itemsize * (7 if divisor is None else 8) / LIMIT * 1e3
-        for who, functions in WHO.items():
-            with fused_adam_by(*functions):
+        for who, context in WHO.items():
+            with context():
                 took = milliseconds(optimizer, divisor)
             found[f"{who}, {word}"] = {"milliseconds": round(took, 3), "of_limit": round(limit / took, 3)}
     return found

@@ -12,6 +12,7 @@ torch is imported when this is: rooms without torch must not import it.
 
 import inspect
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -193,16 +194,47 @@ def step_divided(optimizer: Optimizer, divisor: Tensor, skips: Tensor) -> None:
 FUSED_ADAM, FUSED_ADAMW = torch._fused_adam_, torch._fused_adamw_
 
 
-@contextmanager
-def fused_adam_by(adam: Callable[..., None], adamw: Callable[..., None]) -> Iterator[None]:
-    """Within this context, torch's fused optimizers call these functions instead, with the same arguments."""
-    setattr(torch, "_fused_adam_", adam)  # noqa: B010 - torch's types know it as an operator
-    setattr(torch, "_fused_adamw_", adamw)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(torch, "_fused_adam_", FUSED_ADAM)  # noqa: B010
-        setattr(torch, "_fused_adamw_", FUSED_ADAMW)  # noqa: B010
+class _FusedSteps:
+    """What this thread's fused optimizers call. Torch's own functions are back when no thread has others."""
+
+    def __init__(self) -> None:
+        self._of_thread, self._lock, self._num_entered = threading.local(), threading.Lock(), 0
+
+    @contextmanager
+    def replaced(self, functions: tuple[Callable[..., None], Callable[..., None]]) -> Iterator[None]:
+        before = self._now()
+        self._of_thread.functions = functions
+        self._enter(1)
+        try:
+            yield
+        finally:
+            self._of_thread.functions = before
+            self._enter(-1)
+
+    def _enter(self, by: int) -> None:
+        with self._lock:
+            self._num_entered += by
+            has_any = self._num_entered > 0
+            setattr(torch, "_fused_adam_", self._adam if has_any else FUSED_ADAM)  # noqa: B010 - an operator to types
+            setattr(torch, "_fused_adamw_", self._adamw if has_any else FUSED_ADAMW)  # noqa: B010
+
+    def _now(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        return getattr(self._of_thread, "functions", (FUSED_ADAM, FUSED_ADAMW))
+
+    def _adam(self, *given: Any, **settings: Any) -> None:
+        self._now()[0](*given, **settings)
+
+    def _adamw(self, *given: Any, **settings: Any) -> None:
+        self._now()[1](*given, **settings)
+
+
+_FUSED_STEPS = _FusedSteps()
+
+
+def fused_adam_by(adam: Callable[..., None], adamw: Callable[..., None]) -> AbstractContextManager[None]:
+    """Return a context in which torch's fused optimizers call these functions, with the same arguments: in this thread.
+    Others may step meanwhile, with torch's functions or in contexts of their own."""
+    return _FUSED_STEPS.replaced((adam, adamw))
 
 
 #: The operator by which Python reads a number of a tensor: `.item()`, `float(x)`, `if x > 0:`.

@@ -1,18 +1,17 @@
 """Adam and AdamW in one pass, beside torch's own in float64 and in the dtype of the weights."""
 
-import copy
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.optim import Adam, AdamW
 
-import shardwise as sw
-from shardwise.kernels.adamw import adam_, adamw_
-from shardwise.torch_private import FUSED_ADAMW, fused_adam_by, step_divided
+from shardwise import kernels
+from shardwise.torch_private import FUSED_ADAMW, step_divided
 from tests.kernels.against import STEP
 
 SHAPES = ((3,), (2, 700), (5000,), (0,), (64, 64))
@@ -37,7 +36,7 @@ def trained(
             each.grad = (drawn(SHAPES[number], dtype, 100 * step + number) * 10.0 ** (step - 2)).to(kept)
             if as_float64 and divisor is not None:
                 each.grad /= divisor
-        with fused_adam_by(adam_, adamw_) if ours else fused_adam_by(torch._fused_adam_, torch._fused_adamw_):
+        with kernels.fused_adam() if ours else nullcontext():
             if divisor is None or as_float64:
                 optimizer.step()
             else:
@@ -108,7 +107,7 @@ def test_a_step_is_left_out_where_the_device_says_so(launches: list[int]) -> Non
     before, optimizer = weight.detach().clone(), AdamW([weight], fused=True)
     for skips in (1.0, 0.0):
         weight.grad = drawn((3000,), torch.float32, 1)
-        with fused_adam_by(adam_, adamw_):
+        with kernels.fused_adam():
             step_divided(optimizer, torch.ones((), device=weight.device), torch.full((), skips, device=weight.device))
         assert torch.equal(weight.detach(), before) == bool(skips)
         assert float(optimizer.state[weight]["step"]) == 1.0 - skips
@@ -119,7 +118,7 @@ def test_not_a_number_and_infinity_pass_through() -> None:
     weight = torch.nn.Parameter(torch.ones(5000))
     weight.grad = torch.zeros(5000)
     weight.grad[[1, 4500]] = torch.tensor([float("nan"), float("inf")])
-    with fused_adam_by(adam_, adamw_):
+    with kernels.fused_adam():
         AdamW([weight], fused=True).step()
     found = weight.detach()
     assert found[[1, 4500]].isnan().all()
@@ -133,33 +132,30 @@ def test_what_the_kernel_lacks_is_done_by_torch(options: Any, launches: list[int
     twin = torch.nn.Parameter(weight.detach().clone())
     twin.grad = weight.grad.clone()
     AdamW([twin], fused=True, **options).step()
-    with fused_adam_by(adam_, adamw_):
+    with kernels.fused_adam():
         AdamW([weight], fused=True, **options).step()
     assert torch.equal(weight, twin)
     assert not launches
 
 
 def test_torch_is_as_it_was_afterwards() -> None:
-    with pytest.raises(RuntimeError, match="boom"), fused_adam_by(adam_, adamw_):
+    with pytest.raises(RuntimeError, match="boom"), kernels.fused_adam():
         raise RuntimeError("boom")
     assert torch._fused_adamw_ is FUSED_ADAMW
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-def test_an_engine_steps_with_it(kernels: bool, launches: list[int]) -> None:
-    batch = {"input": torch.randn(4, 3), "y": torch.randn(4, 2)}
-    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
-    twin = copy.deepcopy(module)
-    plain = AdamW(twin.parameters(), fused=True)
-    with sw.parallelize(
-        module, "dp=1", loss=lambda output, given: functional.mse_loss(output, given["y"]), example=batch,
-        optimizer=lambda given: AdamW(given, fused=True), kernels=kernels,
-    ) as engine:  # fmt: skip
-        for _ in range(2):
-            engine.train_step(batch)
-            functional.mse_loss(twin(batch["input"]), batch["y"]).backward()  # type: ignore[no-untyped-call]
-            plain.step()
-            plain.zero_grad()
-        assert launches == [4, 4] * kernels
-        for name, each in engine.state_dict().items():
-            torch.testing.assert_close(each, twin.state_dict()[name])
+def test_other_threads_step_with_torch(launches: list[int]) -> None:
+    """Copies to the host are updated beside a step, by threads that no context of this one holds for."""
+    weights = [torch.nn.Parameter(torch.ones(5)) for _ in range(2)]
+    for each in weights:
+        each.grad = torch.ones(5)
+    mine, theirs = (AdamW([each], fused=True) for each in weights)
+    with ThreadPoolExecutor(1) as other:
+        with kernels.fused_adam():
+            other.submit(theirs.step).result()
+            assert not launches
+            mine.step()
+        assert launches == [1]
+        other.submit(theirs.step).result()
+    assert launches == [1]
+    assert torch._fused_adamw_ is FUSED_ADAMW

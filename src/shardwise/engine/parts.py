@@ -1,7 +1,6 @@
 """The components of an engine: a module that has been cut for this process, and how it is to be trained."""
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,14 +11,12 @@ from shardwise.engine.sharded import Sharded
 from shardwise.engine.tried_again import TriedAgain
 from shardwise.engine.whole_example import Compared
 from shardwise.fusion.fuse import Fused
-from shardwise.kernels.adamw import adam_, adamw_
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import ManyProcesses, OneProcess
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.loss_kind import LossKind
 from shardwise.stages.rows import RowRule
 from shardwise.stages.stage import Loss, Split
-from shardwise.torch_private import fused_adam_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +55,6 @@ class Parts:
     settings: TriedAgain | None = None
     #: What the first step is compared with.
     compared: Compared | None = None
-
-    def stepping(self) -> AbstractContextManager[None]:
-        """Return the context of a step: torch's fused optimizers use our kernel in it, if there may be kernels."""
-        return fused_adam_by(adam_, adamw_) if self.options.kernels else nullcontext()
 
     def detach(self) -> None:
         """Restore the module's own attention, and its own operators where kernels replaced them."""

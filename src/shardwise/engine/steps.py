@@ -30,7 +30,7 @@ class Steps:
         self._module, self._sharded, self._wires = parts.module, parts.sharded, parts.wires
         self._execution, self._states = execution, states
         self._unchanged, self.metrics = Unchanged(parts.module), MetricSum(parts)
-        self._hooks, self._settings, self._stepping = UnchangedHooks(parts), parts.settings, parts.stepping
+        self._hooks, self._settings = UnchangedHooks(parts), parts.settings
         self._end_settings()
         self._groups = UnchangedGroups(states.parameters, states.data.updates, is_all=parts.plan.pp == 1)
         self._predictions = Predictions(parts, execution)
@@ -51,7 +51,7 @@ class Steps:
         recording = execution.recorder.start() if trace else None
         record = None if recording is None else recording.note
         self._wires.check_before()
-        with self._wires.told_to_all(), self._wires.in_step(), self._stepping():
+        with self._wires.told_to_all(), self._wires.in_step():
             self._unchanged.check()
             self._hooks.check()
             self._groups.check()

@@ -10,6 +10,7 @@ under `kernels=False`, and while a dispatch mode records operators. Both give th
     launch, compile_ahead                 layouts and launches; kernels compiled ahead by many threads
 """
 
+from shardwise.kernels.adamw import fused_adam
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.experts import grouped_matmul, make_order, permute, route, unpermute
 from shardwise.kernels.fp8 import fp8_linear
@@ -23,6 +24,7 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "fp8_linear",
+    "fused_adam",
     "gated",
     "grouped_matmul",
     "layer_norm",

@@ -9,17 +9,28 @@ float64, so that every number is converted to it and back: 35 ms where reading a
 in bf16, H200).
 
 The definition is torch's function. `adamw_` takes the same arguments, so an optimizer of torch's can call it instead,
-with all of its hooks, its state, and its count of steps (`torch_private.py`).
+with all of its hooks, its state, and its count of steps:
+
+    with kernels.fused_adam():
+        optimizer.step()
+
+Engines do not: it has run on a GPU, and has not been timed there.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.kernels.choose import FLOATS, takes_kernel
-from shardwise.torch_private import FUSED_ADAM, FUSED_ADAMW
+from shardwise.torch_private import FUSED_ADAM, FUSED_ADAMW, fused_adam_by
+
+
+def fused_adam() -> AbstractContextManager[None]:
+    """Return a context in which torch's `Adam` and `AdamW` with `fused=True` step with the kernel, in this thread."""
+    return fused_adam_by(adam_, adamw_)
 
 
 def adamw_(*tensors: Sequence[Tensor], **settings: Any) -> None:

@@ -163,6 +163,13 @@ def test_less_than_one_rank_is_refused() -> None:
         spawn(print, 0)
 
 
+def test_more_ranks_than_a_machine_can_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.environment.num_cores", lambda: 2)
+    with pytest.raises(ShardwiseError, match="129 ranks are too many for one machine with 2 cores") as caught:
+        spawn(print, 129)
+    assert "devices=128 or fewer" in str(caught.value.remedy)
+
+
 def test_a_server_that_ended_while_ranks_are_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
         def start(self) -> None:

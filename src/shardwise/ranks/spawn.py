@@ -39,6 +39,8 @@ _PRELOADED = ["shardwise.ranks.worker", "shardwise.engine.parallelize", "torch._
 _GRACE_SECONDS = 5.0
 # How often this process looks whether ranks live, and how much later than they themselves it names one.
 _LOOK_SECONDS, _LATER_SECONDS = 1.0, 4.0
+# More on each core would start, and then do nothing but take turns.
+_MOST_ON_A_CORE = 64
 # How a rank ends that would start ranks itself.
 _STARTS_AGAIN_STATUS = 75
 
@@ -76,6 +78,13 @@ class Ranks:
         """Start the ranks. `variables` are set in their environment in addition to this process's."""
         if devices < 1:
             raise ShardwiseError(f"{devices} devices: at least 1 rank is needed", remedy="devices=2")
+        most = _MOST_ON_A_CORE * environment.num_cores()
+        if devices > most:
+            raise ShardwiseError(
+                f"{devices} ranks are too many for one machine with {environment.num_cores()} cores: each is a process,"
+                f" and more than {_MOST_ON_A_CORE} on a core take minutes to start",
+                remedy=f"devices={most} or fewer here; or several machines (shardwise launch --on hosts|slurm|kubernetes)",
+            )
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             # A rank that is starting reads the script, and the script starts ranks again. The process that has started
             # this one says so, once for all ranks.

@@ -83,7 +83,7 @@ class Ranks:
             raise ShardwiseError(
                 f"{devices} ranks are too many for one machine with {environment.num_cores()} cores: each is a process,"
                 f" and more than {_MOST_ON_A_CORE} on a core take minutes to start",
-                remedy=f"devices={most} or fewer here; or several machines (shardwise launch --on hosts|slurm|kubernetes)",
+                remedy=f"devices={most} or fewer; or several machines: shardwise launch --help",
             )
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             # A rank that is starting reads the script, and the script starts ranks again. The process that has started

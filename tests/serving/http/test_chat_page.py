@@ -34,6 +34,23 @@ def test_one_chats_and_sees_what_the_engine_does(browser: Browser) -> None:
         assert browser.complaints() == []
 
 
+def test_a_conversation_that_is_too_long_begins_later(browser: Browser) -> None:
+    with running(RepeatingEngine(max_length=64)) as here:
+        browser.visit(here.url)
+        wait_for(browser, "document.getElementById('state').textContent === 'ready'")
+        answers = "[...document.querySelectorAll('.message.assistant span')].map((each) => each.textContent).join()"
+        browser.type_into("#text", "say: one, and not more\ue007")
+        wait_for(browser, f"{answers} === 'one, and not more'")
+        browser.type_into("#text", "say: two, and not more\ue007")
+        wait_for(browser, f"{answers} === 'one, and not more,two, and not more'")
+        assert browser.run("return document.querySelectorAll('.message.note').length") == 1
+        # What is too long by itself is refused, and the next message is answered.
+        browser.type_into("#text", "say: " + "much " * 20 + "\ue007")
+        wait_for(browser, "document.querySelector('.message.error') !== null")
+        browser.type_into("#text", "say: three\ue007")
+        wait_for(browser, f"{answers}.endsWith(',three')")
+
+
 def test_with_a_key_the_page_asks_for_it(browser: Browser) -> None:
     with running(RepeatingEngine(), key="sesame") as here:
         browser.visit(here.url)

@@ -3,7 +3,8 @@ const told = JSON.parse(document.getElementById("data").textContent);
 const at = (id) => document.getElementById(id);
 const messages = [];
 const rates = [];
-let key = "", stopping = null;
+// `first`: the first message that the model still has room for.
+let key = "", stopping = null, first = 0;
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const paint = () => { document.documentElement.dataset.theme = dark.matches ? "dark" : "light"; };
@@ -38,20 +39,34 @@ async function* events(response) {
   }
 }
 
+// An answer to the conversation, which begins later if it is too long for the model. What is refused was not said.
+async function answer() {
+  for (;;) {
+    const response = await fetch("/v1/chat/completions", {
+      method: "POST", headers: headers(), signal: stopping.signal,
+      body: JSON.stringify({ model: told.model, messages: messages.slice(first), stream: true }),
+    });
+    if (response.ok) return response;
+    const error = (await response.json()).error;
+    if (error.code !== "context_length_exceeded" || first >= messages.length - 1) {
+      messages.pop();
+      throw new Error(error.message);
+    }
+    first += 2;
+    show("note", "The conversation is too long for the model: it begins later now.");
+  }
+}
+
 async function ask(text) {
   messages.push({ role: "user", content: text });
   show("user", text);
-  const body = show("assistant", "");
   stopping = new AbortController();
   at("send").hidden = true;
   at("stop").hidden = false;
   let written = "";
   try {
-    const response = await fetch("/v1/chat/completions", {
-      method: "POST", headers: headers(), signal: stopping.signal,
-      body: JSON.stringify({ model: told.model, messages, stream: true }),
-    });
-    if (!response.ok) throw new Error((await response.json()).error.message);
+    const response = await answer();
+    const body = show("assistant", "");
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       written += event.choices[0]?.delta?.content ?? "";

@@ -26,9 +26,9 @@ _LEAST = {"plans": 30.0, "families": 30.0, "faults": 60.0, "commands": 50.0, "py
 
 def pieces(parts: Sequence[str], at_once: int = 16, record: Record | None = None) -> list[Piece]:
     """What runs beside each other, in its order, each with how many processes it has at a time."""
-    # What has most rows is cut in two: in one piece it would be alone at the end.
-    plans = [Piece("plans", 2, ("--ranks", "2", "--share", str(half), "2")) for half in range(2)]
-    families = [Piece("families", 2, ("--share", str(half), "2")) for half in range(2)]
+    # What has most rows is cut: in one piece it would be alone at the end.
+    plans = [Piece("plans", 2, ("--ranks", "2", "--share", str(part), "2")) for part in range(2)]
+    families = [Piece("families", 2, ("--share", str(part), "3")) for part in range(3)]
     every = [*(Piece("plans", count, ("--ranks", str(count))) for count in (8, 4)), *plans, *families]
     every += [Piece("faults", count, ("--ranks", str(count))) for count in (2, 4)]
     every += [Piece("nccl", 4), Piece("input", 2)]

@@ -1,7 +1,7 @@
 """Training steps, evaluations and predictions: cut the batch, run the schedule, reduce gradients, update."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -35,7 +35,7 @@ class Steps:
         self._groups = UnchangedGroups(states.parameters, states.data.updates, is_all=parts.plan.pp == 1)
         self._predictions = Predictions(parts, execution)
         self.graphs = StepGraphs(parts, states, execution.dropouts)
-        self.num_begun = 0
+        self.num_begun, self._is_first = 0, True
         #: Whether stages may send different shapes for batches of the same shapes.
         self._shapes_by_data = parts.split.shapes_by_data
 
@@ -51,7 +51,7 @@ class Steps:
         recording = execution.recorder.start() if trace else None
         record = None if recording is None else recording.note
         self._wires.check_before()
-        with self._wires.told_to_all(), self._wires.in_step():
+        with self._wires.told_to_all(), self._in_step():
             self._unchanged.check()
             self._hooks.check()
             self._groups.check()
@@ -82,12 +82,15 @@ class Steps:
                 self._groups.end()
                 self._end_settings()
                 execution.batches.first.begin()
-                end = perf_counter()
+                end, self._is_first = perf_counter(), False
         if recording is not None:
             execution.recorder.end(
                 recording, signature, step=(start, end), begin=begin, data_wait=data_wait, streams=streams
             )
         return tally
+
+    def _in_step(self) -> AbstractContextManager[None]:
+        return self._wires.in_step(is_first=self._is_first)
 
     def _whole_state(self) -> Mapping[str, Any]:
         self._states.flush()
@@ -105,7 +108,7 @@ class Steps:
     def evaluate(self, batch: Batch, metrics: Metrics | None = None) -> Tally:
         """Return the loss of a batch, with every submodule in evaluation mode meanwhile."""
         evaluator = self._execution.evaluator
-        with self._wires.told_to_all(), self._wires.in_step():
+        with self._wires.told_to_all(), self._in_step():
             self._check_settings(batch, evaluates=True)
         with self._in_evaluation_mode(), self.metrics.of(evaluator, metrics):
             microbatches = self._execution.batches.cut(batch, "evaluation")
@@ -128,7 +131,7 @@ class Steps:
         """Return the module's output for a batch in evaluation mode."""
         if self._settings is not None:
             self._settings.note()
-            with self._wires.in_step():
+            with self._in_step():
                 self._settings.check_evaluation(batch)
         with self._in_evaluation_mode():
             given = self._predictions.cut(batch)
@@ -144,13 +147,14 @@ class Steps:
         self._module.eval()
         try:
             with (
-                self._wires.told_to_all(), self._wires.in_step(), self._states.written.shared(),
+                self._wires.told_to_all(), self._in_step(), self._states.written.shared(),
                 self._sharded.evaluating(self._module),
             ):  # fmt: skip
                 yield
         finally:
             for each in training:
                 each.training = True
+            self._is_first = False
             self._end_settings()
 
     def _run(self, executor: Executor, microbatches: list[Batch], signature: Hashable, record: Record | None) -> Tally:

@@ -140,17 +140,17 @@ class Watch:
             self.check()
 
     @contextmanager
-    def asking(self, *peers: int) -> Iterator[None]:
+    def asking(self, *peers: int, patience: float = 1.0) -> Iterator[None]:
         """Mark calls that may block until these ranks do their part, such as host calls to the GPU. The rank stays
-        where it is; that it comes to such a call, and leaves it, is progress."""
+        where it is; that it comes to such a call, and leaves it, is progress. `patience` is a multiple of the limit."""
         lookout = self._lookout
         lookout.move(lookout.place)
-        lookout.waits_for = peers
+        lookout.waits_for, lookout.patience = peers, patience
         try:
             yield
         finally:
             lookout.move(lookout.place)
-            lookout.waits_for = ()
+            lookout.waits_for, lookout.patience = (), 1.0
 
     def wait(self, work: Waitable, what: object, peer: int | None = None) -> None:
         """Wait for work that involves rank `peer`; `what` is the instruction. Raise if a rank fails meanwhile.

@@ -46,6 +46,8 @@ class Lookout:
         self._moves = 0
         #: The ranks for which this rank waits now.
         self.waits_for: tuple[int, ...] = ()
+        #: How many times the limit it waits for them.
+        self.patience = 1.0
         self._others = tuple(other for other in range(num_ranks) if other != rank)
         #: The position of its GPU, if the GPU waits for other ranks.
         self.gpu: DeviceProgress | None = None
@@ -129,7 +131,7 @@ class Lookout:
         if self.gpu is not None and stays and not mine.waits_for:
             self.gpu.ask()  # Its host may wait for it at an unmarked place.
         if verdict is None and stays and mine.waits_for:
-            stall = find_stall(self._board.read(mine), self.rank, self._limit)
+            stall = find_stall(self._board.read(mine), self.rank, self.patience * self._limit)
             if stall is not None:
                 self.publish(stall)
                 verdict = self._find_failure() or stall

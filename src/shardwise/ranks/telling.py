@@ -75,15 +75,16 @@ def others_of(group: dist.ProcessGroup) -> list[int]:
 
 
 def gather_objects(
-    given: Any, group: dist.ProcessGroup, watch: Watch, what: str, *, is_prompt: bool = False
+    given: Any, group: dist.ProcessGroup, watch: Watch, what: str, *, patience: float | None = None
 ) -> list[Any]:
     """Gather an object from each rank of a group. The watch guards the group: its error ends the wait.
 
-    A rank that is late but alive may have much work before it. If `is_prompt`, it has not, and is named.
+    A rank that is late but alive may have much work before it. With a `patience`, it is named after that many times
+    the limit.
     """
     watch.at(what)
     try:
-        with watch.asking(*others_of(group)) if is_prompt else nullcontext():
+        with nullcontext() if patience is None else watch.asking(*others_of(group), patience=patience):
             return objects.gather(given, group)
     except RuntimeError as error:
         watch.explain(error)

@@ -32,6 +32,9 @@ from shardwise.ranks.telling import find_watch, gather_objects, others_of, telli
 from shardwise.ranks.transport import ProcessTransport
 from shardwise.torch_private import find_gpu_backend
 
+#: How many times longer a rank is waited for that comes to its first step.
+_PATIENCE_AT_FIRST = 10.0
+
 
 class Wires:
     """The connections of an engine with other processes; all call its methods alike. The base class is for none."""
@@ -65,9 +68,10 @@ class Wires:
         """Return a context that reports errors to the others before they propagate; with `refusals`, also refusals."""
         return telling(self.watch, refusals=refusals)
 
-    def in_step(self) -> AbstractContextManager[None]:
+    def in_step(self, *, is_first: bool = False) -> AbstractContextManager[None]:  # noqa: ARG002 - nobody is late
         """Return a context for what all ranks do in a step: a gather that waits for a rank then names it, as every
-        other wait does. Elsewhere a rank may come late: it may have a module to try, or a checkpoint to read."""
+        other wait does. Elsewhere a rank may come late: it may have a module to try, or a checkpoint to read. Before
+        its first step it may have its loader to start, and is waited for longer."""
         return nullcontext()
 
     def check_before(self) -> None:
@@ -112,7 +116,8 @@ class ManyProcesses(Wires):
 
     def __init__(self, plan: Plan, watch: Watch) -> None:
         self.watch: Watch = watch
-        self._is_in_step = False
+        #: Within a step, how many times the limit is waited for a rank.
+        self._patience: float | None = None
         # Creating a group cannot be interrupted if a rank does not come: so make sure that all are there first.
         self.mesh = make_mesh(plan, watch)
         self.rank = watch.rank
@@ -207,19 +212,19 @@ class ManyProcesses(Wires):
         if among is None:
             return [given]
         what = "the gathering of what ranks hold"
-        return gather_objects(given, among, self.watch, what, is_prompt=self._is_in_step)
+        return gather_objects(given, among, self.watch, what, patience=self._patience)
 
     def _waiting(self, others: Sequence[int]) -> AbstractContextManager[None]:
         """Return the context of the host's waits for these ranks: within a step, the watch knows of them."""
-        return self.watch.asking(*others) if self._is_in_step else nullcontext()
+        return nullcontext() if self._patience is None else self.watch.asking(*others, patience=self._patience)
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
-        before, self._is_in_step = self._is_in_step, True
+    def in_step(self, *, is_first: bool = False) -> Iterator[None]:
+        before, self._patience = self._patience, _PATIENCE_AT_FIRST if is_first else 1.0
         try:
             yield
         finally:
-            self._is_in_step = before
+            self._patience = before
 
     def clock_correction(self) -> float:
         assert self._clock is not None, "the wires are closed"

@@ -39,7 +39,8 @@ loopback sockets. Use this to check plans. It is slow, and says nothing about sp
 how far its GPU has progressed.
 
 - A rank that dies is named immediately by the process that started the ranks. A rank that stalls or never arrives is
-  named after 20 s (`limit_seconds`).
+  named after 20 s (`limit_seconds`); a rank that does not come to its first step after ten times as long, as it may
+  have a loader to start.
 - Then communicators are aborted, so that no kernel keeps running, and every rank raises `RankError` with the position
   of all ranks. A process whose host still does not return is ended with the same message (status 70).
 - Do not save weights from memory after a `RankError`: aborted kernels can leave any values there.

@@ -131,7 +131,7 @@ class Lookout:
         if self.gpu is not None and stays and not mine.waits_for:
             self.gpu.ask()  # Its host may wait for it at an unmarked place.
         if verdict is None and stays and mine.waits_for:
-            stall = find_stall(self._board.read(mine), self.rank, self.patience * self._limit)
+            stall = find_stall(self._board.read(mine), self.rank, self._limit, self.patience)
             if stall is not None:
                 self.publish(stall)
                 verdict = self._find_failure() or stall

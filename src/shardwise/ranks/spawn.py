@@ -82,7 +82,7 @@ class Ranks:
         if devices > most:
             raise ShardwiseError(
                 f"{devices} ranks are too many for one machine with {environment.num_cores()} cores: each is a process,"
-                f" and more than {_MOST_ON_A_CORE} on a core take minutes to start",
+                f" and more than {_MOST_ON_A_CORE} on a core only take turns",
                 remedy=f"devices={most} or fewer; or several machines: shardwise launch --help",
             )
         if getattr(multiprocessing.current_process(), "_inheriting", False):

@@ -41,15 +41,19 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def find_stall(places: Sequence[RankLocation], me: int, limit_seconds: float) -> RankError | None:
-    """Name the rank that stalls rank `me`, if any: follow the chain of waits to one that has not moved for too long."""
-    found = _find_late(places, me, limit_seconds) or _find_circle(places, [me], limit_seconds)
+def find_stall(
+    places: Sequence[RankLocation], me: int, limit_seconds: float, patience: float = 1.0
+) -> RankError | None:
+    """Name the rank that stalls rank `me`, if any: follow the chain of waits to one that has not moved for too long,
+    which is `patience` times the limit."""
+    most, remedy = patience * limit_seconds, f"limit_seconds={3 * limit_seconds:g}"
+    found = _find_late(places, me, most) or _find_circle(places, [me], most)
     if found is None:
-        return _find_together(places, places[me], limit_seconds)
+        return _find_together(places, places[me], most, remedy)
     culprit, problem = found
     return RankError(
         "\n  ".join([problem, *map(str, places)]),
-        remedy=f"limit_seconds={3 * limit_seconds:g}, if rank {culprit} is only slow",
+        remedy=f"{remedy}, if rank {culprit} is only slow",
         rank=culprit,
     )
 
@@ -92,7 +96,9 @@ def _find_circle(places: Sequence[RankLocation], chain: list[int], limit_seconds
     return next((found for other in awaited if (found := _find_circle(places, [*chain, other], limit_seconds))), None)
 
 
-def _find_together(places: Sequence[RankLocation], mine: RankLocation, limit_seconds: float) -> RankError | None:
+def _find_together(
+    places: Sequence[RankLocation], mine: RankLocation, limit_seconds: float, remedy: str
+) -> RankError | None:
     """Find ranks that are all in one collective that does not end. None of them is late, so none is named."""
     all_of_them = sorted({mine.rank, *mine.waits_for})
     together = [places[rank] for rank in all_of_them]
@@ -110,8 +116,7 @@ def _find_together(places: Sequence[RankLocation], mine: RankLocation, limit_sec
             ]
         ),
         remedy="the same calls of the engine on every rank, as many of each; NCCL_DEBUG=INFO, or"
-        f" TORCH_CPP_LOG_LEVEL=INFO for gloo, says what a network does; limit_seconds={3 * limit_seconds:g}, if it is"
-        " only slow",
+        f" TORCH_CPP_LOG_LEVEL=INFO for gloo, says what a network does; {remedy}, if it is only slow",
     )
 
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from shardwise.probing import collectives, devices, kernels, links, meetings, split_backwards, whole_steps
+from shardwise.probing import collectives, devices, kernels, links, meetings, split_backwards, split_layers, whole_steps
 
 _LESS: list[tuple[Any, str, Any]] = [
     (collectives, "SIZES", (4096, 32768, 262144)),
@@ -19,6 +19,8 @@ _LESS: list[tuple[Any, str, Any]] = [
     (whole_steps, "LITTLE", whole_steps.Size(16, 1)),
     (whole_steps, "MUCH", (whole_steps.Size(16, 2),)),
     (split_backwards, "PAIRS", 1),
+    (split_layers, "PASSES", 1),
+    (split_layers, "_WIDTH", 16),
     (meetings, "_PIECES", 2),
     (meetings, "_TURNS", 1),
     (meetings, "_ROWS", 128),

@@ -1,5 +1,6 @@
 """A probe of real ranks, and what is decided before anything is measured."""
 
+import copy
 import json
 from collections.abc import Callable
 from itertools import cycle, repeat
@@ -14,7 +15,9 @@ from shardwise.cluster.file import to_toml
 from shardwise.cluster.kernel import KINDS, Kernel
 from shardwise.cluster.probe import Probe
 from shardwise.cluster.probed import cluster_of
-from shardwise.probing import meetings, split_backwards, whole_steps
+from shardwise.nets.loss import next_token_loss
+from shardwise.nets.transformer import Transformer
+from shardwise.probing import meetings, split_backwards, split_layers, whole_steps
 from shardwise.probing.collectives import groupings_of
 from shardwise.probing.links import rounds_of
 from shardwise.probing.measure import SUBJECTS, probe_rank
@@ -91,13 +94,27 @@ def test_what_ranks_lose_where_they_meet_is_neither_their_work_nor_the_message(
     monkeypatch: pytest.MonkeyPatch, late: float, lost: float
 ) -> None:
     """A piece takes 1 s, now and then 2; with a meeting 1.5 s; a message alone 0.1 s."""
-    calls = {"compute": cycle([1.0, 1.0, 2.0, 1.0]), "compute_and_meet": repeat(1.5 + late), "meet": repeat(0.1)}
-    monkeypatch.setattr(meetings, "_seconds", lambda run: next(calls[run.__name__]))
+    calls = {"compute": cycle([1.0, 1.0, 2.0, 1.0]), "compute_and_meet": repeat(1.5 + late)}
+    monkeypatch.setattr(meetings, "_seconds", lambda run: next(calls.get(getattr(run, "__name__", ""), repeat(0.1))))
+    monkeypatch.setattr(meetings, "_MOST_SECONDS", 1.0)
+    assert meetings.measure_meetings(whole_steps.Crowd()) == pytest.approx(lost)
 
-    def meet() -> None:
-        pass
 
-    assert meetings.measure_meetings(meet) == pytest.approx(lost)
+@pytest.mark.parametrize(("other_seconds", "num_added"), [(0.001, 2 + 2 * 16), (5.0, 2)])
+def test_ranks_meet_to_add_a_megabyte_unless_that_takes_one_of_them_long(
+    monkeypatch: pytest.MonkeyPatch, other_seconds: float, num_added: int
+) -> None:
+    """One message connects the ranks and one is timed; then 16 pieces end with one, and 16 have nothing else."""
+    monkeypatch.setattr(meetings, "_TURNS", 1)
+    monkeypatch.setattr(meetings, "_ROWS", 8)
+    added: list[int] = []
+    there = whole_steps.Passed(other_seconds, 0.0)
+    crowd = whole_steps.Crowd(
+        gather=lambda mine: [[whole_steps.Passed(0.001, 0.0) for _ in mine], [there]],
+        add=lambda tensor: added.append(tensor.numel()),
+    )
+    meetings.measure_meetings(crowd)
+    assert added == [8 * 256] * num_added
 
 
 _KERNELS = [Kernel(kind=kind, forward=1e9, backward=5e8, forward_call=1e-5, backward_call=2e-5) for kind in KINDS]
@@ -154,6 +171,34 @@ def test_a_backward_in_two_halves_gives_the_gradients_of_a_whole_one() -> None:
     assert len(found[0]) == len(found[1]) > 20
     for whole, halves in zip(*found, strict=True):
         torch.testing.assert_close(halves, whole)
+
+
+def test_layers_cut_alone_compute_what_plain_ones_do() -> None:
+    """What is timed is what tensor parallelism computes: loss and gradients are those of the same weights."""
+    settings = split_layers._half_of(whole_steps.settings_of(16))
+    plain = Transformer(settings)
+    cut = split_layers.cut_alone(copy.deepcopy(plain))
+    tokens = torch.randint(settings.vocabulary, (2, settings.length))
+    found = []
+    for model in (plain, cut):
+        total, labels = next_token_loss(model(tokens), {"labels": tokens})
+        torch.autograd.backward(total / labels)
+        found.append([total, *(each.grad for each in model.parameters())])
+    kinds = [type(each).__name__ for each in cut.modules()]
+    assert (kinds.count("ColumnParallelLinear"), kinds.count("RowParallelLinear")) == (4 * 5, 4 * 2)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_cut_layer_takes_longer_by_the_difference_of_whole_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 layers with 4 calls each, a head, an embedding and a loss: 19 calls. Noise: never quicker."""
+    seconds = {False: whole_steps.Passed(1.0, 2.0), True: whole_steps.Passed(1.19, 1.9)}
+    monkeypatch.setattr(
+        split_layers, "timed_pass", lambda model, _: seconds[type(model.head).__name__ == "VocabularyHead"]
+    )
+    found = split_layers.measure_split_layers(lambda: None)
+    assert found.forward_call == pytest.approx(0.01)
+    assert found.backward_call == 0.0
 
 
 @pytest.mark.parametrize(

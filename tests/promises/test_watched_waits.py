@@ -22,6 +22,7 @@ KNOWN = {
     ("serving/ranked.py", "*"): SPAWNED,
     ("serving/shards.py", "*"): SPAWNED,
     ("probing/collectives.py", "*"): GUARDED,
+    ("probing/devices.py", "_crowd"): GUARDED,
     ("probing/links.py", "*"): GUARDED,
     ("probing/measure.py", "probe_rank"): MET,
     ("ranks/backend_exchange.py", "_start_shards"): BEGUN,

@@ -8,13 +8,16 @@ from typing import NamedTuple
 #: matmuls read and write; `scores` in query-key pairs, and so is `masks`, the additional time of attention with a mask.
 #: All others are counted in unfused memory traffic, in bytes. `elementwise` is every operation without a kind of its
 #: own. `optimizer` has no backward, and one call for each tensor. Two kinds have only a time per call: `sharded`, the
-#: additional time to call a layer that is cut over ranks; and `meeting`, the seconds that ranks lose when they wait
-#: for each other, on top of the message itself. `halves` has only a backward: the speed of one in two halves, relative
-#: to a whole one, and the additional time of each call that has weights.
+#: additional time to call a layer, an embedding or a loss that is cut over ranks; and `meeting`, the seconds that ranks
+#: lose when they wait for each other, on top of the message itself. `halves` has only a backward: the speed of one in
+#: two halves, relative to a whole one, and the additional time of each call that has weights.
 KINDS = (
     "matmul", "operands", "attention", "scores", "masks", "norm", "nonlinearity", "rotation", "loss", "elementwise",
     "optimizer", "sharded", "meeting", "halves",
 )  # fmt: skip
+
+#: The rate of work that costs nothing.
+FREE = 1e18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ add up:
     matmul:     FLOPs / rate  +  bytes of operands / rate    operands are packed before they are multiplied
     attention:  FLOPs / rate  +  scores / rate               their exponentials, however long a head is; masked ones too
                               +  scores / rate of masks      where it is given one
-    a layer that is cut over ranks: a longer call
+    a layer, an embedding or a loss that is cut over ranks: a longer call
     optimizer:  bytes / rate  +  a call for each tensor
 """
 
@@ -29,6 +29,7 @@ from shardwise.model.operations import (
     Convolution,
     CrossEntropy,
     Elementwise,
+    Embedding,
     Matmul,
     Norm,
     Operation,
@@ -104,10 +105,7 @@ def operation_seconds(kernels: Sequence[Kernel], operation: Operation, share: Sh
         if kind == "scores" and masks:
             total = _add(total, _seconds(get_kernel(kernels, "masks"), amount, 0))
     cut = find_kernel(kernels, "sharded")
-    if isinstance(operation, Matmul) and operation.sharding != "none" and cut is not None:
-        # Projections that read the same tensor are called together.
-        total = _add(total, _seconds(cut, Passes(0, 0, 0), (np.asarray(share.tp) > 1).astype(np.int64)))
-    return total
+    return total if cut is None else _add(total, _seconds(cut, Passes(0, 0, 0), num_cut_calls(operation, share)))
 
 
 def _seconds(kernel: Kernel, amount: Passes, calls: Number) -> Seconds:
@@ -126,6 +124,18 @@ def num_calls(operation: Operation, share: Share) -> Number:
     if not isinstance(operation, Matmul):
         return 1
     return len(operation.outputs) * np.asarray(gemm(operation, share).num_products)
+
+
+def num_cut_calls(operation: Operation, share: Share) -> Number:
+    """Return the calls that take longer because `tp` cuts the layer: one for projections that read the same tensor."""
+    match operation:
+        case Matmul() | Embedding():
+            is_cut = operation.sharding != "none"
+        case CrossEntropy():
+            is_cut = operation.cut == "tp"
+        case _:
+            is_cut = False
+    return (np.asarray(share.tp) > 1).astype(np.int64) * int(is_cut)
 
 
 def num_cuts(block: Block, share: Share) -> Number:

@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+import torch.distributed as dist
 
 from shardwise import environment
 from shardwise.cluster.local import available_bytes, memory_bytes
@@ -71,8 +72,15 @@ def measure_device(device: torch.device, host: str, name: str, sharing: int, wor
         num_cores=environment.num_cores(),
         host_bytes=memory_bytes(),
         spread=max(each.spread for each in found),
-        kernels=() if is_gpu else measure_kernels(Crowd(meet=world.wait, gather=world.gather)),
+        kernels=() if is_gpu else measure_kernels(_crowd(world)),
     )
+
+
+def _crowd(world: World) -> Crowd:
+    if world.size == 1:
+        return Crowd()
+    add = partial(dist.all_reduce, group=world.guarded(dist.new_group()))
+    return Crowd(meet=world.wait, gather=world.gather, add=add)
 
 
 def name_device(device: torch.device, host: str, name: str) -> DeviceFigures:

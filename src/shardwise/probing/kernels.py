@@ -9,7 +9,6 @@ caches and memory too.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import cycle
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.cluster.kernel import Kernel
+from shardwise.cluster.kernel import FREE, Kernel
 from shardwise.cost.processor import amounts
 from shardwise.kernels.rotary import rotate_plain
 from shardwise.model.load import load_model
@@ -26,10 +25,9 @@ from shardwise.model.operations import Attention, Matmul, Operation, Width
 from shardwise.model.share import Share
 from shardwise.probing.meetings import measure_meetings
 from shardwise.probing.split_backwards import measure_split
+from shardwise.probing.split_layers import measure_split_layers
 from shardwise.probing.steady import settled
 from shardwise.probing.whole_steps import Crowd, WholePasses
-from shardwise.ranks.collectives import Group
-from shardwise.sharding.tensor.linear import ColumnParallelLinear, ColumnSet, RowParallelLinear
 
 #: Seconds for one size of one kind, on every rank.
 LIMIT_SECONDS = 0.15
@@ -81,18 +79,19 @@ def measure_kernels(crowd: Crowd) -> tuple[Kernel, ...]:
     ):
         passes.run()
         found += _two_ways(first, second, trials, crowd)
-    for measure in (_masks, _optimizer, _sharded):
+    for measure in (_masks, _optimizer):
         passes.run()
         found.append(measure(crowd))
     passes.run()
     longer = passes.compare(found)
     in_a_model = [longer.of(each) for each in found]
-    lost = measure_meetings(crowd.meet)
+    lost = measure_meetings(crowd)
     split = measure_split(crowd.meet)
     return (
         *in_a_model,
-        Kernel(kind="meeting", forward=_FREE, backward=_FREE, forward_call=lost),
-        Kernel(kind="halves", forward=_FREE, backward=1.0 / (1.0 + split.fraction), backward_call=split.call_seconds),
+        measure_split_layers(crowd.meet),
+        Kernel(kind="meeting", forward=FREE, backward=FREE, forward_call=lost),
+        Kernel(kind="halves", forward=FREE, backward=1.0 / (1.0 + split.fraction), backward_call=split.call_seconds),
     )
 
 
@@ -171,7 +170,7 @@ def _masks(crowd: Crowd) -> Kernel:
     rates = []
     for index in range(2):  # Forward, then backward.
         longer = median([with_one[index] - without[index] for without, with_one in taken])
-        rates.append(pairs[index] / longer if longer > 0 else _FREE)
+        rates.append(pairs[index] / longer if longer > 0 else FREE)
     return Kernel(kind="masks", forward=rates[0], backward=rates[1])
 
 
@@ -183,34 +182,6 @@ def _attend_masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def _seen(rows: int, tokens: int) -> Tensor:
     """Return a mask as for rows with several documents: made once for all layers."""
     return torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(rows, 1, tokens, tokens).contiguous()
-
-
-def _sharded(crowd: Crowd) -> Kernel:
-    """Time how much longer a call of a sharded layer takes than of a plain one, by columns or by rows: Python, and an
-    autograd function of its own. Nothing is sent."""
-    group, plain = Group(), _time(_linear(_NARROW), 1, _FEW, crowd)
-
-    def weight() -> nn.Parameter:
-        return nn.Parameter(torch.randn(_NARROW, _NARROW))
-
-    def columns() -> nn.Module:
-        return ColumnParallelLinear(weight(), None, ColumnSet(group), is_transposed=False, rng=None)
-
-    def rows() -> nn.Module:
-        return RowParallelLinear(weight(), None, group, is_transposed=False, rng=None)
-
-    longer = []
-    for make in (columns, rows):
-        layers = cycle([make() for _ in range(_KEPT)])  # Each layer is called once in a step.
-        trial = replace(
-            _linear(_NARROW),
-            run=lambda given, layers=layers: next(layers)(given),
-            inputs=lambda rows, tokens: [torch.randn(rows, tokens, _NARROW)],
-        )
-        taken = _time(trial, 1, _FEW, crowd)
-        longer.append([max(each - before, 0.0) for each, before in zip(taken, plain, strict=True)])
-    forward, backward = (sum(each) / len(longer) for each in zip(*longer, strict=True))
-    return Kernel(kind="sharded", forward=_FREE, backward=_FREE, forward_call=forward, backward_call=backward)
 
 
 def _amount(trial: Trial, rows: int, tokens: int) -> list[Both]:
@@ -285,10 +256,6 @@ def _two_ways(first: str, second: str, trials: Sequence[Trial], crowd: Crowd) ->
     ]
 
 
-#: The rate of work that costs nothing.
-_FREE = 1e18
-
-
 def _rates(work: list[list[float]], seconds: list[float]) -> tuple[float, float]:
     """Solve `seconds = a / rate + b / other rate` for two shapes. If noise makes a rate negative, it is free."""
     (a, b), (c, d) = work
@@ -298,7 +265,7 @@ def _rates(work: list[list[float]], seconds: list[float]) -> tuple[float, float]
         (a * seconds[1] - c * seconds[0]) / determinant,
     )
     if first <= 0 or second <= 0:
-        return c / seconds[1], _FREE
+        return c / seconds[1], FREE
     return 1.0 / first, 1.0 / second
 
 

@@ -64,10 +64,12 @@ class Passed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crowd:
-    """The ranks that measure at once: `meet` is a barrier, `gather` returns what each rank has given."""
+    """The ranks that measure at once: `meet` is a barrier, `gather` returns what each rank has given, and `add` adds a
+    tensor to those of the others, in place."""
 
     meet: Callable[[], object] = lambda: None
     gather: Callable[[list[Passed]], Sequence[list[Passed]]] = lambda mine: [mine]
+    add: Callable[[Tensor], object] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,10 +153,11 @@ def timed_pass(model: Transformer, tokens: Tensor) -> Passed:
 
 def small_model(width: int, rows: int, num_layers: int = _LAYERS) -> tuple[Transformer, Tensor]:
     """Return a model of a width, and tokens for it."""
-    return Transformer(_settings(width, num_layers)), torch.randint(_VOCABULARY, (rows, _TOKENS))
+    return Transformer(settings_of(width, num_layers)), torch.randint(_VOCABULARY, (rows, _TOKENS))
 
 
-def _settings(width: int, num_layers: int = _LAYERS) -> Settings:
+def settings_of(width: int, num_layers: int = _LAYERS) -> Settings:
+    """Return the settings of a small model."""
     return Settings(
         vocabulary=_VOCABULARY,
         width=width,
@@ -187,4 +190,4 @@ def _operations(size: Size) -> list[tuple[Operation, Share]]:
 
 def blocks_of(width: int, num_layers: int = _LAYERS) -> Sequence[Block]:
     """Return the blocks of a small model, as the planner counts them."""
-    return load_model(config_for(_settings(width, num_layers))[1]).blocks
+    return load_model(config_for(settings_of(width, num_layers))[1]).blocks

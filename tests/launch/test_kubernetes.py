@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent / "manifests"
 IMAGE = f"registry.example/shardwise@sha256:{'0123456789abcdef' * 4}"
 #: The releases of Kubernetes that are supported at a time are three; one more for who is late.
 RELEASES = ("1.34", "1.35", "1.36", "1.37")
-RECIPE = 'name = "mine"\nsteps = 10\nbatch = 8\n'
+RECIPE = 'name = "mine"\nsteps = 10\nbatch = 16\n[model]\nheads = 8\n'
 TRAIN = ["--claim", "runs", "--rack", "topology.example/rack", "--image", IMAGE]
 CASES = {
     "jobset": [
@@ -33,7 +33,20 @@ CASES = {
         "--plan",
         "dp=2,tp=8,pp=2,microbatches=4",
     ],
-    "jobset-wide": [*TRAIN, "--devices-per-node", "4", "--queue", "gpus", "--", "train", "tiny", "--plan", "tp=8"],
+    "jobset-wide": [
+        *TRAIN,
+        "--devices-per-node",
+        "4",
+        "--queue",
+        "gpus",
+        "--",
+        "train",
+        "tiny",
+        "--set",
+        "model.heads=8",
+        "--plan",
+        "tp=8",
+    ],
     "trainjob": [*TRAIN, "--as", "trainjob", "--devices-per-node", "8", "--", "train", "mine.toml", "--plan", "dp=16"],
     "serve": ["--secret", "key", "--claim", "runs", "--image", IMAGE, "--replicas", "2", "--", "serve", "/runs/model"],
 }

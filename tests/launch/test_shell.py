@@ -105,7 +105,7 @@ def test_torchrun_waits_for_ranks_that_save(here: Path, capsys: pytest.CaptureFi
 
 def test_nodes_and_devices_come_from_the_plan_and_the_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "plan.toml").write_text("dp = 4\ntp = 4\n")
-    words = ["--cluster", "8x8xh100", "--", "train", "tiny", "--plan", "plan.toml"]
+    words = ["--cluster", "8x8xh100", "--", "train", "tiny", "--set", "model.heads=4", "--plan", "plan.toml"]
     text = text_of(["launch", "--on", "slurm", *words], capsys)
     assert "#SBATCH --nodes=2\n" in text
     assert "#SBATCH --gpus-per-node=8\n" in text
@@ -196,6 +196,32 @@ def test_nodes_and_devices_come_from_the_plan_and_the_cluster(here: Path, capsys
         (
             "--on local --port 99999 -- train tiny --plan dp=1",
             "error: --port 99999: ports are from 1 to 65535\n  try: leave --port out\n",
+        ),
+        (
+            "--on slurm --devices-per-node 7 -- train tiny --plan tp=7",
+            "error: layers.0.attention.q_proj, layers.0.attention.k_proj, layers.0.attention.v_proj and"
+            " layers.0.attention.o_proj can be split into 2 pieces (heads or channels), fewer than tp=7\n  try: tp=2\n",
+        ),
+        (
+            "--on hosts --hosts a,b,c -- train tiny --plan dp=3",
+            "error: a batch of 8 rows cannot be divided evenly under dp=3\n  try: --set batch=6 or --set batch=9\n",
+        ),
+        (
+            "--on local -- train tiny --plan dp=2,ep=2",
+            "error: Transformer has no experts for ep=2 to share out: none were found\n  try: ep=1\n",
+        ),
+        (
+            "--on local -- train tiny --plan pp=2,layers=1+5",
+            "error: the cut 1, 5 adds up to 6, but there are 5 units, 2 of them blocks\n"
+            "  try: layers=3+2 (units: embed, layers.0, layers.1, norm, head)\n",
+        ),
+        (
+            "--on slurm --sweep batch=8,9 -- train tiny --plan dp=2 --folder s",
+            "error: a batch of 9 rows cannot be divided evenly under dp=2\n  try: --set batch=8 or --set batch=10\n",
+        ),
+        (
+            "--on local -- serve qwen3-0.6b --random-weights --plan tp=7",
+            "error: tp=7 does not divide 16 heads\n  try: tp=4\n",
         ),
         (
             "--on local --env A-B=1 -- train tiny --plan dp=1",
@@ -323,6 +349,17 @@ def test_what_is_done_when_ranks_have_ended(
     for kind, facts in events:
         note(tmp_path, kind, **facts)
     assert at_node.end(tmp_path, status) == then
+
+
+def test_what_only_the_machines_have_is_left_to_them(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        "train tiny --plan tp=7 --set data.source=/scratch/some.tokens",
+        "train tiny --plan tp=7 --set model.source=their_package.module:factory",
+        "serve /scratch/model --plan tp=7",
+    ):
+        assert main(["launch", "--on", "slurm", "--devices-per-node", "7", "--show", "--", *words.split()]) == 0
+    assert capsys.readouterr().out.count("tp=7") >= 3
+    assert not list(here.iterdir())
 
 
 def test_words_of_a_server_listen_for_others_unless_it_runs_here() -> None:

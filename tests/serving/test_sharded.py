@@ -135,7 +135,7 @@ def test_ranks_sit_where_what_they_send_takes_least() -> None:
     ("plan", "problem"),
     [
         ("tp=4", "tp=4 does not divide 2 KV heads"),
-        ("dp=2,ep=2", "ep=2 does not divide 0 experts"),
+        ("dp=2,ep=2", "ep=2, and the model has no experts"),
         ("pp=8", "pp=8 is more than 4 layers"),
         ("pp=2,layers=3+3", "layers=3+3 is 6 layers, and the model has 4, and each stage needs at least one"),
         ("cp=2", "the plan cp=2 has cp=2, and serving does not split sequences"),

@@ -226,6 +226,10 @@ def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:
         (["--set", "steps"], "--set steps has no value"),
         (["--set", "data.source=absent.tokens", "--devices", "1"], "the token file absent.tokens cannot be read"),
         (["--set", "model.folder=absent", "--devices", "1"], "absent"),
+        (["--plan", "tp=3", "--devices", "3"], "fewer than tp=3\n  try: tp=2"),
+        (["--plan", "dp=3", "--devices", "3"], "a batch of 8 rows cannot be divided evenly under dp=3"),
+        (["--plan", "dp=2,ep=2", "--devices", "2"], "has no experts for ep=2"),
+        (["--plan", "pp=2,layers=1+5", "--devices", "2"], "there are 5 units, 2 of them blocks"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_started(

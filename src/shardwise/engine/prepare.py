@@ -94,7 +94,7 @@ def prepare(
             error.problem, remedy=f"pp={ranks}" if ranks else f"pp={error.num_units},schedule=1f1b"
         ) from None
     except ShardwiseError as error:
-        raise _in_keys(error) from None
+        raise in_keys(error) from None
     _recompute_and_compile(stages, plan, ComputePolicy.of(plan, schedule, casts=options.masters), backend)
     return Prepared(kept_in_order(stages, plan, rank, gather), schedule, *finding.callers(module, stages.units))
 
@@ -116,7 +116,7 @@ def _recompute_and_compile(stages: Split, plan: Plan, policy: ComputePolicy, bac
         recompute_units(stages, **how)
 
 
-def _in_keys(error: ShardwiseError) -> ShardwiseError:
+def in_keys(error: ShardwiseError) -> ShardwiseError:
     """Reword an error about a cut: the splitter counts units, and a plan counts layers."""
     found = re.fullmatch(r"cut=\[([\d, ]+)\](.*)", error.remedy or "")
     if found is None:

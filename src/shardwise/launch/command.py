@@ -8,7 +8,9 @@ from shardwise.answer import Answer, Canvas
 from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.launch.chosen import layout_of, placed, target_of
 from shardwise.launch.layout import notes_on
+from shardwise.launch.on_slurm import OnSlurm
 from shardwise.launch.option_checks import check_key
+from shardwise.launch.slurm_script import task_works
 from shardwise.launch.target import Submitted, Target, follow
 from shardwise.launch.work import Work, command_line, read_work
 from shardwise.trace.journal import note
@@ -107,6 +109,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     layout = layout_of(arguments, work)
     work = placed(arguments, work, layout)
     target = target_of(arguments, work, layout)
+    _check_plan(work, target)
     notes = notes_on(work, layout)
     data = {
         "on": target.on,
@@ -130,6 +133,14 @@ def run(arguments: argparse.Namespace) -> Answer:
     if not arguments.follow:
         return Answer(data=data, render=lambda canvas: _draw_submitted(canvas, target, submitted, work, notes))
     return _followed(arguments, submitted, data)
+
+
+def _check_plan(work: Work, target: Target) -> None:
+    """Refuse a plan that the model cannot have, in any of the runs of a sweep."""
+    from shardwise.launch.plan_check import check_work  # Loads torch.
+
+    for each in task_works(work, target.job) if isinstance(target, OnSlurm) else [work]:
+        check_work(each)
 
 
 def _followed(arguments: argparse.Namespace, submitted: Submitted, data: dict[str, object]) -> Answer:

@@ -60,14 +60,23 @@ def read_work(words: Sequence[str], folder: str | None = None, *, is_local: bool
         raise WrongCallError(
             f"{kind!r} cannot be launched; {known} can", remedy=f"-- {nearest(kind, _MODULES) or 'train'} ..."
         )
-    module: Any = import_module(_MODULES[kind])
-    arguments = parse(make_parser(kind, module), rest, module)
+    arguments, module = _parsed(kind, rest)
     for option in ("show", "json"):
         if getattr(arguments, option):
             raise WrongCallError(f"--{option} stands after the --", remedy=f"shardwise launch --{option} ... -- {kind}")
     if kind == "train":
         return _training(arguments, rest, module, folder)
     return _serving(arguments, rest, folder, is_local=is_local)
+
+
+def arguments_of(work: Work) -> argparse.Namespace:
+    """Return the arguments of the command."""
+    return _parsed(work.kind, work.words)[0]
+
+
+def _parsed(kind: str, words: Sequence[str]) -> tuple[argparse.Namespace, Any]:
+    module: Any = import_module(_MODULES[kind])
+    return parse(make_parser(kind, module), list(words), module), module
 
 
 def command_line(work: Work) -> str:

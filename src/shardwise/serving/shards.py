@@ -7,6 +7,7 @@
 Only what a rank has is read and allocated. The rest of its module stays on the meta device.
 """
 
+import math
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -21,6 +22,7 @@ from shardwise.nets.moe import MoE
 from shardwise.nets.settings import Heads, Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.nets.weights import shapes_of
+from shardwise.planner.plan import largest_divisor
 
 #: The dim of a weight that is sharded over tensor parallel ranks.
 _ROWS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
@@ -90,7 +92,9 @@ def check_shard(settings: Settings, shard: Shard) -> None:
     if shard.tp > 1 and shard.ep > 1:
         raise ShardwiseError("serving splits a layer by tp or by ep, not by both", remedy="tp=2, or ep=2")
     if shard.pp > settings.num_layers:
-        raise ShardwiseError(f"pp={shard.pp} is more than {settings.num_layers} layers", remedy="a smaller pp")
+        raise ShardwiseError(
+            f"pp={shard.pp} is more than {settings.num_layers} layers", remedy=f"pp={settings.num_layers}"
+        )
     if shard.counts is not None and (sum(shard.counts) != settings.num_layers or 0 in shard.counts):
         text = "+".join(map(str, shard.counts))
         raise ShardwiseError(
@@ -105,10 +109,19 @@ def check_shard(settings: Settings, shard: Shard) -> None:
         counts["channels of an expert"] = settings.mixture.width
     for what, count in counts.items():
         if count % shard.tp:
-            raise ShardwiseError(f"tp={shard.tp} does not divide {count} {what}", remedy="a smaller tp, or pp")
+            most = largest_divisor(math.gcd(*counts.values()), shard.tp)
+            raise ShardwiseError(
+                f"tp={shard.tp} does not divide {count} {what}", remedy=f"tp={most}" if most > 1 else "pp= instead"
+            )
     num_experts = 0 if settings.mixture is None else settings.mixture.num_experts
-    if shard.ep > 1 and (not num_experts or num_experts % shard.ep):
-        raise ShardwiseError(f"ep={shard.ep} does not divide {num_experts} experts", remedy="tp or pp")
+    if shard.ep > 1 and not num_experts:
+        raise ShardwiseError(f"ep={shard.ep}, and the model has no experts", remedy="tp= or pp= instead")
+    if shard.ep > 1 and num_experts % shard.ep:
+        most = largest_divisor(num_experts, shard.ep)
+        raise ShardwiseError(
+            f"ep={shard.ep} does not divide {num_experts} experts",
+            remedy=f"ep={most}" if most > 1 else "tp= or pp= instead",
+        )
 
 
 def make_shard(settings: Settings, shard: Shard, dtype: torch.dtype) -> tuple[Transformer, list[str]]:

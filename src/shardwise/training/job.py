@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.training.recipe import Recipe
 
@@ -43,16 +42,3 @@ class Job:
     seats: tuple[int, ...] | None = None
     watching: Watching = Watching()
     copies_every: int | None = 0
-
-
-def check_rows(job: Job) -> None:
-    """Refuse a batch that cannot be divided evenly over replicas and microbatches."""
-    rows, plan = job.recipe.batch, job.plan
-    pieces = plan.dp * plan.microbatches
-    if rows % pieces:
-        shared = [f"{key}={getattr(plan, key)}" for key in ("dp", "microbatches") if getattr(plan, key) > 1]
-        sizes = [str(each) for each in (rows - rows % pieces, rows - rows % pieces + pieces) if each]
-        raise ShardwiseError(
-            f"a batch of {rows} rows cannot be divided evenly under {','.join(shared)}",
-            remedy=" or ".join(f"--set batch={size}" for size in sizes),
-        )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.nets.hf import Checkpoint
@@ -25,6 +25,8 @@ from shardwise.training.recipe import Recipe
 #: A gated MLP has three matrices instead of two of 4 x the width. At 8/3 it has as many parameters.
 _GATED = 8 / 3
 _MULTIPLE = 8
+#: The entry of a batch that says of which document each token is.
+DOCUMENTS = "documents"
 #: The key of a description for router biases that the family does not have.
 _BIAS = "bias"
 
@@ -123,6 +125,11 @@ def num_parameters(module: nn.Module) -> int:
     return sum(each.numel() for each in module.parameters())
 
 
+def example_of_tokens(num_rows: int, sequence: int) -> dict[str, Tensor]:
+    """Return a batch of zeros with all entries that a batch of tokens may have."""
+    return dict.fromkeys(("input_ids", "labels", DOCUMENTS), torch.zeros(num_rows, sequence, dtype=torch.int64))
+
+
 def described(settings: Settings, folder: str | None, *, has_bias: bool = False) -> dict[str, Any]:
     """Return a description from which the model can be made again, in JSON types: its family and configuration.
 
@@ -178,6 +185,10 @@ class Ours:
     def make(self, *, tp: int, device: torch.device) -> nn.Module:
         """Return the module, on the meta device or not."""
         return make_module(self.settings, tp=tp, device=device)
+
+    def example(self, num_rows: int) -> dict[str, Tensor]:
+        """Return a batch of zeros."""
+        return example_of_tokens(num_rows, self._recipe.data.sequence)
 
     def fill(self, held: Held) -> None:
         """Initialise the weights that a rank holds."""

@@ -9,10 +9,11 @@ from shardwise.training.balance import Balancer
 from shardwise.training.checkpoint.parts import Held, shapes_of
 from shardwise.training.data.rows import AnyRows, Batch, Batches, training_and_held_out
 from shardwise.training.data.source import check_data, open_data
-from shardwise.training.job import Job, check_rows
+from shardwise.training.job import Job
 from shardwise.training.make_engine import make_engine
 from shardwise.training.metrics import find_board
 from shardwise.training.model import num_parameters
+from shardwise.training.plan_check import check_plan
 from shardwise.training.precision import LossScale
 from shardwise.training.restoring import Restored, restore
 from shardwise.training.run_copies import RunCopies, open_copies
@@ -44,11 +45,10 @@ class Setup:
 
 
 def check_inputs(job: Job) -> None:
-    """Before any rank is started, refuse rows that cannot be divided over ranks, data or a model that cannot be read,
-    and `tensorboard` if it is not installed.
+    """Before any rank is started, refuse data or a model that cannot be read, a plan that cannot split the model or its
+    rows, and `tensorboard` if it is not installed.
     """
-    subject_of(job.recipe, check_data(job.recipe.data))
-    check_rows(job)
+    check_plan(job.recipe, job.plan, subject_of(job.recipe, check_data(job.recipe.data)))
     if job.recipe.tensorboard:
         find_board()
 

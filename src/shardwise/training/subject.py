@@ -22,13 +22,10 @@ from shardwise.stages.stage import Batch, Loss
 from shardwise.training.checkpoint.parts import Held
 from shardwise.training.convert_own import describe_hf
 from shardwise.training.data.images import check_images, find_size
-from shardwise.training.model import Ours, num_parameters
+from shardwise.training.model import DOCUMENTS, Ours, example_of_tokens, num_parameters
 from shardwise.training.recipe import Recipe
 
 _OPTION = "--set model.source="
-_DOCUMENTS = "documents"
-#: The entries of a batch of tokens.
-_ENTRIES = ("input_ids", "labels", _DOCUMENTS)
 
 
 class Own:
@@ -60,7 +57,7 @@ class Own:
             return 6.0 * num_parameters(module)
         # Convolutions use each weight at many positions, so FLOPs are counted on meta images; batch norms need two.
         with torch.device("meta"):
-            example = self._example(2)
+            example = self.example(2)
         with FlopCounterMode(display=False) as counter:
             copy.deepcopy(module).to("meta")(**example)
         return 3.0 * int(counter.get_total_flops()) / 2
@@ -71,14 +68,14 @@ class Own:
     def for_planner(self) -> dict[str, Any]:
         module = self._made()[0]
         takes = inspect.signature(module.forward).parameters
-        example = self._example(self._recipe.batch)
+        example = self.example(self._recipe.batch)
         return {"model": module, "example": {name: each for name, each in example.items() if name in takes}}
 
-    def _example(self, num_rows: int) -> dict[str, Tensor]:
+    def example(self, num_rows: int) -> dict[str, Tensor]:
         """Return a batch of zeros."""
         if self._size is not None:
             return {"images": torch.zeros(num_rows, 3, self._size, self._size, dtype=torch.uint8)}
-        return dict.fromkeys(_ENTRIES, torch.zeros(num_rows, self._recipe.data.sequence, dtype=torch.int64))
+        return example_of_tokens(num_rows, self._recipe.data.sequence)
 
     def _made(self) -> tuple[nn.Module, Loss]:
         torch.manual_seed(self._recipe.seed)
@@ -93,12 +90,12 @@ class Own:
 
     def _masks_for(self, module: nn.Module) -> bool:
         takes, masks = inspect.signature(module.forward).parameters, self._recipe.data.masks
-        if masks and _DOCUMENTS not in takes:
+        if masks and DOCUMENTS not in takes:
             raise ShardwiseError(
-                f"data.masks=true, and the module of {self._source} takes no {_DOCUMENTS}, but {', '.join(takes)}",
+                f"data.masks=true, and the module of {self._source} takes no {DOCUMENTS}, but {', '.join(takes)}",
                 remedy="--set data.masks=none, which has them where the module takes them",
             )
-        return _DOCUMENTS in takes if masks is None else masks
+        return DOCUMENTS in takes if masks is None else masks
 
 
 #: It makes the module of a run, knows its initial weights, and describes it for checkpoints.

@@ -73,7 +73,22 @@ def _keep(module: nn.Module, layer: ExpertLayer, mine: tuple[int, ...]) -> None:
 
 def _check(module: nn.Module, mesh: Mesh, layers: list[ExpertLayer], others: Mapping[str, str]) -> None:
     """Refuse experts that cannot be sharded, before anything is changed."""
-    ep = mesh.group("ep").size
+    _check_count(module, mesh.group("ep").size, layers, others)
+    config = getattr(module, "config", None)
+    if mesh.group("gradients").size > 1 and getattr(config, "output_router_logits", False):
+        raise ShardwiseError(
+            f"{type(module).__name__} computes its balancing loss from the tokens of one rank, and there are"
+            f" {mesh.group('gradients').size} replicas: their mean is not the loss of one device",
+            remedy="config.output_router_logits = False, or shardwise.nets with Mixture(auxiliary=...)",
+        )
+
+
+def check_experts(module: nn.Module, ep: int) -> None:
+    """Refuse a module without an expert for every rank, before there are ranks."""
+    _check_count(module, ep, find_layers(module), find_others(module))
+
+
+def _check_count(module: nn.Module, ep: int, layers: list[ExpertLayer], others: Mapping[str, str]) -> None:
     if ep > 1 and not layers:
         name, why = next(iter(others.items()), ("", ""))
         reason = f"of {name}, {why}" if name else "none were found"
@@ -86,13 +101,6 @@ def _check(module: nn.Module, mesh: Mesh, layers: list[ExpertLayer], others: Map
                 f"{layer.name} has {layer.num_experts} experts, and ep={ep} ranks cannot each have one",
                 remedy=f"ep={layer.num_experts}",
             )
-    config = getattr(module, "config", None)
-    if mesh.group("gradients").size > 1 and getattr(config, "output_router_logits", False):
-        raise ShardwiseError(
-            f"{type(module).__name__} computes its balancing loss from the tokens of one rank, and there are"
-            f" {mesh.group('gradients').size} replicas: their mean is not the loss of one device",
-            remedy="config.output_router_logits = False, or shardwise.nets with Mixture(auxiliary=...)",
-        )
 
 
 def _choose(layers: list[ExpertLayer], placements: Mapping[str, Placement], num_ranks: int) -> dict[str, Placement]:

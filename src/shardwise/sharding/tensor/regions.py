@@ -26,6 +26,9 @@ from shardwise.sharding.tensor.sharding import Runs, runs_of, starred
 #: number of heads; also any equal to the width of all heads; or none. A trial verifies each guess.
 GUESSES = ("names", "heads", "widths", "none")
 
+#: In a remedy, before the way of those who can name layers: recipes cannot.
+OR_WHOLE = ", or the layer whole on every rank: "
+
 #: Repeats the run with labels only for this many of the first channels of these layers.
 Again = Callable[[Mapping[str, int]], ChannelTrace]
 
@@ -245,7 +248,7 @@ def _add_shared(seen: _Seen, again: Again, few: list[_Sketch], num_ranks: int, f
             raise ShardwiseError(
                 f"{', '.join(sketch.columns)} and {row} can be split into {most} pieces (heads or channels), fewer than"
                 f" tp={num_ranks}",
-                remedy=f'tp={most}, or the layer whole on every rank: tensor={{"{row}": "whole"}}',
+                remedy=f'tp={most}{OR_WHOLE}tensor={{"{row}": "whole"}}',
             )
         else:
             for name in sketch.columns:

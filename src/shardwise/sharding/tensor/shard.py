@@ -165,6 +165,14 @@ def find_apart(
     return Apart(frozenset(trial.cut_layers()), frozenset(trial.seen.given), together, trial.unshared)
 
 
+@leaves_classes
+def check_divisible(module: nn.Module, num_ranks: int, example: Batch) -> None:
+    """Refuse layers that have fewer pieces than ranks, before there are ranks. Parameters may be on the meta device."""
+    plan, twin = read_tensor_plan(module, None), meta_twin(module)
+    arguments = _on_meta(twin, example)
+    find(twin, plan, num_ranks, arguments, uncut=_uncut(module, plan), hooked=(), read_by_loss=lambda _: {})
+
+
 def find(
     twin: nn.Module, plan: TensorPlan, num_ranks: int, arguments: Arguments, *, uncut: Mapping[str, str],
     hooked: Collection[str], read_by_loss: Callable[[Any], Mapping[str, str]],

@@ -237,6 +237,7 @@ def test_mistakes_are_told_before_anything_is_started(
 ) -> None:
     assert main(["train", "tiny", "--folder", str(tmp_path / "run"), *words]) == 1
     assert problem in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_half_precision_scales_its_loss_and_leaves_steps_out_that_overflow(

@@ -186,6 +186,11 @@ class Ours:
         """Return the module, on the meta device or not."""
         return make_module(self.settings, tp=tp, device=device)
 
+    def sample(self) -> nn.Module:
+        """Return a module of its first blocks, with one of each kind, on the meta device."""
+        kinds = [self.settings.is_mixture(layer) for layer in range(self.settings.num_layers)]
+        return make_module(replace(self.settings, num_layers=1 + max(kinds.index(kind) for kind in set(kinds))))
+
     def example(self, num_rows: int) -> dict[str, Tensor]:
         """Return a batch of zeros."""
         return example_of_tokens(num_rows, self._recipe.data.sequence)

@@ -23,12 +23,13 @@ def check_plan(recipe: Recipe, plan: Plan, subject: Subject) -> None:
     check_rows(recipe, plan)
     if plan.tp == 1 and plan.ep == 1 and plan.layers is None:
         return
-    module, example = subject.make(tp=plan.tp, device=torch.device("meta")), _example(recipe, plan, subject)
+    example = _example(recipe, plan, subject)
     if plan.ep > 1:
-        check_experts(module, plan.ep)
+        check_experts(subject.sample(), plan.ep)
     if plan.tp > 1:
-        _check_layers(module, plan.tp, example)
+        _check_layers(subject.sample(), plan.tp, example)
     if plan.layers is not None:
+        module = subject.make(tp=plan.tp, device=torch.device("meta"))
         try:
             stage_costs(module, plan.num_stages or plan.pp, example, cut=plan.layers)
         except ShardwiseError as error:

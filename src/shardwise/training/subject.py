@@ -71,6 +71,10 @@ class Own:
         example = self.example(self._recipe.batch)
         return {"model": module, "example": {name: each for name, each in example.items() if name in takes}}
 
+    def sample(self) -> nn.Module:
+        """Return the module on the meta device: its blocks may all be different."""
+        return self.make(tp=1, device=torch.device("meta"))
+
     def example(self, num_rows: int) -> dict[str, Tensor]:
         """Return a batch of zeros."""
         if self._size is not None:

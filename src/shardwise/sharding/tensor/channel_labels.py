@@ -73,41 +73,50 @@ def _num_equal(some: list[int], others: list[int]) -> int:
 
 
 class UnionFind:
-    """Labels, joined into channel groups (a union-find forest)."""
+    """Labels, joined into channel groups: a union-find forest, in which whole arrays of labels are joined at once.
+
+    Wide models have millions of labels. A root is the smallest label of its group.
+    """
 
     def __init__(self) -> None:
-        self._parent: list[int] = []
-        #: A cache of the root of every label; None after labels were made or joined.
+        self._count = 0
+        #: By label; longer than the labels that there are, so that it rarely grows.
+        self._parent: Labels = np.empty(0, dtype=np.int64)
+        #: A cache of the root of every label, and -1 behind them; None after labels were made or joined.
         self._roots: Labels | None = None
 
     def new(self, count: int) -> int:
         """Make labels, each a group of its own, and return the first."""
-        first, self._roots = len(self._parent), None
-        self._parent += range(first, first + count)
+        first, self._roots = self._count, None
+        self._count += count
+        if self._count > len(self._parent):
+            more = np.arange(len(self._parent), 2 * self._count)
+            self._parent = np.concatenate([self._parent, more])
         return first
-
-    def find(self, label: int) -> int:
-        parent = self._parent
-        while parent[label] != label:
-            parent[label] = label = parent[parent[label]]
-        return label
 
     def join(self, some: Labels, others: Labels) -> None:
         """Join labels pairwise. -1 means no label."""
         both = (some >= 0) & (others >= 0) & (some != others)
-        if both.any():
+        ones, twos = some[both], others[both]
+        while len(ones):
             self._roots = None
-            # Encode each pair as one number, which keeps the order: sorting rows of two takes far longer.
-            count = len(self._parent)
-            pairs = np.unique(some[both] * count + others[both])
-            for one, other in zip(*(each.tolist() for each in np.divmod(pairs, count)), strict=True):
-                self._parent[self.find(one)] = self.find(other)
+            ones, twos = self._find(ones), self._find(twos)
+            apart = ones != twos
+            ones, twos = ones[apart], twos[apart]
+            # The smallest wins where several roots are joined to one; the others find it in the next turn.
+            np.minimum.at(self._parent, np.maximum(ones, twos), np.minimum(ones, twos))
 
     def roots(self, labels: Labels) -> Labels:
         """Return the group of each label, named by its root label. -1 stays -1."""
         if self._roots is None:
-            roots, above = np.empty(0, dtype=np.int64), np.array([*self._parent, -1], dtype=np.int64)
-            while not np.array_equal(roots, above):
-                roots, above = above, above[above]
-            self._roots = roots
+            self._roots = np.append(self._find(np.arange(self._count)), -1)
         return self._roots[labels]
+
+    def _find(self, labels: Labels) -> Labels:
+        """Return the roots of labels, which become their parents."""
+        above = self._parent[labels]
+        while True:
+            further = self._parent[above]
+            if np.array_equal(above, further):
+                return above
+            self._parent[labels] = above = further

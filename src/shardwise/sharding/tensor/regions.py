@@ -9,7 +9,7 @@ Parts are assigned to ranks in order, as evenly as their number allows. If there
 queries share a key head, the queries of one part are split further, and each of its ranks has a copy of the key head.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -33,6 +33,22 @@ OR_WHOLE = ", or the layer whole on every rank: "
 Again = Callable[[Mapping[str, int]], ChannelTrace]
 
 
+class _Owners:
+    """The rank of each part."""
+
+    def __init__(self, shares: Sequence[Labels]) -> None:
+        """`shares` has the parts of each rank."""
+        parts = np.concatenate(shares)
+        order = np.argsort(parts)
+        self._parts = parts[order]
+        self._ranks = np.repeat(np.arange(len(shares)), [len(some) for some in shares])[order]
+
+    def of(self, parts: Labels) -> Labels:
+        """Return the rank of each part, -1 for those without one."""
+        places = np.searchsorted(self._parts, parts).clip(max=len(self._parts) - 1)
+        return np.where(self._parts[places] == parts, self._ranks[places], -1)
+
+
 @dataclass(kw_only=True)
 class Region:
     """Layers that are cut together, with the channels of each rank: outputs for columns, inputs for rows."""
@@ -47,7 +63,7 @@ class Region:
     #: Parameters used there that have elements for each part: the dim that is cut, and the indices of each rank.
     cut_inside: dict[str, tuple[int, tuple[Runs, ...]]] = field(default_factory=dict)
     #: The rank of each part, if each is on one rank.
-    owners: Mapping[int, int] = field(default_factory=dict)
+    owners: _Owners | None = None
     draws: bool = False
     #: Which integers stored by a module are scaled to this rank's heads: an entry of `GUESSES`.
     guess: str = "names"
@@ -100,16 +116,29 @@ class _Seen:
         }
         self.reads = {name: roots(each.read[0]) for name, each in trace.layers.items() if each.read}
         self.returned = [roots(labels) for labels in trace.returned]
-        self.makers = _by_part(self.outputs)
-        self.readers = _by_part(self.reads)
+        self.makers = _Places(self.outputs)
+        self.readers = _Places(self.reads)
+        #: Parameters, and the parts that they are used on.
+        self.used = _Places({name: roots(np.concatenate(each)) for name, each in trace.used_on.items()})
 
 
-def _by_part(labels: Mapping[str, Labels]) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for name, parts in labels.items():
-        for part in np.unique(parts).tolist():
-            found.setdefault(part, []).append(name)
-    return found
+class _Places:
+    """The names of what each part appears in."""
+
+    def __init__(self, labels: Mapping[str, Labels]) -> None:
+        self._names = list(labels)
+        parts = [np.unique(each) for each in labels.values()]
+        joined = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
+        order = np.argsort(joined, kind="stable")
+        self._parts = joined[order]
+        self._owners = np.repeat(np.arange(len(parts)), [len(each) for each in parts])[order]
+
+    def of(self, parts: Labels) -> list[str]:
+        """Return the names with any of these parts, in the order of the parts."""
+        first, last = (np.searchsorted(self._parts, parts, side) for side in ("left", "right"))
+        counts = last - first
+        found = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        return [self._names[each] for each in _in_order(self._owners[found]).tolist()]
 
 
 @dataclass(kw_only=True)
@@ -177,7 +206,8 @@ def _heads(seen: _Seen, others: Collection[int]) -> list[str]:
 
 def _in_order(labels: Labels) -> Labels:
     """Return each label once, in order of first occurrence."""
-    return np.array(list(dict.fromkeys(labels.tolist())), dtype=np.int64)
+    found, first = np.unique(labels, return_index=True)
+    return found[np.argsort(first)]
 
 
 def _sketch(seen: _Seen, name: str, taken: set[str], whole: dict[str, str]) -> _Sketch | None:
@@ -186,21 +216,19 @@ def _sketch(seen: _Seen, name: str, taken: set[str], whole: dict[str, str]) -> _
     if (read < 0).any():
         return None  # Some input channel has no label: no layer that could be cut with this one produces it.
     parts = _in_order(read)
-    among = set(parts.tolist())
-    columns = list(dict.fromkeys(each for part in parts.tolist() for each in seen.makers.get(part, ())))
-    rows = list(dict.fromkeys(each for part in parts.tolist() for each in seen.readers.get(part, ())))
+    columns, rows = seen.makers.of(parts), seen.readers.of(parts)
     if set(columns) & set(rows) or taken & {*columns, *rows} or not columns:
         return None
     # A group that is cut must be cut in all layers that produce or read it, and appear nowhere else.
     for each in rows:
-        if not set(seen.reads[each].tolist()) <= among:
+        if not np.isin(seen.reads[each], parts).all():
             whole.setdefault(name, f"{each} reads what it reads, and something else")
             return None
     for each in columns:
-        if not set(seen.outputs[each].tolist()) <= among:
+        if not np.isin(seen.outputs[each], parts).all():
             whole.setdefault(each, f"some of its channels do not reach {name}")
             return None
-    if any(among & set(labels.tolist()) for labels in seen.returned):
+    if any(np.isin(labels, parts).any() for labels in seen.returned):
         whole.setdefault(name, "what it reads is also returned by the module")
         return None
     return _Sketch(columns=columns, rows=rows, parts=parts)
@@ -209,7 +237,7 @@ def _sketch(seen: _Seen, name: str, taken: set[str], whole: dict[str, str]) -> _
 def _spread(seen: _Seen, sketch: _Sketch, num_ranks: int) -> Region:
     """Assign parts to ranks, in order."""
     shares = np.array_split(sketch.parts, num_ranks)
-    owners = {part: rank for rank, some in enumerate(shares) for part in some.tolist()}
+    owners = _Owners(shares)
     held = tuple((len(some), len(sketch.parts)) for some in shares)
     return Region(
         columns={name: _runs(seen.outputs[name], owners, num_ranks) for name in sketch.columns},
@@ -220,8 +248,8 @@ def _spread(seen: _Seen, sketch: _Sketch, num_ranks: int) -> Region:
     )
 
 
-def _runs(labels: Labels, owners: Mapping[int, int], num_ranks: int) -> tuple[Runs, ...]:
-    of = np.array([owners[label] for label in labels.tolist()])
+def _runs(labels: Labels, owners: _Owners, num_ranks: int) -> tuple[Runs, ...]:
+    of = owners.of(labels)
     return tuple(runs_of(np.flatnonzero(of == rank)) for rank in range(num_ranks))
 
 
@@ -259,28 +287,27 @@ def _spread_shared(seen: _Seen, finer: _Seen, sketch: _Sketch, num_ranks: int) -
     """Assign ranks to parts, and the fine pieces of each part to its ranks. A rank has pieces of one part only."""
     row = sketch.rows[0]
     read, coarse = finer.reads[row], seen.reads[row]
-    owners: dict[int, int] = {}
+    shares: list[Labels] = []
     part_of: list[int] = []
     for part, ranks in zip(sketch.parts.tolist(), np.array_split(np.arange(num_ranks), len(sketch.parts)), strict=True):
         pieces = _in_order(read[coarse == part])
         if len(pieces) < len(ranks):
             return None
-        for rank, some in zip(ranks.tolist(), np.array_split(pieces, len(ranks)), strict=True):
-            owners |= dict.fromkeys(some.tolist(), rank)
-            part_of.append(part)
-    columns = {}
+        shares += np.array_split(pieces, len(ranks))
+        part_of += [part] * len(ranks)
+    owners, columns = _Owners(shares), {}
     for name in sketch.columns:
         # A channel that belongs to no query goes to every rank of its part.
-        of = np.array([owners.get(piece, -1) for piece in finer.outputs[name].tolist()])
+        of = owners.of(finer.outputs[name])
         columns[name] = tuple(
             runs_of(np.flatnonzero((of == rank) | ((of < 0) & (seen.outputs[name] == part_of[rank]))))
             for rank in range(num_ranks)
         )
-    counts = [list(owners.values()).count(rank) for rank in range(num_ranks)]
+    count = sum(len(some) for some in shares)
     return Region(
         columns=columns,
         rows={row: _runs(read, owners, num_ranks)},
-        fine=tuple((count, len(owners)) for count in counts),
+        fine=tuple((len(some), count) for some in shares),
         coarse=((1, len(sketch.parts)),) * num_ranks,
     )
 
@@ -288,29 +315,29 @@ def _spread_shared(seen: _Seen, finer: _Seen, sketch: _Sketch, num_ranks: int) -
 def _note_inside(seen: _Seen, region: Region) -> None:
     """Record the parameters used, and whether random numbers are drawn, between the columns and the rows."""
     roots = seen.trace.groups.roots
-    parts = {part for name in region.columns for part in seen.outputs[name].tolist()}
-    region.inside = {
-        name for name, used in seen.trace.used_on.items() if parts & set(roots(np.concatenate(used)).tolist())
-    }
+    parts = np.unique(np.concatenate([seen.outputs[name] for name in region.columns]))
+    region.inside = set(seen.used.of(parts))
     for name in region.inside:
         owners = _owners_of(seen, region, name)
         if owners is not None:
             region.cut_inside[name] = owners
     region.inside -= region.cut_inside.keys()
-    region.draws = any(parts & set(roots(drawn).tolist()) for drawn in seen.trace.drawn_at)
+    region.draws = any(np.isin(roots(drawn), parts).any() for drawn in seen.trace.drawn_at)
 
 
 def _owners_of(seen: _Seen, region: Region, name: str) -> tuple[int, tuple[Runs, ...]] | None:
     """Return the dim along which each index of a parameter belongs to one rank, and the indices of every rank."""
     shape = seen.trace.parameters.shapes[name]
-    rank_of: dict[int, set[int]] = {}
-    for places, labels in seen.trace.parameters.met.get(name, ()):
-        for place, part in zip(places.tolist(), seen.trace.groups.roots(labels).tolist(), strict=True):
-            rank_of.setdefault(place, set()).add(region.owners.get(part, -1))
-    if len(rank_of) != prod(shape) or any(len(ranks) > 1 or -1 in ranks for ranks in rank_of.values()):
+    met = seen.trace.parameters.met.get(name, ())
+    if region.owners is None or not met:
         return None
-    ranks = np.array([rank for place in range(prod(shape)) for rank in rank_of[place]]).reshape(shape)
-    count = len(region.fine)
+    places = np.concatenate([places for places, _ in met])
+    owners = region.owners.of(seen.trace.groups.roots(np.concatenate([labels for _, labels in met])))
+    ranks = np.full(prod(shape), -1)
+    ranks[places] = owners
+    if (ranks < 0).any() or (ranks[places] != owners).any():
+        return None
+    ranks, count = ranks.reshape(shape), len(region.fine)
     for dim in range(len(shape)):
         along = np.moveaxis(ranks, dim, 0).reshape(shape[dim], -1)
         if len(np.unique(ranks)) > 1 and (along == along[:, :1]).all():

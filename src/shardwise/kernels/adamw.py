@@ -14,7 +14,7 @@ with all of its hooks, its state, and its count of steps:
     with kernels.fused_adam():
         optimizer.step()
 
-Engines do not: it has run on a GPU, and has not been timed there.
+Engines do not: on an H200 it is faster for single large weights, and slower for all weights of Llama-1B.
 """
 
 from collections.abc import Sequence

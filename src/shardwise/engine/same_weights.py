@@ -19,6 +19,7 @@ from shardwise.engine.shown import is_guarded
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import OneProcess, Wires
+from shardwise.sharding.expert.load import find_routers
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import is_persistent
 
@@ -166,13 +167,19 @@ def outside_writes(parts: Parts) -> OutsideWrites | None:
     are_whole = plan.tp == 1 and plan.ep == 1 and not come_late
     parameters = [each for name, each in parts.module.named_parameters() if name in held] if are_whole else []
     # Ranks with other experts have other buffers.
-    return OutsideWrites(parameters, parts.module if plan.ep == 1 else None, held)
+    return OutsideWrites(parameters, parts.module if plan.ep == 1 else None, held - _counted(parts.module))
 
 
 def _held(parts: Parts) -> set[str]:
     """Return the names of the parameters and buffers of this rank's stages."""
     stages = [each for each in parts.split.stages if each is not None]
     return {name for each in stages for name in (*each.parameters, *each.buffers)}
+
+
+def _counted(module: nn.Module) -> set[str]:
+    """Return the names of the buffers in which routers count what this rank's tokens chose; reading resets them."""
+    counts = {id(router.load) for router in find_routers(module).values()}
+    return {name for name, each in module.named_buffers() if id(each) in counts}
 
 
 def _few_of(tensor: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class Loads:
         *,
         num_alike: int,
     ) -> None:
-        self._routers = _find_routers(module)
+        self._routers = find_routers(module)
         dispatches = {} if experts is None else experts.layers
         self._others = {name: each for name, each in dispatches.items() if name not in self._routers}
         self._add_up, self._num_alike = add_up, num_alike
@@ -90,7 +90,7 @@ class Loads:
         return {name: part.tolist() for name, part in zip(self._sizes, parts, strict=True)}
 
 
-def _find_routers(module: nn.Module) -> dict[str, Any]:
+def find_routers(module: nn.Module) -> dict[str, Any]:
     """Return the routers of our layers, known by their `exchange`, by the names of their experts."""
     found = {}
     for name, block in module.named_modules():

@@ -69,6 +69,8 @@ def answer_all(engine: Answering, served: Served, lines: Iterable[Line]) -> None
             under_way |= _begin(engine, served, line)
         except ApiError as error:
             line.error = error
+        except RecursionError:
+            line.error = ApiError(400, "the body is nested too deeply", code="invalid_json")
     while engine.has_work():
         for token in engine.step():
             written = under_way.get(token.request)

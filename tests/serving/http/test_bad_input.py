@@ -1,5 +1,6 @@
 """What a client does wrong is told in OpenAI's form, with the reason, and the server goes on."""
 
+import gzip
 import json
 import resource
 import socket
@@ -17,6 +18,11 @@ PROMPT = {"prompt": "say: x"}
 HELLO = {"messages": [{"role": "user", "content": "say: x"}]}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
+
+def _tool(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 #: For each endpoint, a body, and what is said of it.
 WRONG: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("completions", {}, "the field 'prompt' is missing", "prompt"),
@@ -25,6 +31,10 @@ WRONG: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("completions", {"prompt": []}, "prompt has 0 entries; it must have at least 1", "prompt"),
     ("completions", {"prompt": [1, 999]}, "prompt has the token 999; the vocabulary has 258", "prompt"),
     ("completions", {"prompt": [1, -1]}, "prompt[1] is -1; it must be at least 0", "prompt[1]"),
+    ("completions", {"prompt": [[]]}, "prompt[0] has 0 entries; it must have at least 1", "prompt[0]"),
+    ("completions", {"prompt": ["a"] * 129}, "prompt has 129 entries; it must have at most 128", "prompt"),
+    ("completions", {"prompt": [1 << 40]}, "prompt[0] is 1099511627776; it must be at most 2147483648", "prompt[0]"),
+    ("completions", {"prompt": ["a", 1]}, "prompt[1] wants a string, not 1", "prompt[1]"),
     ("completions", {"prompt": [255]}, "the token 255 cannot be answered; try: other tokens", None),
     (
         "completions",
@@ -89,6 +99,32 @@ WRONG: list[tuple[str, dict[str, Any], str, str | None]] = [
         "stream_options is given without stream: true",
         "stream_options",
     ),
+    (
+        "completions",
+        {**PROMPT, "best_of": 3, "n": 2},
+        "best_of is 3 and n is 2: no answer is chosen from others here; ask for all with n and logprobs, and take the "
+        "likeliest",
+        "best_of",
+    ),
+    (
+        "completions",
+        {**PROMPT, "repetition_penalty": 1e-300},
+        "repetition_penalty is 1e-300; it must be at least 0.01",
+        "repetition_penalty",
+    ),
+    (
+        "completions",
+        {**PROMPT, "suffix": "y"},
+        "suffix is 'y': a text is only continued; write the model's tokens for filling in into the prompt",
+        "suffix",
+    ),
+    ("completions", {**PROMPT, "store": True}, "store is true: answers are not stored here; leave it out", "store"),
+    (
+        "completions",
+        {**PROMPT, "length_penalty": 2},
+        "length_penalty is 2: there is no beam search; min_tokens and max_tokens set the length",
+        "length_penalty",
+    ),
     ("completions", {**PROMPT, "messages": []}, "unknown or unsupported field 'messages'", "messages"),
     # Also what cannot be sent back as it came.
     ("completions", {"\ud800": 1}, "unknown or unsupported field '\\ud800'", "\\ud800"),
@@ -131,6 +167,36 @@ WRONG: list[tuple[str, dict[str, Any], str, str | None]] = [
         {**HELLO, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no"}}}},
         "the schema is not supported: Invalid type: no",
         "response_format",
+    ),
+    (
+        "chat/completions",
+        {**HELLO, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}},
+        "the schema is not supported: no answer follows it, as of one that refers to itself",
+        "response_format",
+    ),
+    (
+        "chat/completions",
+        {**HELLO, "tools": [_tool({"type": "no"})], "tool_choice": "required"},
+        "the schema is not supported: Invalid type: no",
+        "tools",
+    ),
+    (
+        "chat/completions",
+        {**HELLO, "chat_template_kwargs": {"messages": []}},
+        "chat_template_kwargs has 'messages', which the template gets from elsewhere",
+        "chat_template_kwargs",
+    ),
+    (
+        "chat/completions",
+        {**HELLO, "reasoning_effort": "low"},
+        "reasoning_effort is 'low': chat_template_kwargs sets what the model's own template knows",
+        "reasoning_effort",
+    ),
+    (
+        "chat/completions",
+        {**HELLO, "modalities": ["text", "audio"]},
+        "modalities is a list of 2: only text is written here; leave it out",
+        "modalities",
     ),
     (
         "chat/completions",
@@ -188,6 +254,29 @@ def test_other_paths_methods_and_types_have_openais_form_too(here: Running) -> N
     assert (nowhere.status_code, wrong_method.status_code, form.status_code) == (404, 405, 415)
     for answer in (nowhere, wrong_method, form):
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_body_that_is_nested_as_deeply_as_can_be_read_is_refused_too(here: Running) -> None:
+    """What reads JSON goes deeper than what looks at it: no depth between them is an error of the server's."""
+    with here.client() as client:
+        said = set[str]()
+        for depth in (100, 500, *range(900, 1000, 3)):
+            deep = '{"a":' * depth + "1" + "}" * depth
+            tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}'
+            body = f'{{"messages": [{{"role": "user", "content": "x"}}], "max_tokens": 1, "tools": [{tool}], '
+            body += '"tool_choice": "required"}'
+            answer = client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 400 or (answer.status_code, depth) == (200, 100), (depth, answer.text)
+            said.add(answer.json().get("error", {}).get("message", "")[:60])
+    assert any("nested too deeply" in each for each in said), said
+
+
+def test_a_packed_body_is_said_to_be(here: Running) -> None:
+    with here.client() as client:
+        packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        answer = client.post("/v1/completions", content=gzip.compress(b'{"prompt": "x"}'), headers=packed)
+    assert answer.status_code == 415
+    assert answer.json()["error"]["message"] == "the body is packed (gzip); send it as it is"
 
 
 def test_a_huge_body_is_refused_before_and_while_it_is_read(here: Running) -> None:

@@ -233,3 +233,64 @@ def test_a_key_is_wanted_where_one_is_set() -> None:
     with running(RepeatingEngine(), key="s\xe9same") as locked, locked.client() as plain:
         right_key = {b"Authorization": "Bearer s\xe9same".encode()}
         assert plain.get("/v1/models", headers=right_key).status_code == 200
+
+
+def test_fields_that_change_nothing_are_taken(client: openai.OpenAI) -> None:
+    """As frameworks and load generators send them: the answer is the same with and without."""
+    plain = ask(client, "say: x", temperature=0).choices[0].message.content
+    harmless: Any = {
+        "metadata": {"team": "a"}, "store": False, "service_tier": "auto", "prompt_cache_key": "k",
+        "safety_identifier": "s", "modalities": ["text"], "prediction": {"type": "content", "content": "x"},
+        "extra_body": {
+            "use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True, "min_tokens": None,
+            "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "add_generation_prompt": True,
+            "continue_final_message": False, "echo": False, "guided_json": None,
+        },
+    }  # fmt: skip
+    assert ask(client, "say: x", temperature=0, **harmless).choices[0].message.content == plain == "x"
+    # What guidellm sends.
+    body: Any = {"ignore_eos": True, "stop": None}
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    events = list(
+        ask(client, "say: x", max_completion_tokens=4, stream=True, stream_options=options, stop=None,
+            extra_body={**body, "max_tokens": 4})
+    )  # fmt: skip
+    assert events[-1].usage.completion_tokens == 4
+    whole = client.completions.create(model=NAME, prompt="say: x", max_tokens=4, best_of=1, suffix="", extra_body=body)
+    assert whole.choices[0].text == "x..."
+
+
+def test_an_answer_is_sent_back_as_the_client_keeps_it(client: openai.OpenAI) -> None:
+    said = 'say: <tool_call>{"name": "weather", "arguments": {"city": "Paris", "days": 2}}</tool_call>'
+    first = ask(client, said, tools=TOOLS).choices[0].message
+    kept: Any = first.model_dump()  # With a null for whatever it did not have.
+    assert kept["function_call"] is kept["audio"] is kept["annotations"] is None
+    result: Any = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "sun"}
+    again = client.chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": said}, kept, result, {"role": "user", "content": "say: y"}]
+    )
+    assert again.choices[0].message.content == "y"
+
+
+def test_a_tool_whose_parameters_refer_to_parts_of_themselves_is_called(client: openai.OpenAI) -> None:
+    """As pydantic writes them. Alone, and beside another with parts of the same names."""
+
+    def tool(name: str, word: str) -> Any:
+        parts = {"Place": {"type": "object", "properties": {"city": {"const": word}}, "required": ["city"]}}
+        place = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Place"}}, "required": ["at"], "$defs": parts}
+        return {"type": "function", "function": {"name": name, "parameters": {**place, "additionalProperties": False}}}
+
+    near, far = tool("near", "Bern"), tool("far", "Lima")
+    for tools, name, word in (([near], "near", "Bern"), ([near, far], "far", "Lima")):
+        choice: Any = {"type": "function", "function": {"name": name}} if len(tools) > 1 else "required"
+        message = ask(client, "call", tools=tools, tool_choice=choice, max_tokens=200).choices[0].message
+        call = message.tool_calls[0].function
+        assert (call.name, json.loads(call.arguments)["at"]["city"]) == (name, word)
+    message = ask(client, "call", tools=[near, far], tool_choice="required", max_tokens=200).choices[0].message
+    call = message.tool_calls[0].function
+    assert (call.name, json.loads(call.arguments)["at"]["city"]) in (("near", "Bern"), ("far", "Lima"))
+
+
+def test_a_temperature_that_nothing_can_be_divided_by_is_none(client: openai.OpenAI) -> None:
+    cold = ask(client, "letters", temperature=1e-45, max_tokens=8).choices[0].message.content
+    assert cold == ask(client, "letters", temperature=0, max_tokens=8).choices[0].message.content

@@ -12,7 +12,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.serving.text.chat_template import ChatTemplate
 from shardwise.serving.text.grammar import Grammars
 from shardwise.serving.text.text_stream import StopStrings, TextStream
-from shardwise.serving.text.tokenizer import ByteText, LibraryText, load_tokenizer
+from shardwise.serving.text.tokenizer import ByteText, LibraryText, Text, load_tokenizer
 from shardwise.serving.text.tool_calls import ToolCall, ToolCallStream, find_calls
 
 TEXT = "Grüße, 世界! 🌍🌎 def f(x):\n    return 12345  # ok\n"
@@ -89,6 +89,25 @@ def test_a_folders_tokenizer_comes_with_its_template_and_names(tmp_path: Path) -
         load_tokenizer(tmp_path / "nowhere")
 
 
+def test_a_template_gets_variables_of_the_request() -> None:
+    text = ByteText()
+    text.template = "{{ 'quick' if enable_thinking is false else 'slow' }}: {{ messages[0].content }}"
+    template = ChatTemplate(text)
+    said = [{"role": "user", "content": "hi"}]
+    assert template.apply(said) == "slow: hi"
+    assert template.apply(said, (), {"enable_thinking": False, "self": 1, "context": 2}) == "quick: hi"
+
+
+def test_whatever_a_template_raises_is_a_refusal() -> None:
+    text = ByteText()
+    text.template = "{{ messages[0].content[5] / 0 }}{{ 1 // depth }}"
+    with pytest.raises(ShardwiseError, match="the model's chat template refuses these messages"):
+        ChatTemplate(text).apply([{"role": "user", "content": "hi"}], (), {"depth": 0})
+    text.template = "{{ 1 // depth }}"
+    with pytest.raises(ShardwiseError, match="refuses these messages: integer division or modulo by zero"):
+        ChatTemplate(text).apply([{"role": "user", "content": "hi"}], (), {"depth": 0})
+
+
 def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
     text = ByteText()
     text.template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
@@ -163,3 +182,41 @@ def test_a_schema_narrows_tokens_of_more_than_one_byte_to_its_words() -> None:
         guide.advance(written[-1])
     assert text.decode(written) in ('"return"', '"def"')
     assert guide.allowed().nonzero()[0].tolist() == [0]
+
+
+@pytest.mark.parametrize("text", [ByteText(), LARGE], ids=["bytes", "library"])
+@pytest.mark.parametrize("place", ["none", "known", "beyond", "both", "far beyond"])
+def test_a_schema_is_followed_wherever_the_end_token_is(text: Text, place: str) -> None:
+    """In the tokenizer, nowhere, or beyond it: models may have more tokens than their tokenizers."""
+    size = text.vocabulary + 12
+    beyond = size - 2
+    ends = {"none": [], "known": [0], "beyond": [beyond], "both": [0, beyond], "far beyond": [size + 5]}[place]
+    guide = Grammars(text, size=size, end_tokens=ends).guide({"type": "integer", "minimum": 10})
+    digits = {token for token in range(size) if text.bytes_of(token).isdigit()}
+    assert set(guide.allowed().nonzero()[0]) <= digits
+    for digit in b"12":
+        guide.advance(next(token for token in digits if text.bytes_of(token) == bytes([digit])))
+    if place in ("none", "far beyond"):  # There is nothing that the model could say to end it.
+        assert guide.is_complete
+        return
+    allowed = set(guide.allowed().nonzero()[0])
+    assert allowed & digits
+    assert allowed - digits == set(ends)
+    guide.advance(ends[-1])
+    assert guide.is_complete
+    assert guide.allowed().nonzero()[0].tolist() == ends
+
+
+def test_a_tokenizer_with_gaps_has_room_for_its_largest_token(tmp_path: Path) -> None:
+    made = byte_level()
+    described = json.loads(made.to_str())
+    described["added_tokens"][0]["id"] = 900
+    described["model"]["vocab"]["<|end|>"] = 900
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
+    text = load_tokenizer(tmp_path)
+    assert text.vocabulary == 901
+    guide = Grammars(text, size=1000, end_tokens=[900]).guide({"const": 7})
+    (seven,) = guide.allowed().nonzero()[0].tolist()
+    assert text.bytes_of(seven) == b"7"
+    guide.advance(seven)
+    assert guide.allowed().nonzero()[0].tolist() == [900]

@@ -168,6 +168,8 @@ class Server:
                     else make(body, self.served, client=client)
                 )
                 return await self._begin(request, make_form(is_chat, asked, self.served))
+            except RecursionError:  # Of a body that could just be read.
+                raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
             except (ClientDisconnect, ClientLeftError):
                 return Response(status_code=499)  # The client has left.
 

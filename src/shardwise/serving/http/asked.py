@@ -64,7 +64,7 @@ class Asked:
                 sampling = replace(
                     self.sampling,
                     seed=None if seed is None else (seed + choice) % (1 << 63),
-                    guide=None if self.schema is None else _guide(grammars, self.schema),
+                    guide=None if self.schema is None else _guide(grammars, self.schema, must_call=self.must_call),
                 )
                 made.append(
                     Request(
@@ -85,6 +85,11 @@ def asked_for_completion(body: Mapping[str, Any], served: Served, *, client: str
     asked = _asked(fields, served, prompts, _COMPLETION_TOKENS, client=client)
     if fields.get("max_tokens") == 0 and not echo:
         raise ApiError(400, "max_tokens is 0, and with echo left out there is nothing to answer", param="max_tokens")
+    if fields.get("best_of", asked.num_choices) != asked.num_choices:
+        raise ApiError(
+            400, f"best_of is {int(fields['best_of'])} and n is {asked.num_choices}: no answer is chosen from others "
+            "here; ask for all with n and logprobs, and take the likeliest", param="best_of",
+        )  # fmt: skip
     prompt_logprobs = logprobs if echo else None
     return replace(
         asked, echo=echo, is_prompt_alone=fields.get("max_tokens") == 0,
@@ -114,7 +119,7 @@ def asked_for_chat(body: Mapping[str, Any], served: Served, *, client: str) -> A
             "There: pip install 'shardwise[serve]'",
         )
     try:
-        prompt = served.template.apply(messages, tools)
+        prompt = served.template.apply(messages, tools, _variables(fields, served.template))
     except ShardwiseError as error:
         raise refused(error, param="messages") from None
     _check_unicode(prompt, "messages")
@@ -171,7 +176,7 @@ def _asked(
         return_token_ids=bool(fields.get("return_token_ids")),
         priority=int(fields.get("priority", 0)),
         salt=str(fields.get("cache_salt", "")),
-        client=str(fields.get("user", client)),
+        client=str(fields.get("user", fields.get("safety_identifier", client))),
     )
 
 
@@ -200,7 +205,7 @@ def _sampling(fields: Mapping[str, Any], served: Served, max_tokens: int) -> Sam
     _check_tokens(stop_tokens, served, "stop_token_ids")
     return Sampling(
         max_tokens=max_tokens,
-        temperature=float(fields.get("temperature", 1.0)),
+        temperature=_temperature(float(fields.get("temperature", 1.0))),
         top_k=max(0, int(fields.get("top_k", 0))),
         top_p=float(fields.get("top_p", 1.0)),
         min_p=float(fields.get("min_p", 0.0)),
@@ -214,6 +219,11 @@ def _sampling(fields: Mapping[str, Any], served: Served, max_tokens: int) -> Sam
         stop_token_ids=frozenset(stop_tokens),
         ignore_eos=bool(fields.get("ignore_eos", False)),
     )
+
+
+def _temperature(said: float) -> float:
+    """Return 0 for what is so near to it that logits divided by it are not finite in fp32."""
+    return said if said >= 1e-30 else 0.0
 
 
 def _prompts(prompt: Any, served: Served) -> tuple[tuple[int, ...], ...]:
@@ -250,6 +260,18 @@ def _tools(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, A
             )
     must_call = choice == "required" or isinstance(choice, dict)
     return tools, call_schema(tools) if must_call else None, must_call
+
+
+def _variables(fields: Mapping[str, Any], template: ChatTemplate) -> Mapping[str, Any]:
+    """Return the variables of the chat template that are given beside what it always gets."""
+    variables: Mapping[str, Any] = fields.get("chat_template_kwargs", {})
+    _check_unicode(variables, "chat_template_kwargs")
+    if taken := sorted(template.reserved & set(variables)):
+        raise ApiError(
+            400, f"chat_template_kwargs has {taken[0]!r}, which the template gets from elsewhere",
+            param="chat_template_kwargs",
+        )  # fmt: skip
+    return variables
 
 
 def _message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
@@ -298,8 +320,8 @@ def _check_unicode(value: Any, param: str) -> None:
             _check_unicode(each, param)
 
 
-def _guide(grammars: Grammars, schema: Mapping[str, Any]) -> Any:
+def _guide(grammars: Grammars, schema: Mapping[str, Any], *, must_call: bool) -> Any:
     try:
         return grammars.guide(schema)
     except ShardwiseError as error:
-        raise refused(error, param="response_format", code="invalid_schema") from None
+        raise refused(error, param="tools" if must_call else "response_format", code="invalid_schema") from None

@@ -29,6 +29,8 @@ async def read_json(request: HttpRequest) -> dict[str, Any]:
     if kind != "application/json":
         # This also blocks other sites: a page cannot send this type without a CORS preflight, which is not allowed.
         raise ApiError(415, f"the body must be application/json, not {kind[:60]!r}", code="unsupported_media_type")
+    if (packed := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise ApiError(415, f"the body is packed ({packed[:60]}); send it as it is", code="unsupported_media_type")
     try:
         raw = await asyncio.wait_for(_read(request), BODY_SECONDS)
     except TimeoutError:

@@ -2,37 +2,19 @@
 
 from typing import Any
 
-from shardwise.serving.http.json_schema import Schema
+from shardwise.serving.http.fields_of_others import (
+    BOTH_TAKE,
+    CHAT_TAKES,
+    COMPLETION_TAKES,
+    MESSAGE_TAKES,
+    STREAM_TAKES,
+)  # fmt: skip
+from shardwise.serving.http.json_schema import Schema, flag, number, or_null, text, whole
 
 MOST_CHOICES = 128
 MOST_TOP_LOGPROBS = 20
 _MOST_TOKENS = 1 << 31
 _LARGEST_SEED = (1 << 63) - 1
-
-
-def _or_null(schema: Schema) -> Schema:
-    """Also allow null, which clients send for fields they leave open."""
-    return {
-        "anyOf": [schema, {"type": "null"}],
-        **({"description": schema["description"]} if "description" in schema else {}),
-    }
-
-
-def _number(low: float, high: float, about: str) -> Schema:
-    return _or_null({"type": "number", "minimum": low, "maximum": high, "description": about})
-
-
-def _whole(low: int, high: int, about: str) -> Schema:
-    return _or_null({"type": "integer", "minimum": low, "maximum": high, "description": about})
-
-
-def _text(about: str, most: int = 256) -> Schema:
-    return _or_null({"type": "string", "maxLength": most, "description": about})
-
-
-def _flag(about: str) -> Schema:
-    return _or_null({"type": "boolean", "description": about})
-
 
 _TOKEN = {"type": "integer", "minimum": 0, "maximum": _MOST_TOKENS}
 _STOP = {"type": "string", "minLength": 1, "maxLength": 256}
@@ -40,29 +22,29 @@ _JSON_OBJECT: Schema = {"type": "object"}
 
 #: Fields that both endpoints have.
 _BOTH: dict[str, Schema] = {
-    "model": _text("the name that /v1/models gives; none: the model that is served"),
-    "max_tokens": _whole(0, _MOST_TOKENS, "how many tokens are written at most"),
-    "n": _whole(1, MOST_CHOICES, "how many answers to each prompt"),
+    "model": text("the name that /v1/models gives; none: the model that is served"),
+    "max_tokens": whole(0, _MOST_TOKENS, "how many tokens are written at most"),
+    "n": whole(1, MOST_CHOICES, "how many answers to each prompt"),
     "stop": {
         "anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": 16}, {"type": "null"}],
         "description": "strings that end the answer, and are no part of it",
     },
-    "stop_token_ids": _or_null({"type": "array", "items": _TOKEN, "maxItems": 64, "description": "tokens that end it"}),
-    "ignore_eos": _flag("go on after the token that ends a text"),
-    "min_tokens": _whole(0, _MOST_TOKENS, "how many tokens are written at least"),
-    "seed": _whole(-_LARGEST_SEED - 1, _LARGEST_SEED, "gives the same tokens again, whatever else is computed"),
-    "temperature": _number(0, 2, "0 takes the likeliest token"),
-    "top_p": _or_null(
+    "stop_token_ids": or_null({"type": "array", "items": _TOKEN, "maxItems": 64, "description": "tokens that end it"}),
+    "ignore_eos": flag("go on after the token that ends a text"),
+    "min_tokens": whole(0, _MOST_TOKENS, "how many tokens are written at least"),
+    "seed": whole(-_LARGEST_SEED - 1, _LARGEST_SEED, "gives the same tokens again, whatever else is computed"),
+    "temperature": number(0, 2, "0 takes the likeliest token"),
+    "top_p": or_null(
         {"type": "number", "exclusiveMinimum": 0, "maximum": 1, "description": "tokens that are so likely together"}
     ),
-    "top_k": _whole(-1, _MOST_TOKENS, "so many of the likeliest tokens; 0 or -1: all"),
-    "min_p": _number(0, 1, "tokens at least so likely, as a part of the likeliest"),
-    "presence_penalty": _number(-2, 2, "against tokens that have been written"),
-    "frequency_penalty": _number(-2, 2, "against tokens, by how often they have been written"),
-    "repetition_penalty": _or_null(
-        {"type": "number", "exclusiveMinimum": 0, "maximum": 10, "description": "against tokens seen; 1: none"}
+    "top_k": whole(-1, _MOST_TOKENS, "so many of the likeliest tokens; 0 or -1: all"),
+    "min_p": number(0, 1, "tokens at least so likely, as a part of the likeliest"),
+    "presence_penalty": number(-2, 2, "against tokens that have been written"),
+    "frequency_penalty": number(-2, 2, "against tokens, by how often they have been written"),
+    "repetition_penalty": or_null(
+        {"type": "number", "minimum": 0.01, "maximum": 10, "description": "against tokens seen; 1: none"}
     ),
-    "logit_bias": _or_null(
+    "logit_bias": or_null(
         {
             "type": "object",
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
@@ -70,21 +52,24 @@ _BOTH: dict[str, Schema] = {
             "description": "added to the logits of tokens, by their number",
         }
     ),
-    "stream": _flag("send what is written as it is written"),
-    "stream_options": _or_null(
+    "stream": flag("send what is written as it is written"),
+    "stream_options": or_null(
         {
             "type": "object",
             "properties": {
-                "include_usage": _flag("a last event with the usage"),
-                "continuous_usage_stats": _flag("the usage so far in every event"),
+                "include_usage": flag("a last event with the usage"),
+                "continuous_usage_stats": flag("the usage so far in every event"),
+                **STREAM_TAKES,
             },
             "additionalProperties": False,
         }
     ),
-    "priority": _whole(-(1 << 31), 1 << 31, "lower comes first"),
-    "cache_salt": _text("beginnings are shared among requests with the same"),
-    "return_token_ids": _flag("give the tokens of prompt and answer too"),
-    "user": _text("who asks: under overload all who ask have their turn"),
+    "priority": whole(-(1 << 31), 1 << 31, "lower comes first"),
+    "cache_salt": text("beginnings are shared among requests with the same"),
+    "return_token_ids": flag("give the tokens of prompt and answer too"),
+    "user": text("who asks: under overload all who ask have their turn"),
+    "safety_identifier": text("the same as `user`, by OpenAI's newer name"),
+    **BOTH_TAKE,
 }  # fmt: skip
 
 COMPLETION: Schema = {
@@ -104,8 +89,10 @@ COMPLETION: Schema = {
             ],
             "description": "a text, several, the tokens of one, or of several",
         },
-        "echo": _flag("give the prompt back before the answer"),
-        "logprobs": _whole(0, MOST_TOP_LOGPROBS, "log-probabilities of the tokens, and of so many of the likeliest"),
+        "echo": flag("give the prompt back before the answer"),
+        "logprobs": whole(0, MOST_TOP_LOGPROBS, "log-probabilities of the tokens, and of so many of the likeliest"),
+        "best_of": whole(1, MOST_CHOICES, "the same as n: every answer is given, and none is chosen"),
+        **COMPLETION_TAKES,
         **_BOTH,
     },
     "required": ["prompt"],
@@ -122,6 +109,7 @@ _CALL: Schema = {
     "type": "object",
     "properties": {
         "id": {"type": "string", "maxLength": 256},
+        "index": whole(0, _MOST_TOKENS, "its place, as events of a stream have it"),
         "type": {"type": "string", "enum": ["function"]},
         "function": {
             "type": "object",
@@ -138,10 +126,12 @@ _MESSAGE: Schema = {
     "properties": {
         "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]},
-        "name": _text("who speaks"),
-        "tool_calls": _or_null({"type": "array", "items": _CALL, "maxItems": 128}),
-        "tool_call_id": _text("which call this answers"),
-        "refusal": _text("as it was answered", 1 << 20),
+        "name": text("who speaks"),
+        "tool_calls": or_null({"type": "array", "items": _CALL, "maxItems": 128}),
+        "tool_call_id": text("which call this answers"),
+        "refusal": text("as it was answered", 1 << 20),
+        "reasoning_content": text("thoughts before an answer, for templates that write them again", 1 << 20),
+        **MESSAGE_TAKES,
     },
     "required": ["role"],
     "additionalProperties": False,
@@ -150,9 +140,9 @@ _NAMED_SCHEMA: Schema = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "minLength": 1, "maxLength": 64},
-        "description": _text("what it is for", 4096),
+        "description": text("what it is for", 4096),
         "schema": _JSON_OBJECT,
-        "strict": _flag("always so here"),
+        "strict": flag("always so here"),
     },
     "required": ["name", "schema"],
     "additionalProperties": False,
@@ -165,9 +155,9 @@ _TOOL: Schema = {
             "type": "object",
             "properties": {
                 "name": {"type": "string", "minLength": 1, "maxLength": 64},
-                "description": _text("what it does", 16384),
-                "parameters": _or_null(_JSON_OBJECT),
-                "strict": _flag("arguments follow the schema when a call is required"),
+                "description": text("what it does", 16384),
+                "parameters": or_null(_JSON_OBJECT),
+                "strict": flag("arguments follow the schema when a call is required"),
             },
             "required": ["name"],
             "additionalProperties": False,
@@ -191,9 +181,9 @@ CHAT: Schema = {
     "type": "object",
     "properties": {
         "messages": {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": 4096},
-        "max_completion_tokens": _whole(1, _MOST_TOKENS, "how many tokens are written at most"),
-        "logprobs": _flag("log-probabilities of the tokens"),
-        "top_logprobs": _whole(0, MOST_TOP_LOGPROBS, "and of so many of the likeliest"),
+        "max_completion_tokens": whole(1, _MOST_TOKENS, "how many tokens are written at most"),
+        "logprobs": flag("log-probabilities of the tokens"),
+        "top_logprobs": whole(0, MOST_TOP_LOGPROBS, "and of so many of the likeliest"),
         "response_format": {
             "anyOf": [
                 _of_type("text"), _of_type("json_object"), _of_type("json_schema", json_schema=_NAMED_SCHEMA),
@@ -201,7 +191,7 @@ CHAT: Schema = {
             ],
             "description": "what the answer has to be",
         },
-        "tools": _or_null({"type": "array", "items": _TOOL, "maxItems": 128, "description": "functions to call"}),
+        "tools": or_null({"type": "array", "items": _TOOL, "maxItems": 128, "description": "functions to call"}),
         "tool_choice": {
             "anyOf": [
                 {"type": "string", "enum": ["none", "auto", "required"]},
@@ -218,7 +208,11 @@ CHAT: Schema = {
             ],
             "description": "whether a function is called, and which",
         },
-        "parallel_tool_calls": _flag("whether several functions may be called at once"),
+        "parallel_tool_calls": flag("whether several functions may be called at once"),
+        "chat_template_kwargs": or_null(
+            {"type": "object", "maxProperties": 64, "description": "variables of the model's chat template"}
+        ),
+        **CHAT_TAKES,
         **_BOTH,
     },
     "required": ["messages"],

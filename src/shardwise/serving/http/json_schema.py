@@ -1,7 +1,7 @@
 """Check values against the JSON schemas that `/openapi.json` publishes, with a sentence for what is wrong.
 
 The tables in `fields.py` are the single source: they are checked here and published. Only the keywords that they use
-are supported.
+are supported, and one of our own: `x-instead` is what to do instead of asking for a value that is not allowed.
 """
 
 from typing import Any
@@ -21,8 +21,38 @@ _KINDS = {
 }
 
 
+def or_null(schema: Schema) -> Schema:
+    """Also allow null, which clients send for fields they leave open."""
+    return {
+        "anyOf": [schema, {"type": "null"}],
+        **({"description": schema["description"]} if "description" in schema else {}),
+    }
+
+
+def number(low: float, high: float, about: str) -> Schema:
+    return or_null({"type": "number", "minimum": low, "maximum": high, "description": about})
+
+
+def whole(low: int, high: int, about: str) -> Schema:
+    return or_null({"type": "integer", "minimum": low, "maximum": high, "description": about})
+
+
+def text(about: str, most: int = 256) -> Schema:
+    return or_null({"type": "string", "maxLength": most, "description": about})
+
+
+def flag(about: str) -> Schema:
+    return or_null({"type": "boolean", "description": about})
+
+
 def check(value: Any, schema: Schema, *, at: str = "") -> None:
     """Raise an `ApiError` for the first violation of the schema."""
+    if "x-instead" in schema:
+        try:
+            check(value, {key: each for key, each in schema.items() if key != "x-instead"}, at=at)
+        except ApiError:
+            raise _wrong(at, f"is {_shown(value)}: {schema['x-instead']}") from None
+        return
     if "anyOf" in schema:
         _check_any(value, schema["anyOf"], at)
         return
@@ -88,6 +118,7 @@ def _check_any(value: Any, schemas: list[Schema], at: str) -> None:
         else:
             return
     alike = [error for schema, error in errors if _is(value, schema.get("type", "")) and _has_tag(value, schema)]
+    alike = [error for schema, error in errors if error in alike and _fits_first(value, schema)] or alike
     if alike:
         # The schema that matched furthest is probably the one that was meant.
         raise max(alike, key=lambda error: (len(error.param or ""), error.param or ""))
@@ -96,6 +127,12 @@ def _check_any(value: Any, schemas: list[Schema], at: str) -> None:
         check(value.get("type"), {"enum": tags}, at=f"{at}.type" if at else "type")
     kinds = list(dict.fromkeys(_KINDS[schema["type"]] for schema, _ in errors if "type" in schema))
     raise _wrong(at, f"wants {' or '.join(kinds)}, not {_shown(value)}")
+
+
+def _fits_first(value: Any, schema: Schema) -> bool:
+    """Whether a list's first entry has the type of the schema's entries, which tells one kind of list from another."""
+    kind = schema.get("items", {}).get("type")
+    return isinstance(value, list) and bool(value) and kind is not None and _is(value[0], kind)
 
 
 def _has_tag(value: Any, schema: Schema) -> bool:

@@ -38,7 +38,6 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _tojson
         environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
-        self._error: type[Exception] = TemplateError
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -46,18 +45,25 @@ class ChatTemplate:
                 f"the chat template of {text.name} cannot be read: {error}", remedy="a chat_template.jinja beside it"
             ) from None
         self._named, self._knows_tools = text.named, "tools" in source
+        #: What is given to the template from elsewhere.
+        self.reserved = frozenset({"messages", "tools", "add_generation_prompt", *text.named})
 
-    def apply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Render the prompt. If the template refuses its input, this raises with the template's words."""
+    def apply(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
+        """Render the prompt. If the template refuses its input, this raises with the template's words.
+
+        `variables` are what else the template knows, such as `enable_thinking`; none of them may be `reserved`.
+        """
         given: list[Mapping[str, Any]] = [_plain_message(message) for message in messages]
         if tools and not self._knows_tools:
             listed = "\n".join(json.dumps(tool["function"]) for tool in tools)
             given = [{"role": "system", "content": _TOOLS + listed}, *given]
+        known = {"messages": given, "tools": list(tools) or None, "add_generation_prompt": True, **self._named}
         try:
-            return self._template.render(
-                messages=given, tools=list(tools) or None, add_generation_prompt=True, **self._named
-            )
-        except (self._error, TypeError, ValueError, KeyError, OverflowError) as error:
+            return self._template.render({**(variables or {}), **known})
+        except Exception as error:  # A template is a program of its own, and may raise anything.
             raise ShardwiseError(f"the model's chat template refuses these messages: {error}") from None
 
 
@@ -72,7 +78,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = []
     for call in plain.get("tool_calls") or ():
         function = dict(call["function"])
-        with suppress(ValueError):  # Not JSON: keep it as the model wrote it.
+        with suppress(ValueError, RecursionError):  # Not JSON, or too deep: keep it as the model wrote it.
             function["arguments"] = json.loads(function["arguments"])
         calls.append({**call, "function": function})
     if calls:

@@ -39,7 +39,7 @@ class Text(Protocol):
         """Return the bytes of a token, independent of its position. For a special token, its name."""
 
     def grammar_source(self) -> str:
-        """Return the tokenizer's description for llguidance."""
+        """Return the tokenizer's description for llguidance. A token beyond the vocabulary stands for the end."""
 
 
 class ByteText:
@@ -71,7 +71,8 @@ class LibraryText:
     def __init__(self, loaded: Any, *, name: str, template: str | None = None, named: dict[str, str] | None = None):
         self._loaded, self.name, self.template = loaded, name, template
         self.named = named or {}
-        self.vocabulary = int(loaded.get_vocab_size())
+        # Not the number of tokens: theirs may have gaps.
+        self.vocabulary = max(loaded.get_vocab().values(), default=-1) + 1
         decoder = json.loads(loaded.to_str()).get("decoder") or {}
         self._is_byte_level = '"ByteLevel"' in json.dumps(decoder)
         self._special = {token for token, added in loaded.get_added_tokens_decoder().items() if added.special}
@@ -96,7 +97,13 @@ class LibraryText:
         return str(piece).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
     def grammar_source(self) -> str:
-        return str(self._loaded.to_str())
+        described = json.loads(self._loaded.to_str())
+        flags = {"special": True, **dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)}
+        # llguidance takes their number for the largest. So gaps are filled, and the token after the last is the end.
+        known = set(self._loaded.get_vocab().values())
+        gaps = [token for token in range(self.vocabulary + 1) if token not in known]
+        described["added_tokens"] += [{"id": token, "content": f"<|no token {token}|>", **flags} for token in gaps]
+        return json.dumps(described)
 
 
 @lru_cache(maxsize=1)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 #: Openings of a call. A brace counts only as the first character of the output.
 _OPENINGS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 _CLOSING = "</tool_call>"
+#: Keywords of a schema whose values are values, and not schemas.
+_VALUES = ("const", "enum", "default", "examples")
 
 
 class ToolCall(NamedTuple):
@@ -85,14 +87,32 @@ def call_schema(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "type": "object",
             "properties": {
                 "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
+                "arguments": _moved(
+                    tool["function"].get("parameters") or {"type": "object"},
+                    f"{f'/anyOf/{place}' if len(tools) > 1 else ''}/properties/arguments",
+                ),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for place, tool in enumerate(tools)
     ]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """Return a schema that has become a part of another, at this pointer: its references begin there."""
+    if isinstance(schema, list):
+        return [_moved(each, to) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, each in schema.items():
+        if key == "$ref" and isinstance(each, str) and (each == "#" or each.startswith("#/")):
+            found[key] = f"#{to}{each[1:]}"
+        else:
+            found[key] = each if key in _VALUES else _moved(each, to)
+    return found
 
 
 def _call_of(value: Any) -> ToolCall:

@@ -154,3 +154,14 @@ def gradients_of_rows_are_centred(parallelize: Parallelize) -> Result:
 def a_straight_through_mean_of_rows(parallelize: Parallelize) -> Result:
     """`h + m - m.detach()`, with the mean of all rows: its value is `h`, and its gradient is not."""
     return trained(start(parallelize, net(lambda _, h: h + h.mean(0) - h.mean(0).detach())))
+
+
+@program({"all": r"the forward hooks a gradient at .*without gradients, as evaluations are"})
+def gradients_kept_without_a_question(parallelize: Parallelize) -> Result:
+    """`h.retain_grad()` in a forward, which fails in evaluations by plain torch too."""
+
+    def keep(_: Block, h: Tensor) -> Tensor:
+        h.retain_grad()
+        return h
+
+    return trained(start(parallelize, net(keep)))

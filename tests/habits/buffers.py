@@ -302,3 +302,25 @@ def a_counter_that_the_first_forward_registers(parallelize: Parallelize) -> Resu
 def a_mean_that_the_first_forward_registers(parallelize: Parallelize) -> Result:
     """The same of the rows that it sees."""
     return trained(start(parallelize, small_net(block=partial(Registering, lambda x: x.mean()))))
+
+
+class Pooled(Net):
+    """Its batch norm has one value of a channel for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooled_norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled: Tensor = self.head(self.norm(self.pooled_norm(self.embed(x).mean(1))))
+        return pooled[:, None].expand(-1, x.shape[1], -1)
+
+
+LONE = r"pooled_norm \(BatchNorm1d\) has one value for each channel: with "
+
+
+@program({"dp": f"{LONE}dp=2 ", "microbatches": f"{LONE}(dp=2 and )?microbatches=2 "}, but="cp")
+def a_last_batch_with_a_row_for_each_part(parallelize: Parallelize) -> Result:
+    """A batch norm has nothing to compare one row with: the keys of the plan that leave it one are named."""
+    engine = start(parallelize, Pooled().double())
+    return {"first": engine.train_step(batch(0))} | {"last": engine.train_step(batch(1, rows=2))}

@@ -209,6 +209,16 @@ def weights_loaded_into_the_module(parallelize: Parallelize) -> Result:
     return trained(engine)
 
 
+@program(OTHERS)
+def blocks_loaded_by_themselves(parallelize: Parallelize) -> Result:
+    """`model.layers.load_state_dict(...)`: of a part of the module alone."""
+    model, other = small_net(), small_net()
+    engine = start(parallelize, model)
+    engine.train_step(batch(0))
+    model.layers.load_state_dict(other.layers.state_dict())
+    return trained(engine)
+
+
 @program()
 def weights_loaded_by_the_engine(parallelize: Parallelize) -> Result:
     """Under every plan."""

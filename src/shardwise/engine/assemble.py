@@ -74,10 +74,11 @@ def _parts(
     place = None if isinstance(wires, OneProcess) else wires.ranks[0]
     without_numbers = {name for name, each in module.named_parameters() if each.is_meta}
     trial = Trial(module, loss, microbatch)
-    split, computed, callers, calls_before = prepare(
-        module, plan, microbatch, second=trial.second(plan, others), probe=trial.probe, rank=place, options=options,
-        gather=wires.gather, is_tried=wires.rank == 0 or not found.is_quiet or max(plan.tp, plan.ep, plan.cp) > 1,
-    )  # fmt: skip
+    with sharded.explained(module, microbatch):
+        split, computed, callers, calls_before = prepare(
+            module, plan, microbatch, second=trial.second(plan, others), probe=trial.probe, rank=place, options=options,
+            gather=wires.gather, is_tried=wires.rank == 0 or not found.is_quiet or max(plan.tp, plan.ep, plan.cp) > 1,
+        )  # fmt: skip
     trial.check(plan, shapes, split, wires)
     trial.guard(weighed, plan, split, sharded)
     if settings is not None:

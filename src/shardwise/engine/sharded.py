@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.fp8_layers import Fp8Layers, restore_layers, use_fp8
+from shardwise.engine.lone_rows import norms_explained
 from shardwise.engine.options import Options
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
@@ -17,10 +18,9 @@ from shardwise.ranks.wires import Wires
 from shardwise.sharding.context.parallel import ContextParallel
 from shardwise.sharding.context.trial import Alike, try_parts
 from shardwise.sharding.dropout import Dropouts
-from shardwise.sharding.expert.shard import shard_experts
-from shardwise.sharding.expert.sharding import ExpertSharding
+from shardwise.sharding.expert import ExpertSharding, shard_experts
 from shardwise.sharding.tensor import ByFirst, Sharding, Shards, find_trackers, layers_called, shard
-from shardwise.stages.batch import home_of
+from shardwise.stages.batch import home_of, length_of
 from shardwise.stages.stage import Batch, Loss
 
 
@@ -50,6 +50,10 @@ class Sharded:
         self._has_attended = self.is_tried
         #: The layers that are computed in 8 bits.
         self.fp8: Fp8Layers | None = None
+
+    def explained(self, module: nn.Module, microbatch: Batch) -> AbstractContextManager[None]:
+        """Say of torch's error about a batch norm which keys of the plan have left it one row."""
+        return norms_explained(module, self._plan, length_of(microbatch))
 
     @property
     def is_in_parts(self) -> bool:

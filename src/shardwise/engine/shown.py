@@ -246,9 +246,10 @@ class Shown:
         self.places = GradientPlaces({})
         #: Called when the engine starts to work, once its tensors have their own classes.
         self.on_open: Callable[[], None] | None = None
-        if self._classes and module not in _HOOKED:
-            _HOOKED.add(module)
-            module.register_load_state_dict_pre_hook(_look_before_loading)  # type: ignore[no-untyped-call]
+        for each in module.modules() if self._classes else ():
+            if each not in _HOOKED:  # A script may load one block alone.
+                _HOOKED.add(each)
+                each.register_load_state_dict_pre_hook(_look_before_loading)  # type: ignore[no-untyped-call]
 
     def guard(self) -> None:
         """Guard the tensors from now on: a step has ended, or an engine was made."""

@@ -69,7 +69,8 @@ class Steps:
                 with states.written.shared(), self.metrics.of(execution.trainer, metrics):
                     compute = partial(self._run, execution.trainer, signature=signature, record=record)
                     is_plain = is_plain or record is not None or metrics is not None
-                    tally = compute(microbatches) if is_plain else self.graphs.run(microbatches, compute)
+                    with self._sharded.explained(self._module, microbatches[0]):
+                        tally = compute(microbatches) if is_plain else self.graphs.run(microbatches, compute)
                 start = perf_counter()
                 if states.stream is None:
                     states.data.finish()

@@ -32,6 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwise.sharding.tensor.channel_labels import Labels, UnionFind, distinct
 from shardwise.sharding.tensor.channel_rules import LabelFlow, Operation, ParameterChannels
 from shardwise.stages.split.meta import run_or_guess, tensors_of
+from shardwise.stages.split.without_gradients import without_gradients_explained
 from shardwise.torch_private import EagerDispatchMode
 
 #: Marks random numbers where an origin is otherwise the name of a parameter.
@@ -86,7 +87,8 @@ def trace(
     `labelled`, if given, maps layers to how many of their first channels get labels. Other layers get none.
     """
     run = _LabelMode(twin, layers, labelled)
-    with torch.no_grad(), run.watching(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    attends = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    with without_gradients_explained(), torch.no_grad(), run.watching(), attends:
         returned = twin(*arguments, **keywords)
     run.seen.output = returned
     # Hugging Face outputs are a subclass of OrderedDict.

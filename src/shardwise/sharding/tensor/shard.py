@@ -219,6 +219,8 @@ def _trace(
     """Run the channel-group analysis; refuse a module that does not run on the meta device."""
     try:
         return trace(twin, layers, *arguments, labelled=labelled)
+    except ShardwiseError:
+        raise
     except Exception as error:
         raise ShardwiseError(
             f"{type(twin).__name__} does not run on the meta device, so it is not known what can be split: {error}",

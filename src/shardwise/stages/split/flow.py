@@ -39,6 +39,7 @@ from shardwise.stages.split.settled_writes import settled
 from shardwise.stages.split.sources import NOTHING, Drawn, HeldTensor, Hidden, Ledger, Made, Source, Sources, storage_of
 from shardwise.stages.split.switch import Inner, uncompiled, undisturbed
 from shardwise.stages.split.unit_flow import Left, UnitCall, UnitFlow
+from shardwise.stages.split.without_gradients import without_gradients_explained
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import EagerDispatchMode, pytree, schema_of
 
@@ -344,18 +345,6 @@ def is_of_integers(tensor: Tensor) -> bool:
     return not (tensor.dtype is torch.bool or tensor.is_floating_point() or tensor.is_complex())
 
 
-def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    try:
-        return module(*args, **kwargs)
-    except RuntimeError as error:
-        if "does not require grad" not in str(error):
-            raise
-        raise ShardwiseError(
-            f"the forward asks for gradients, and the example is run without, as evaluations are: {error}",
-            remedy="with torch.enable_grad(): around what torch.autograd.grad goes through",
-        ) from error
-
-
 def watch(
     module: nn.Module,
     units: Mapping[str, nn.Module],
@@ -379,8 +368,11 @@ def watch(
     with undisturbed(module, units, tells_writes=True) as switch:
         assert switch.noted is not None, "it is known what was there before"
         watcher.start, watcher.notes_glue = switch.noted.state if notes_flags else None, notes_glue
-        with uncompiled(), nothing_recomputed(), watcher, _Looks(watcher), switch.visited_by(watcher):
-            output = _run(module, args, kwargs)
+        with (
+            without_gradients_explained(), uncompiled(), nothing_recomputed(), watcher, _Looks(watcher),
+            switch.visited_by(watcher),
+        ):  # fmt: skip
+            output = module(*args, **kwargs)
         traces = bool(switch.noted.state.changed())
         written = switch.noted.guard.written
         through_data = [name for name, each in written.items() if each.how == "data"]

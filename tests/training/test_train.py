@@ -230,6 +230,8 @@ def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:
         (["--plan", "dp=3", "--devices", "3"], "a batch of 8 rows cannot be divided evenly under dp=3"),
         (["--plan", "dp=2,ep=2", "--devices", "2"], "has no experts for ep=2"),
         (["--plan", "pp=2,layers=1+5", "--devices", "2"], "there are 5 units, 2 of them blocks"),
+        (["--plan", "zero=1", "--devices", "1"], "with dp=1 and cp=1 there is only one\n  try: dp=1"),
+        (["--plan", "tp=2", "--devices", "2", "--set", "compile=on"], "cannot yet\n  try: --set compile=off"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_started(

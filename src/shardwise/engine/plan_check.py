@@ -16,7 +16,7 @@ def check_here(plan: Plan, watch: Watch | None, *, compiles: bool) -> None:
     if watch is None:
         _check_alone(plan)
     elif compiles:
-        _check_compiles(plan)
+        check_compiles(plan)
 
 
 def _check_alone(plan: Plan) -> None:
@@ -29,7 +29,7 @@ def _check_alone(plan: Plan) -> None:
         )
 
 
-def _check_compiles(plan: Plan) -> None:
+def check_compiles(plan: Plan) -> None:
     """Refuse to compile what talks to other ranks inside of a block."""
     axes = ",".join(f"{axis}={getattr(plan, axis)}" for axis in ("tp", "cp", "ep") if getattr(plan, axis) > 1)
     if axes:

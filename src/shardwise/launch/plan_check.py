@@ -26,7 +26,7 @@ def check_work(work: Work) -> None:
 
 
 def _check_training(recipe: Recipe, plan: Plan) -> None:
-    training.check_rows(recipe, plan)
+    training.check_keys(recipe, plan)
     if recipe.model.source is not None:  # Its factory would make the whole module here.
         return
     try:

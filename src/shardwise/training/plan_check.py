@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.plan_check import check_compiles
 from shardwise.engine.prepare import in_keys
 from shardwise.errors import ShardwiseError
+from shardwise.planner.composition import check_composition
 from shardwise.planner.plan import Plan
 from shardwise.sharding.expert.shard import check_experts
 from shardwise.sharding.tensor.regions import OR_WHOLE
@@ -16,11 +18,11 @@ from shardwise.training.subject import Subject
 
 
 def check_plan(recipe: Recipe, plan: Plan, subject: Subject) -> None:
-    """Refuse rows that cannot be divided over ranks, and a model with fewer parts than the plan has ranks for them.
+    """Refuse a plan that cannot run, and a model with fewer parts than the plan has ranks for them.
 
     The module is made on the meta device, where nothing is computed.
     """
-    check_rows(recipe, plan)
+    check_keys(recipe, plan)
     if plan.tp == 1 and plan.ep == 1 and plan.layers is None:
         return
     example = _example(recipe, plan, subject)
@@ -36,7 +38,18 @@ def check_plan(recipe: Recipe, plan: Plan, subject: Subject) -> None:
             raise in_keys(error) from None
 
 
-def check_rows(recipe: Recipe, plan: Plan) -> None:
+def check_keys(recipe: Recipe, plan: Plan) -> None:
+    """Refuse what needs no model to be seen: keys that cannot be combined, and rows that cannot be divided evenly."""
+    check_composition(plan)
+    if recipe.compile == "on":
+        try:
+            check_compiles(plan)
+        except ShardwiseError as error:
+            raise ShardwiseError(error.problem, remedy="--set compile=off, or a plan of dp and pp") from None
+    _check_rows(recipe, plan)
+
+
+def _check_rows(recipe: Recipe, plan: Plan) -> None:
     """Refuse a batch that cannot be divided evenly over replicas and microbatches."""
     rows, pieces = recipe.batch, plan.dp * plan.microbatches
     if rows % pieces:

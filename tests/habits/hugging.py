@@ -159,3 +159,22 @@ def packed_documents_in_windows(parallelize: Parallelize) -> Result:
         num_key_value_heads=2, sliding_window=3, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return fitted(parallelize, hf.MistralForCausalLM(config).double(), packed)
+
+
+@program({"cp": "a part of a sequence gives other numbers"}, whole=True)
+def a_loss_of_scores_beside_the_models_own(parallelize: Parallelize) -> Result:
+    """A `compute_loss` of one's own: the batch has labels, so the model computes its mean too, which nobody reads."""
+
+    def some_ignored(step: int) -> dict[str, Tensor]:
+        ids = tokens(step)["input_ids"]
+        lengths = torch.tensor([[7], [3], [5], [8]]).roll(step, 0)
+        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(8) >= lengths, -100)}
+
+    def loss(output: Any, given: Mapping[str, Tensor]) -> Tensor:
+        scores, labels = output.logits[:, :-1], given["labels"][:, 1:]
+        return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+    engine = parallelize(llama(), loss=loss, optimizer=sgd, example=some_ignored(0))
+    found: dict[str, Any] = {f"loss {step}": engine.train_step(some_ignored(step)) for step in range(3)}
+    found["evaluated"] = engine.evaluate(some_ignored(7))
+    return {**found, **{name: each for name, each in engine.state_dict().items() if isinstance(each, Tensor)}}

@@ -44,6 +44,8 @@ class LabelCounts(TorchFunctionMode):
     def __init__(self, ignored: float | Sequence[int] = 0.0) -> None:
         super().__init__()
         self._ignored = ignored
+        #: Added to every mean from here on, to see whether a loss reads it.
+        self.added = 0.0
         #: How many labels of each mean were ignored.
         self.left_out: list[int] = []
         self.found: list[LabelCount] = []
@@ -70,7 +72,13 @@ class LabelCounts(TorchFunctionMode):
         if is_in_checkpoint():
             return func(*args, **(kwargs or {}))
         made: Tensor = func(named.pop("input"), **{**named, "target": target, "reduction": "sum"})
-        return made / torch.where(number == 0, 1, number)
+        mean = made / torch.where(number == 0, 1, number)
+        return mean + self.added if self.added else mean
+
+    def forget(self) -> None:
+        """Forget the means so far: of a module whose own loss is not read."""
+        self.found.clear()
+        self._met.clear()
 
     def _number_ignored(self, target: Tensor) -> int:
         mean, found = len(self.left_out), self._ignored

@@ -227,7 +227,7 @@ def _by_halves(trial: Trial, example: Batch, seen: Seen) -> Tried | None:
 def _outcome(trial: Trial, three: Batch, seen: Seen) -> Tried:
     two, one = two_and_one(three, seen)
     try:
-        runs = whole, large, small = trial.run(three), trial.run(two), trial.run(one)
+        runs = whole, large, small = trial.begin(three), trial.run(two), trial.run(one)
     except Exception:  # If something is wrong, the run of the whole example will report it.
         return Tried(LossKind.UNTRIED, failed=True)
     if not all(map(is_finite, runs)):

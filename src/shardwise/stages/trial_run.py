@@ -92,6 +92,8 @@ class Trial:
         self._is_half = any(each.dtype in (torch.bfloat16, torch.float16) for each in module.parameters())
         #: The snapshot before the first run, restored after each.
         self._noted: Noted | None = None
+        #: Whether the loss reads the means over labels that the module computes. HF models compute one of any labels.
+        self._reads_inside = True
 
     def run_in_training(self, batch: Batch) -> tuple[Run, str | None]:
         """Run in training mode; also return a description of any nonlinearity of the backward in its initial gradient.
@@ -124,14 +126,14 @@ class Trial:
     def run(
         self, batch: Batch, ignored: float | Sequence[int] = 0.0, *, seed: int = 0, output: Any = None,
         training: bool = False, within: Context = nullcontext, look: Callable[[Tensor, Any], None] | None = None,
-        decisions: Decisions | None = None, asks: bool = False, in_full: bool = False,
+        decisions: Decisions | None = None, asks: bool = False, in_full: bool = False, added_inside: float = 0.0,
     ) -> Run:  # fmt: skip
         """Compute the loss of a batch, from a given `output` or from the module. `look` gets the loss with its graph,
         and the number that it is over, if there is one.
 
         There is a graph in training mode, or if `asks` is set. A loss of outputs `in_full` precision is not cast. Only
         the computation is `within` the context, not the snapshot and its restoration: a torch mode would see their
-        operations too."""
+        operations too. To means over labels that the module computes, `added_inside` is added."""
         were_training = [each for each in modules_of(self.module) if each.training]
         counts = LabelCounts(ignored)
         norms = [each for each in were_training if training and has_own_forward(each)]
@@ -160,7 +162,11 @@ class Trial:
                 with decisions or (self._at_first() if training in self._unknown else nullcontext()):
                     if output is None:
                         args, kwargs = self._signature.arguments(batch)
+                        counts.added = added_inside
                         output = self.module(*args, **kwargs)
+                        counts.added = 0.0
+                    if not self._reads_inside:
+                        counts.forget()
                     inside = len(counts.found)
                     result, _ = take_metrics(self.loss(output, copy(batch)))
                 self._unknown.discard(training)
@@ -188,6 +194,14 @@ class Trial:
             isinstance(number, Tensor) and number.requires_grad, writes, has_drawn, has_left, left,
             left_out=counts.left_out,
         )  # fmt: skip
+
+    def begin(self, batch: Batch) -> Run:
+        """Run for the first time, and find whether the loss reads what the module computes of labels, if it does."""
+        found = self.run(batch)
+        if found.inside and self.run(batch, added_inside=1.0).total == found.total:
+            self._reads_inside = False
+            found = self.run(batch)
+        return found
 
     def again(self, draws: RowDraws | None = None) -> "Trial":
         """Return a trial with a snapshot of its own, for other weights."""

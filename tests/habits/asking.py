@@ -83,6 +83,22 @@ def a_seed_of_each_rank_and_nothing_drawn(parallelize: Parallelize) -> Result:
     return trained(engine)
 
 
+class Skipped(Block):
+    """LayerDrop: what a rank skips another would wait for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and random.random() < 0.5 else super().forward(x)
+
+
+@program({"all": "not at the same place of their generators"}, only="tp", but="dp", always=True)
+def layers_skipped_by_a_seed_of_each_rank(parallelize: Parallelize) -> Result:
+    """`random.seed(seed + rank)` before the engine is made; each rank would skip other blocks."""
+    model = small_net(block=Skipped)
+    random.seed(rank())
+    torch.manual_seed(rank())
+    return trained(start(parallelize, model))
+
+
 @contextmanager
 def thread_that_draws() -> Iterator[None]:
     """As a loader does that prepares batches while steps run: each rank's is somewhere else."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.optim import SGD
@@ -62,6 +63,41 @@ class Net(nn.Module):
             x = block(x)
         found: Tensor = self.head(x)
         return found
+
+
+class Experts(nn.Module):
+    """Experts by hand, which drop from the tokens that chose them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, 24), nn.SiLU(), nn.Linear(24, WIDTH), nn.Dropout(0.3))
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        weight, chosen = self.router(flat).softmax(-1).max(-1)
+        made = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            mine = chosen == number
+            made[mine] = expert(flat[mine]) * weight[mine, None]
+        return x + made.view_as(x)
+
+
+def train_experts(plan: str) -> dict[str, Tensor]:
+    """The weights after a few steps, with another seed of torch on each rank."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(WORDS, WIDTH), Experts(), Experts(), nn.Linear(WIDTH, WORDS)).double()
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 7)
+    batch = {"input": batch_of(ROWS, 3, WORDS, 0)["input_ids"]}
+    with parallelize(
+        net, plan, loss=lambda output, _: output.square().mean(), optimizer=lambda p: SGD(p, lr=0.1), example=batch,
+    ) as engine:  # fmt: skip
+        for _ in range(NUM_STEPS):
+            engine.train_step(batch)
+        return {name: each.clone() for name, each in engine.state_dict().items()}
 
 
 def train(plan: str, seed: int = 0, first_step: int = 0) -> tuple[list[float], dict[str, Tensor]]:

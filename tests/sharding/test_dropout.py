@@ -61,6 +61,14 @@ def test_four_ranks_drop_what_one_device_drops(
     check(four, plan, plain)
 
 
+def test_tokens_of_an_expert_are_dropped_alike_by_ranks_with_seeds_of_their_own(two: Ranks) -> None:
+    """Ranks that compute an expert together once drew from torch's generators, and trained two models."""
+    alone = dropping.train_experts("dp=1")
+    for found in two.run(dropping.train_experts, "tp=2"):
+        for name, each in alone.items():
+            torch.testing.assert_close(found[name], each, msg=name)
+
+
 def test_microbatches_and_recomputation_drop_the_same(plain: tuple[list[float], dict[str, torch.Tensor]]) -> None:
     for plan in ("microbatches=4", "pp=2,schedule=zb-v,microbatches=4", "microbatches=2,recompute=full"):
         assert dropping.train(plan)[0] == pytest.approx(plain[0], rel=1e-5)
@@ -98,6 +106,25 @@ def test_rows_tokens_channels_layers_and_steps_have_masks_of_their_own() -> None
     others += [dropped(0.5, 16, 32, 64, step=1) > 0, dropped(0.5, 16, 32, 64, name="1") > 0]
     for other in others:
         assert float((left == other).float().mean()) == pytest.approx(0.5, abs=0.02)
+
+
+def test_rows_that_a_forward_has_selected_have_masks_that_do_not_depend_on_torch() -> None:
+    module, batch = nn.Sequential(nn.Dropout(0.5)).train(), {"x": torch.ones(4, 64)}
+    dropouts = Dropouts(seed=3)
+    assert dropouts.attach(module)
+
+    def left_of(num_rows: int, *, seed: int, first_row: int = 0) -> torch.Tensor:
+        torch.manual_seed(seed)
+        dropouts.take([batch], Place(step=0, first_row=first_row))
+        dropouts.select(batch)
+        found: torch.Tensor = module(torch.ones(num_rows, 64))
+        return found
+
+    assert torch.equal(left_of(7, seed=0), left_of(7, seed=1))
+    assert left_of(0, seed=0).shape == (0, 64)
+    other = left_of(7, seed=0) == left_of(7, seed=0, first_row=4)
+    assert float(other.float().mean()) == pytest.approx(0.5, abs=0.1)
+    assert len({tuple(row.tolist()) for row in left_of(7, seed=0)}) == 7
 
 
 def test_a_module_that_evaluates_drops_nothing() -> None:

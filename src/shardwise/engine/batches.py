@@ -80,7 +80,7 @@ class Batches:
             parts.plan, parts.wires, is_local=is_local, settings=lambda: settings_of(optimizers), outside=self.outside,
             routes=[each.route for each in parts.split.stages if isinstance(each, ModuleStage)], values=parts.settings,
             device=parts.device, computed=(parts.module, parts.loss), draws=self._draws(parts),
-            parts=getattr(parts.loss, "alike", None),
+            parts=getattr(parts.loss, "alike", None), in_python=parts.split.draws_in_python,
         )  # fmt: skip
 
     @staticmethod

@@ -73,4 +73,6 @@ def _are_joined(whole: Tensor, first: Tensor, second: Tensor) -> bool:
     if first.shape[1:] != second.shape[1:] or len(whole) != len(first) + len(second):
         return False
     joined = torch.cat([first, second])
-    return whole.shape == joined.shape and bool((whole - joined).abs().max() <= _NEAR * whole.abs().max())
+    if whole.shape != joined.shape or not whole.numel():
+        return whole.shape == joined.shape
+    return bool((whole - joined).abs().max() <= _NEAR * whole.abs().max())

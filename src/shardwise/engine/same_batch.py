@@ -93,14 +93,14 @@ class SameBatch:
     `settings` gives bits of what must be the same on all, `outside` of what was written between steps, `values` of what
     was set then, and `routes` of the units that forwards have called; `parts` are the means that losses compute. On a
     module's `device` what is `computed`, it and its loss, may draw at random, by torch only where it `draws`; None if
-    that is not known.
+    that is not known. `in_python`: a forward has drawn from the generators of Python or NumPy.
     """
 
     def __init__(
         self, plan: Plan, wires: Wires, *, is_local: bool, settings: Callable[[], int] | None = None,
         outside: _Told | None = None, routes: Sequence[Route] = (), values: _Told | None = None,
         device: torch.device | None = None, computed: Sequence[Any] = (), draws: bool | None = True,
-        parts: PartsAlike | None = None,
+        parts: PartsAlike | None = None, in_python: bool = False,
     ) -> None:  # fmt: skip
         self._plan, self._wires, self._is_local = plan, wires, is_local
         self._is_alone = wires.watch is None
@@ -108,6 +108,7 @@ class SameBatch:
         self._settings, self._outside, self._routes, self._set = settings, outside, routes, 0
         self._values, self._parts = values, parts or PartsAlike()
         self._draws: SameDraws | None = None
+        self._in_python = in_python
         #: The ranks that compute one forward together: those of a replica with the same stages.
         self._together: list[int] = []
         if device is not None and not self._is_alone:
@@ -136,7 +137,11 @@ class SameBatch:
             self._draws.begin()
         if self._num_early.get(what, 1):
             self._num_early[what] = self._num_early.get(what, 1) - 1
-            self.check(self._wires.gather(self._now.read()), what)
+            early = self._draws.early(in_python=self._in_python) if self._draws is not None and what == "step" else 0.0
+            told = self._wires.gather((self._now.read(), early))
+            self.check([checksum for checksum, _ in told], what)
+            if early:
+                check_draws([number for _, number in told], self._together)
 
     @property
     def numbers(self) -> list[float]:

@@ -47,6 +47,17 @@ class SameDraws:
         self._drawn: set[int] = set()
         self._had_others = False
 
+    def early(self, *, in_python: bool) -> float:
+        """Return a hash of the generators that forwards draw from, before any has; 0 if they draw from none.
+
+        What skips a layer at random on one rank would leave another waiting for it. `in_python`: the forward has drawn
+        from the generators of Python or NumPy.
+        """
+        python, numpy, of_torch = self._by_code()  # A thread of the script may have drawn during the trial.
+        asked = (in_python and python, in_python and numpy, of_torch, of_torch)
+        kept = [state for state, is_asked in zip(self._told(), asked, strict=False) if is_asked]
+        return _hash_of(kept) if kept else 0.0
+
     def begin(self) -> None:
         self._before, self._had_others = self._told(), _are_others_there()
 
@@ -66,10 +77,7 @@ class SameDraws:
             self.look()
         if not self._drawn:
             return 0.0
-        found = hashlib.blake2b(
-            b"".join(self._before[each] for each in sorted(self._drawn)), digest_size=_BITS // 8 - 1
-        )
-        return float(1 + int.from_bytes(found.digest(), "little"))
+        return _hash_of([self._before[each] for each in sorted(self._drawn)])
 
     def _told(self) -> list[bytes]:
         """Return for each generator a value that is equal as long as nothing is drawn from it."""
@@ -80,6 +88,11 @@ class SameDraws:
         if self._of_torch and self._device.type == "cuda":
             found.append(torch.cuda.get_rng_state(self._device).numpy().tobytes())
         return found
+
+
+def _hash_of(states: Sequence[bytes]) -> float:
+    found = hashlib.blake2b(b"".join(states), digest_size=_BITS // 8 - 1)
+    return float(1 + int.from_bytes(found.digest(), "little"))
 
 
 def _are_others_there() -> bool:

@@ -46,7 +46,9 @@ class Sharded:
         #: The placement of experts on ranks, if they are sharded or replicated.
         self.experts: ExpertSharding | None = None
         if plan.dp * plan.cp > 1:
-            self.experts = shard_experts(module, mesh, real=self._real_tokens, verify=options.verify)
+            self.experts = shard_experts(
+                module, mesh, real=self._real_tokens, verify=options.verify, example=microbatch
+            )
         self._has_attended = self.is_tried
         #: The layers that are computed in 8 bits.
         self.fp8: Fp8Layers | None = None

@@ -18,6 +18,9 @@ first one (`dropout_calls.py`).
 `nn.Dropout` modules are found by type. Modules that call these functions, possibly several times, are found in one run
 (`Finding`). The position of an attention weight is its head, query and key. Attention with dropout materialises all of
 its weights, because fused kernels draw their own masks.
+
+Rows that a forward has selected, as those of one expert, have no place in the batch. Their masks are numbered as they
+come: the same on ranks with the same tokens, and for a recomputed forward, but not under every plan.
 """
 
 import hashlib
@@ -34,19 +37,16 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from shardwise.ranks.collectives import longest_piece
 from shardwise.sharding.dropout_calls import DropoutCalls
+from shardwise.sharding.dropout_masks import Place, WeightDrop, factors_of, heads_of, num_tokens_of, places_of_elements
 from shardwise.sharding.rng_tracker import Channels
 from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.stages.batch import length_of
-from shardwise.stages.rows import tensors_in
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import SAFE_SOFTMAX, DropoutModule, backward_id, checkpoint_here
 
-# The increment and multipliers of splitmix64 (Steele et al. 2014), as signed numbers.
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-#: The number of random bits per element of a mask.
-_BITS = 24
+__all__ = ["AttentionArguments", "Dropouts", "Finding", "Place", "WeightDrop", "num_tokens_of"]
+
 _DROPOUT = (functional.dropout, torch.dropout)
 
 
@@ -144,50 +144,6 @@ def _dropout_arguments(
     return input, p, training if train is None else train, inplace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """The position of a microbatch: its rows in the batch of a step, and its tokens in their sequences.
-
-    `rows` None: consecutive from `first_row`. `tokens` None: all of them, in order. `num_pieces` and `piece`: where a
-    sequence may be cut once more (sequence parallelism), the number of pieces and this rank's piece.
-    """
-
-    step: int
-    first_row: int
-    num_rows: int = 1
-    rows: Tensor | None = None
-    num_tokens: int | None = None
-    tokens: Tensor | None = None
-    piece: int = 0
-    num_pieces: int = 1
-
-    def all_rows(self, device: torch.device) -> Tensor:
-        if self.rows is not None:
-            return self.rows.to(device, non_blocking=True)
-        return torch.arange(self.first_row, self.first_row + self.num_rows, device=device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WeightDrop:
-    """Dropout of one attention's weights. `rows` and `heads` are the global positions of those on this rank."""
-
-    key: int
-    probability: float
-    rows: Tensor
-    heads: Tensor
-
-    def factors(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return the factors of the weights, [rows, heads, queries, keys], for positions of queries and keys."""
-        drawn = _mixed(self.rows * _GOLDEN + self.key)
-        for places in (self.heads, queries, keys):
-            drawn = _mixed(drawn.unsqueeze(-1) + places * _GOLDEN)
-        return _factors(drawn, self.probability)
-
-    def of_heads(self, some: range) -> "WeightDrop":
-        """Return the same dropout restricted to a range of this rank's heads."""
-        return replace(self, heads=self.heads[some.start : some.stop])
-
-
 @dataclass(slots=True)
 class Dropouts:
     """The dropouts of one module. `channels` returns this rank's channels while it is inside a layer that is cut.
@@ -266,22 +222,22 @@ class Dropouts:
         return call(given) if factors is None else given * factors
 
     def place_of(self, given: Tensor) -> Place | None:
-        """Return the place of a tensor's rows; None if it is not known."""
+        """Return the place of a tensor's rows; None if nothing is known of them. Rows that the forward has selected,
+        as those of one expert, are `strange`: perhaps none, and which of the batch is not known."""
         now = self._now
         if self.watch is not None:
             self.watch(given)
-        return None if given.is_meta or now is None or given.shape[0] % now.num_rows else now
+        if given.is_meta or now is None or not given.dim():
+            return None
+        return now if len(given) and not len(given) % now.num_rows else now.strange(len(given))
 
     def factors(self, name: str, probability: float, given: Tensor) -> Tensor | None:
-        """Return the factors by which to multiply a tensor; None if its place is not known."""
+        """Return the factors by which to multiply a tensor; None if nothing is known of its place."""
         place = self.place_of(given)
         if place is None:
             return None
-        rows = place.all_rows(given.device)
-        inner = _inner_places(given, place, self.channels_of(name))
-        key = self.key_of(name, place)
-        drawn = _mixed(_mixed(rows * _GOLDEN + key).unsqueeze(1) + inner * _GOLDEN)
-        return _factors(drawn, probability).view(given.shape).to(given.dtype)
+        drawn = places_of_elements(given, place, self.channels_of(name), self.key_of(name, place))
+        return factors_of(drawn, probability).view(given.shape).to(given.dtype)
 
     def channels_of(self, name: str) -> Channels | None:
         """Return this rank's channels at a dropout; in a recomputation during backward, those of its last forward."""
@@ -290,7 +246,7 @@ class Dropouts:
         return self._were.get(name)
 
     def key_of(self, name: str, place: Place) -> int:
-        text = f"{self.seed}/{place.step}/{name}"
+        text = f"{self.seed}/{place.step}/{name}" + place.mark
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
@@ -326,6 +282,12 @@ class _Caller(TorchFunctionMode):
 
     def _attend(self, given: AttentionArguments) -> Tensor | None:
         query, key, value, mask, probability, is_causal, scale, enable_gqa = given
+        if query.dim() == 3:
+            mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
+            query, key, value = (each.unsqueeze(1) for each in (query, key, value))
+            each_head = given._replace(query=query, key=key, value=value, attn_mask=mask)
+            joined = None if enable_gqa else self._attend(each_head)
+            return None if joined is None else joined.squeeze(1)
         drop = self.weight_drop(query, probability)
         if drop is None:
             return None
@@ -345,99 +307,17 @@ class _Caller(TorchFunctionMode):
 
     def weight_drop(self, query: Tensor, probability: float) -> WeightDrop | None:
         place = self._dropouts.place_of(query)
-        if place is None or query.dim() != 4 or query.shape[0] != place.num_rows:
+        if place is None or query.dim() != 4:
             return None
+        if len(query) != place.num_rows:
+            place = place.strange(len(query))  # Windows of rows, or queries joined along them.
         return WeightDrop(
             key=self._dropouts.key_of(name := self._next(), place),
             probability=probability,
             rows=place.all_rows(query.device),
-            heads=_heads_of(query.shape[1], self._dropouts.channels_of(name), query.device),
+            heads=heads_of(query.shape[1], self._dropouts.channels_of(name), query.device),
         )
 
     def _next(self) -> str:
         self._count += 1
         return f"{self._name}#{self._count}"
-
-
-def num_tokens_of(batch: Batch) -> int | None:
-    """Return the tokens per sequence, taken from the first tensor with more than one dim; None if there is none."""
-    return next((each.shape[1] for each in tensors_in(batch) if each.dim() > 1), None)
-
-
-def _inner_places(given: Tensor, place: Place, channels: Channels | None) -> Tensor:
-    """For each element of a row, in order, return its position in that row on one device."""
-    several = given.shape[0] // place.num_rows
-    wholes = [*([several] if several > 1 else []), *given.shape[1:]]
-    axes = [torch.arange(size, device=given.device) for size in wholes]
-    offset = _place_channels(axes, wholes, channels)
-    _place_tokens(axes, wholes, place)
-    found = torch.full((1,), offset, dtype=torch.int64, device=given.device)
-    for axis, whole in zip(axes, wholes, strict=True):
-        found = (found.unsqueeze(1) * whole + axis).flatten()
-    return found
-
-
-def _place_channels(axes: list[Tensor], wholes: list[int], channels: Channels | None) -> int:
-    """Set positions along the channel dim inside layers that are cut: channels last, or heads first of three dims.
-
-    Return 0. In any other form the positions are unknown: return an offset that differs between ranks.
-    """
-    if channels is None:
-        return 0
-    mine = torch.tensor(channels.places)
-    if axes and len(axes[-1]) == len(mine):
-        axes[-1], wholes[-1] = mine.to(axes[-1].device), channels.whole
-        return 0
-    if len(axes) == 3 and len(mine) % len(axes[0]) == 0:
-        size = len(mine) // len(axes[0])
-        axes[0], wholes[0] = _heads_of(len(axes[0]), channels, axes[0].device), channels.whole // size
-        return 0
-    return 1 + channels.places[0] if channels.places else 0
-
-
-def _heads_of(num_heads: int, channels: Channels | None, device: torch.device) -> Tensor:
-    """Return the global positions of the heads: all, or inside layers that are cut those of this rank's channels."""
-    if channels is None or len(channels.places) % num_heads:
-        return torch.arange(num_heads, device=device)
-    size = len(channels.places) // num_heads
-    # A blocking copy would make the host wait for all work queued on the GPU before it.
-    return (torch.tensor(channels.places[::size]) // size).to(device, non_blocking=True)
-
-
-def _place_tokens(axes: list[Tensor], wholes: list[int], place: Place) -> None:
-    """Set global positions along the token dim: the first dim as long as this rank's tokens, or its piece of them."""
-    if place.num_tokens is None:
-        return
-    tokens = torch.arange(place.num_tokens) if place.tokens is None else place.tokens
-    size = longest_piece(place.num_tokens, place.num_pieces)
-    piece = tokens[place.piece * size : (place.piece + 1) * size]
-    # Channels follow tokens, and heads precede queries and keys: either dim may happen to be as long as the tokens.
-    first = 1 if len(axes) == 3 and len(axes[1]) == len(axes[2]) else 0
-    for number, axis in list(enumerate(axes))[first : max(1, len(axes) - 1)]:
-        if len(axis) not in (len(tokens), len(piece)):
-            continue
-        # A fixed size, 2^31, so that an element's position does not depend on the sequence length.
-        axes[number] = (tokens if len(axis) == len(tokens) else piece).to(axis.device, non_blocking=True)
-        wholes[number] = 2**31
-        return
-
-
-def _factors(drawn: Tensor, probability: float) -> Tensor:
-    """Return 1 / (1 - probability) where an element is kept, so that the mean stays, and 0 where it is dropped."""
-    if probability >= 1:
-        return torch.zeros_like(drawn, dtype=torch.float32)
-    keeps: Tensor = _shifted(drawn, 64 - _BITS) >= int(probability * 2**_BITS)
-    return keeps.to(torch.float32).mul_(1 / (1 - probability))
-
-
-def _mixed(numbers: Tensor) -> Tensor:
-    """Hash 64-bit numbers elementwise (splitmix64)."""
-    numbers = (numbers ^ _shifted(numbers, 30)) * _FIRST
-    numbers = (numbers ^ _shifted(numbers, 27)) * _SECOND
-    return numbers ^ _shifted(numbers, 31)
-
-
-def _shifted(numbers: Tensor, by: int) -> Tensor:
-    """Shift right logically: zeros come in."""
-    shifted: Tensor = (numbers >> by) & (2 ** (64 - by) - 1)
-    return shifted

@@ -66,6 +66,7 @@ class Split:
     left: tuple[tuple[dict[str, Any], str], ...] = ()
     rewritten: Mapping[str, Any] = field(default_factory=dict)
     shapes_by_data: bool = False
+    draws_in_python: bool = False
     compiled: str | None = None
     assigns: bool = False
 

@@ -32,7 +32,7 @@ from shardwise.stages.split.parts import StagePart
 from shardwise.stages.split.prints import Print, far_apart, print_of
 from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.split.second_batch import twice
-from shardwise.stages.split.seed import Steady
+from shardwise.stages.split.seed import Steady, seeded_alike
 from shardwise.stages.split.switch import Inner, Switch, Visitor, undisturbed
 from shardwise.stages.split.unit_flow import UnitFlow
 from shardwise.stages.stage import Batch, Second, Values
@@ -93,6 +93,7 @@ class StageCheck:
         if self._second.is_tried and (len(self._parts) > 1 or self._flow.traces):
             # Other weights: a gate that is 0 at first hides what it lets through later.
             with (
+                seeded_alike(),  # Ranks that run it together skip the same at random.
                 moved_weights(self._module),
                 undisturbed(self._module, self._units, *self._roots[1:]) as switch,
             ):

@@ -35,6 +35,7 @@ from shardwise.stages.split.outline import (
     signature_of,
 )
 from shardwise.stages.split.python_state import PythonState, held_now
+from shardwise.stages.split.seed import seeded_alike
 from shardwise.stages.split.settled_writes import settled
 from shardwise.stages.split.sources import NOTHING, Drawn, HeldTensor, Hidden, Ledger, Made, Source, Sources, storage_of
 from shardwise.stages.split.switch import Inner, uncompiled, undisturbed
@@ -365,7 +366,7 @@ def watch(
     signature.check(example)
     args, kwargs = signature.arguments(example)
     watcher = FlowWatch(module, home_of(example), records=records)
-    with undisturbed(module, units, tells_writes=True) as switch:
+    with seeded_alike(), undisturbed(module, units, tells_writes=True) as switch:
         assert switch.noted is not None, "it is known what was there before"
         watcher.start, watcher.notes_glue = switch.noted.state if notes_flags else None, notes_glue
         with (
@@ -373,7 +374,7 @@ def watch(
             switch.visited_by(watcher),
         ):  # fmt: skip
             output = module(*args, **kwargs)
-        traces = bool(switch.noted.state.changed())
+        traces, draws = bool(switch.noted.state.changed()), switch.noted.state.have_drawn()
         written = switch.noted.guard.written
         through_data = [name for name, each in written.items() if each.how == "data"]
         settles = settled(module, signature, example, through_data) if through_data else ()
@@ -399,6 +400,7 @@ def watch(
         slots=slots,
         rewritten=rewritten,
         shapes_by_data=watcher.shapes_by_data,
+        draws_in_python=draws,
         compiled=watcher.compiled,
         assigns=watcher.assigns,
     )

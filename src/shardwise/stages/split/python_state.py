@@ -36,6 +36,7 @@ from shardwise.stages.split.drawn_state import (
 from shardwise.stages.split.names_reached import may_draw
 from shardwise.stages.split.python_draws import python_draws, set_python_draws
 from shardwise.stages.split.same_values import is_same_list, repeats, same, told
+from shardwise.stages.split.seed import seeded_alike
 from shardwise.stages.split.theirs import SPACES, files_named, is_own, is_theirs
 from shardwise.torch_private import buffer_slots, parameter_slots, submodules, version_of
 
@@ -347,14 +348,16 @@ def classes_left_as_they_were(kinds: Iterable[type], *roots: Any) -> Iterator[No
 
 def leaves_classes(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Do so for a function that runs a copy of its module: the copy shares classes, the state of their files, and
-    torch's generators with the module."""
+    generators with the module.
+
+    The function begins with the same seed on every rank: what a forward skips at random is the same on all of them.
+    """
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         module: Any = args[0]
         # Also on the meta device: draws that name no device are made on the host.
-        drawn = torch.random.fork_rng({each.device for each in module.parameters() if each.is_cuda})
-        with classes_left_as_they_were(map(type, module.modules())), drawn:
+        with classes_left_as_they_were(map(type, module.modules())), seeded_alike():
             return function(*args, **kwargs)
 
     return run

@@ -20,6 +20,20 @@ def seed_torch(number: int) -> None:
         torch.cuda.manual_seed_all(number)
 
 
+@contextmanager
+def seeded_alike() -> Iterator[None]:
+    """Begin with the same random numbers on every rank, and restore all generators at exit."""
+    before = python_draws()
+    has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng([torch.cuda.current_device()] if has_gpu else []):
+        seed_torch(0)
+        seed_python(0)
+        try:
+            yield
+        finally:
+            set_python_draws(before)
+
+
 class Steady:
     """Give a unit, and the code after it, the same random numbers on whichever stage runs it.
 

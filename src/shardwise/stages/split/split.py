@@ -89,6 +89,7 @@ def split(
         left=tuple(flow.slots.values()),
         rewritten=flow.rewritten,
         shapes_by_data=flow.shapes_by_data,
+        draws_in_python=flow.draws_in_python,
         compiled=flow.compiled,
         assigns=flow.assigns,
     )

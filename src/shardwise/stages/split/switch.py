@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.stages.split.python_state import PythonState
+from shardwise.stages.split.seed import seed_torch
 from shardwise.stages.split.write_guard import WriteGuard
 from shardwise.torch_private import (
     backward_id,
@@ -146,6 +147,8 @@ def undisturbed(
 ) -> Iterator[Switch]:
     """Yield a switch for runs without side effects: gates, tensors, attributes and generators are restored afterwards.
 
+    Torch draws the same on every rank, as ranks may run a module together.
+
     With `tells_writes` its guard records which parameters were written. `noted` is the snapshot of an earlier run
     without units, of the same module and `others`.
     """
@@ -154,6 +157,7 @@ def undisturbed(
     switch.noted = noted = noted or Noted(module, *others, tells_writes=tells_writes)
     try:
         with torch.random.fork_rng(noted.devices), torch.no_grad(), uncompiled(), noted.guard.guarding():
+            seed_torch(0)
             yield switch
     finally:
         noted.restore()

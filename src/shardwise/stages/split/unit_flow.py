@@ -63,6 +63,8 @@ class UnitFlow:
     slots: Mapping[str, tuple[dict[Any, Any], Any]] = field(default_factory=dict)
     #: Whether shapes between units, or of their outputs, depend on values in the batch.
     shapes_by_data: bool = False
+    #: Whether the forward draws from the generators of Python or NumPy.
+    draws_in_python: bool = False
     #: The name of a compiled function that calls units, if there is one.
     compiled: str | None = None
     #: Whether glue assigned attributes or the like between calls, if flags were noted.

@@ -16,7 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardwise.ranks.collectives import Group, Pending, exchange, gather, read, scatter, span_of, start_all_to_all
+from shardwise.errors import ShardwiseError
+from shardwise.ranks.collectives import (
+    Group,
+    Pending,
+    exchange,
+    filled,
+    gather,
+    read,
+    scatter,
+    span_of,
+    start_all_to_all,
+)
 from shardwise.sharding.expert.placement import Placement
 
 StageStates = TypeVar("StageStates")
@@ -32,8 +43,12 @@ class Dispatch:
     `alike` are the ranks of the group with the same tokens (tensor parallel ranks); each of them sends a part.
     """
 
-    def __init__(self, group: Group, placement: Placement, alike: Group | None = None) -> None:
+    def __init__(
+        self, group: Group, placement: Placement, alike: Group | None = None, *, name: str = "", skips: bool = True
+    ) -> None:
         self.group, self.alike = group, alike or Group()
+        #: The layer, and whether a choice of no expert (-1, or their number) adds nothing.
+        self.name, self.skips = name, skips
         self.place(placement)
 
     def place(self, placement: Placement) -> None:
@@ -64,12 +79,22 @@ class Dispatch:
         # Ranks with the same tokens each send a part of them, so that no row is sent twice.
         part, counts = _part(rows, counts, self.alike)
         there, sent, received = self._agree(counts)
-        transfer = AsyncAllToAll(part, self.group, sent, received)
+        transfer = AsyncAllToAll(self._with_experts(part, sum(sent)), self.group, sent, received)
         beside = meanwhile()
         arrived = transfer.wait()
         made = compute(arrived, there).to(arrived.dtype) if len(arrived) else untouched(arrived, experts.parameters())
         back = exchange(made, self.group, received, sent)
-        return gather(back, self.alike, 0, used_alike=True, length=len(rows)), beside
+        return gather(filled(back, 0, len(part)), self.alike, 0, used_alike=True, length=len(rows)), beside
+
+    def _with_experts(self, rows: Tensor, number: int) -> Tensor:
+        """Leave out the rows at the end that have no expert."""
+        if number < len(rows) and not self.skips:
+            raise ShardwiseError(
+                f"{self.name} was given {len(rows) - number} choices that are none of its {len(self.placement.order)}"
+                " experts, and its forward makes something of them",
+                remedy="a weight of 0 for choices that are dropped, or ep=1",
+            )
+        return rows if number == len(rows) else rows[:number]
 
     def _agree(self, counts: Tensor) -> tuple[Tensor, list[int], list[int]]:
         """Return rows per sender and local expert, and the numbers of rows sent to and received from every rank."""
@@ -107,12 +132,16 @@ class Dispatch:
     ) -> tuple[Tensor, StageStates]:  # fmt: skip
         """Dispatch for experts that take tokens, the chosen experts and their weights, both [tokens, chosen].
 
-        Weights are not sent: experts are given ones, and their output is weighted when it is back.
+        Weights are not sent: experts are given ones, and their output is weighted when it is back. A choice of no
+        expert adds nothing.
         """
-        slots = self._slots_of(chosen.flatten())
+        num_experts, flat = len(self.placement.order), chosen.flatten().long()
+        is_one = (flat >= 0) & (flat < num_experts)
+        # Choices of no expert come last, and are not sent.
+        slots = torch.where(is_one, self._slots_of(flat.clamp(0, num_experts - 1)), num_experts)
         order = slots.argsort(stable=True)
-        counts = torch.zeros(sum(self.placement.sizes), dtype=torch.int64, device=slots.device)
-        counts.scatter_add_(0, slots, torch.ones_like(slots))
+        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=slots.device)
+        counts = counts.scatter_add_(0, slots, torch.ones_like(slots))[:-1]
 
         def compute(rows: Tensor, there: Tensor) -> Tensor:
             return call(rows, _expert_of_rows(there, len(rows))[:, None], rows.new_ones(len(rows), 1))

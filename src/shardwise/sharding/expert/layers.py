@@ -4,16 +4,17 @@
     any other     experts with `num_experts`, whose parameters all have one entry for each, and whose forward takes
                   tokens, the experts chosen for each and their weights: as in transformers since 5.0
 
-The output of the second kind must be the weighted sum of the chosen experts' outputs for each token.
+The output of the second kind must be the weighted sum of the chosen experts' outputs for each token (`trial.py`).
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from shardwise.errors import ShardwiseError
 from shardwise.sharding.expert.dispatch import Dispatch
 from shardwise.sharding.expert.shared_expert import share_ahead
 from shardwise.sharding.wrap_forward import wrap_forward
@@ -30,9 +31,43 @@ class ExpertLayer:
     is_ours: bool
 
 
+class Form(NamedTuple):
+    """The shapes of a call: outer dims of tokens and of choices, and whether a token has a list of choices."""
+
+    outer_of_tokens: int = 0
+    outer_of_choices: int = 0
+    has_list: bool = True
+
+    def shaped(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows, and the experts chosen for each with their weights, in the shapes of such a call."""
+        tokens = rows.view(*(1 for _ in range(self.outer_of_tokens)), *rows.shape)
+        shape = (*(1 for _ in range(self.outer_of_choices)), *(chosen.shape if self.has_list else chosen.shape[:1]))
+        return tokens, chosen.reshape(shape), weights.reshape(shape)
+
+
+def form_of(given: Sequence[object]) -> Form | None:
+    """Return the form of a call with tokens, the experts chosen for each and their weights; None of any other."""
+    tensors = [each for each in given if isinstance(each, Tensor)]
+    if len(given) != 3 or len(tensors) != 3:
+        return None
+    tokens, chosen, weights = tensors
+    if tokens.dim() < 2 or chosen.is_floating_point() or chosen.dtype.itemsize < 2 or chosen.shape != weights.shape:
+        return None
+    shape, outer = tokens.shape[:-1], tokens.dim() - 2
+    if weights.is_floating_point() and shape in (chosen.shape, chosen.shape[:-1]):
+        return Form(outer, outer, shape != chosen.shape)
+    if weights.is_floating_point() and chosen.dim() in (1, 2) and len(chosen) == shape.numel():
+        return Form(outer, 0, chosen.dim() == 2)
+    return None
+
+
 def find_layers(module: nn.Module) -> list[ExpertLayer]:
-    """Return every expert layer, in the module's order."""
-    return [found for name, each in module.named_modules() for found in _layers_at(name, each)]
+    """Return every expert layer, in the module's order. Experts that several blocks call are one layer."""
+    found: dict[int, ExpertLayer] = {}
+    for name, each in module.named_modules():
+        for layer in _layers_at(name, each):
+            found.setdefault(id(layer.block if layer.is_ours else layer.experts), layer)
+    return list(found.values())
 
 
 def find_others(module: nn.Module) -> dict[str, str]:
@@ -79,13 +114,26 @@ def attach(layer: ExpertLayer, dispatch: Dispatch, *, overlap: bool) -> None:
     setattr(layer.experts, "num_experts", dispatch.placement.sizes[dispatch.group.rank])  # noqa: B010
 
     def wrapped(call: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        tokens, chosen, weights = signature.bind(*args, **kwargs).arguments.values()
+        given = tuple(signature.bind(*args, **kwargs).arguments.values())
+        form = form_of(given)
+        if form is None:
+            raise ShardwiseError(
+                f"{layer.name} was called with {len(given)} arguments that are not tokens, the experts chosen for each"
+                " and their weights",
+                remedy="ep=1",
+            )
+        tokens, chosen, weights = given
         if tokens.is_meta:
             return call(tokens, chosen, weights)  # On average as many rows arrive as are sent.
         experts = call.args[0]  # type: ignore[attr-defined]
         flat = tokens.flatten(0, -2)
         meanwhile = (lambda: None) if ahead is None else lambda: ahead.compute(flat)
-        made, _ = dispatch.exchange_chosen(experts, call, flat, chosen, weights, meanwhile)
+
+        def apply(rows: Tensor, numbers: Tensor, ones: Tensor) -> Tensor:
+            return call(*form.shaped(rows, numbers, ones)).view(rows.shape)
+
+        numbers, scales = (each.reshape(len(flat), -1) for each in (chosen, weights))
+        made, _ = dispatch.exchange_chosen(experts, apply, flat, numbers, scales, meanwhile)
         return made.view_as(tokens)
 
     wrap_forward(layer.experts, wrapped)

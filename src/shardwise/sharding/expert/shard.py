@@ -8,34 +8,43 @@ from torch import nn
 from shardwise.errors import ShardwiseError, unknown
 from shardwise.ranks.mesh import Mesh
 from shardwise.sharding.expert.balance import Real, share_balance, share_capacity
+from shardwise.sharding.expert.calls import observe
 from shardwise.sharding.expert.dispatch import Dispatch
 from shardwise.sharding.expert.layers import ExpertLayer, attach, find_layers, find_others
 from shardwise.sharding.expert.placement import Placement
 from shardwise.sharding.expert.sharding import ExpertSharding
-from shardwise.sharding.expert.trial import why_no_weighted_sum
+from shardwise.sharding.expert.trial import try_all, why_tied
 from shardwise.stages.split.materialise import replace
 from shardwise.stages.split.meta import meta_twin
 from shardwise.stages.split.python_state import leaves_classes
+from shardwise.stages.stage import Batch
 
 
 @leaves_classes
 def shard_experts(
     module: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placement] | None = None, overlap: bool = True,
-    real: Real = lambda: None, verify: bool = True,
+    real: Real = lambda: None, verify: bool = True, example: Batch | None = None,
 ) -> ExpertSharding:  # fmt: skip
     """Keep only this rank's experts, in place, and dispatch tokens to other ranks. All ranks must call this together.
 
     Call it for every module with experts that has replicas, even if ep is 1: a balancing loss is over the tokens of all
     replicas. `placements` are keyed by the names of the experts; other layers are placed evenly. `overlap`: rows travel
     while the shared expert is computed. `real` returns which tokens of a sequence are not padding. Unless `verify` is
-    False, experts that are not ours are tried first (`trial.py`).
+    False, experts that are not ours are tried first (`trial.py`): as they are called with `example`, if one is given.
     """
     group, replicas = mesh.group("ep"), mesh.group("gradients")
     layers, others = find_layers(module), find_others(module)
+    skips: dict[str, bool] = {}
+    if group.size > 1:
+        others |= why_tied(module, layers)
+        layers = [each for each in layers if each.name not in others]
     if verify and group.size > 1:
-        reasons = {each.name: why for each in layers if not each.is_ours and (why := why_no_weighted_sum(each))}
-        layers = [each for each in layers if each.name not in reasons]
-        others |= reasons
+        theirs = [each for each in layers if not each.is_ours]
+        calls = observe(module, theirs, example)
+        verdicts = try_all(theirs, calls)
+        others |= {name: found.problem for name, found in verdicts.items() if found.problem}
+        skips = {name: found.skips for name, found in verdicts.items()}
+        layers = [each for each in layers if each.name not in others]
     _check(module, mesh, layers, others)
     chosen = _choose(layers, placements or {}, group.size)
     twin = meta_twin(module)
@@ -49,7 +58,9 @@ def shard_experts(
             share_balance(layer.block, replicas, real)
             share_capacity(layer.block, mesh.group("dp"), mesh.group("cp"), real)
         if group.size > 1:
-            dispatches[layer.name] = Dispatch(group, chosen[layer.name], alike)
+            dispatches[layer.name] = Dispatch(
+                group, chosen[layer.name], alike, name=layer.name, skips=skips.get(layer.name, True)
+            )
             parameters |= {f"{layer.name}.{key}": layer.name for key, _ in layer.experts.named_parameters()}
             _keep(module, layer, chosen[layer.name].ranks[group.rank])
             attach(layer, dispatches[layer.name], overlap=overlap)

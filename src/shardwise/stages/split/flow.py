@@ -35,7 +35,6 @@ from shardwise.stages.split.outline import (
     signature_of,
 )
 from shardwise.stages.split.python_state import PythonState, held_now
-from shardwise.stages.split.seed import seeded_alike
 from shardwise.stages.split.settled_writes import settled
 from shardwise.stages.split.sources import NOTHING, Drawn, HeldTensor, Hidden, Ledger, Made, Source, Sources, storage_of
 from shardwise.stages.split.switch import Inner, uncompiled, undisturbed
@@ -366,7 +365,7 @@ def watch(
     signature.check(example)
     args, kwargs = signature.arguments(example)
     watcher = FlowWatch(module, home_of(example), records=records)
-    with seeded_alike(), undisturbed(module, units, tells_writes=True) as switch:
+    with undisturbed(module, units, tells_writes=True, draws_alike=True) as switch:
         assert switch.noted is not None, "it is known what was there before"
         watcher.start, watcher.notes_glue = switch.noted.state if notes_flags else None, notes_glue
         with (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.stages.split.python_state import PythonState
-from shardwise.stages.split.seed import seed_torch
+from shardwise.stages.split.seed import seed_torch, seeded_alike
 from shardwise.stages.split.write_guard import WriteGuard
 from shardwise.torch_private import (
     backward_id,
@@ -144,26 +144,27 @@ def undisturbed(
     *others: Any,
     tells_writes: bool = False,
     noted: Noted | None = None,
+    draws_alike: bool = False,
 ) -> Iterator[Switch]:
     """Yield a switch for runs without side effects: gates, tensors, attributes and generators are restored afterwards.
 
-    Torch draws the same on every rank, as ranks may run a module together.
-
+    Torch draws the same on every rank, as ranks may run a module together; if it `draws_alike`, so do Python and NumPy.
     With `tells_writes` its guard records which parameters were written. `noted` is the snapshot of an earlier run
     without units, of the same module and `others`.
     """
     switch = Switch(units)
-    # Taken with the gates in place, so that they do not count as changes.
-    switch.noted = noted = noted or Noted(module, *others, tells_writes=tells_writes)
-    try:
-        with torch.random.fork_rng(noted.devices), torch.no_grad(), uncompiled(), noted.guard.guarding():
-            seed_torch(0)
-            yield switch
-    finally:
-        noted.restore()
-        for name, unit in units.items():
-            assert get_compiled_call(unit) is switch.gates[name], f"another gate stands in front of that of {name}"
-            set_compiled_call(unit, switch.before[name])
+    with seeded_alike() if draws_alike else nullcontext():
+        # Taken with the gates in place, so that they do not count as changes.
+        switch.noted = noted = noted or Noted(module, *others, tells_writes=tells_writes)
+        try:
+            with torch.random.fork_rng(noted.devices), torch.no_grad(), uncompiled(), noted.guard.guarding():
+                seed_torch(0)
+                yield switch
+        finally:
+            noted.restore()
+            for name, unit in units.items():
+                assert get_compiled_call(unit) is switch.gates[name], f"another gate stands in front of that of {name}"
+                set_compiled_call(unit, switch.before[name])
 
 
 def _is_written(owner: nn.Module, slots: Mapping[str, Any]) -> bool:

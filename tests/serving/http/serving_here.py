@@ -58,7 +58,7 @@ def running(
     server = Server(engine, served or served_by(engine), key=key, most_waiting=most_waiting)
     listening = open_socket("127.0.0.1", 0)
     config = uvicorn.Config(
-        server.app(), http=PatientProtocol, ws="none", log_level="warning", lifespan="on", timeout_graceful_shutdown=2
+        server.app(), http=PatientProtocol, ws="none", log_level="error", lifespan="on", timeout_graceful_shutdown=2
     )
     serving: Any = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(serving.serve(sockets=[listening])), daemon=True)

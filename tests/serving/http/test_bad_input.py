@@ -333,6 +333,66 @@ def test_slow_writers_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
             assert b" 408 " in slow.recv(4096).splitlines()[0] + b" "
 
 
+def test_a_second_request_may_not_come_slowly_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_HEAD_SECONDS", 0.3)
+    with running(RepeatingEngine()) as here:
+        host, port = here.url.removeprefix("http://").split(":")
+        whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        with socket.create_connection((host, int(port))) as slow, socket.create_connection((host, int(port))) as idle:
+            for each in (slow, idle):
+                each.settimeout(20)
+                each.sendall(whole)
+                assert take(each).startswith(b"HTTP/1.1 200 ")
+            slow.sendall(whole[:20])
+            assert slow.recv(100) == b""
+            # One that asks for nothing meanwhile is not slow.
+            idle.sendall(whole)
+            assert take(idle).startswith(b"HTTP/1.1 200 ")
+
+
+def take(connection: socket.socket) -> bytes:
+    """One answer."""
+    got = b""
+    while b"\r\n\r\n" not in got:
+        got += connection.recv(4096)
+    head, _, body = got.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    while len(body) < length:
+        body += connection.recv(4096)
+    return head + b"\r\n\r\n" + body
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x16\x03\x01\x02\x00\x01",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_has_openais_form_too(here: Running, raw: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    host, port = here.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as odd:
+        odd.settimeout(20)
+        odd.sendall(raw + b"\r\n\r\n")
+        head, _, body = take(odd).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["message"] == "the request is not valid HTTP/1.1"
+    assert capfd.readouterr().err == ""
+
+
+def test_a_body_that_breaks_off_after_its_answer_is_let_go(here: Running, capfd: pytest.CaptureFixture[str]) -> None:
+    """It was answered before it had come; what comes of it then is no HTTP."""
+    host, port = here.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as odd:
+        odd.settimeout(20)
+        odd.sendall(b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert take(odd).startswith(b"HTTP/1.1 404 ")
+        odd.sendall(b"ZZ\r\n")
+        assert odd.recv(100) == b""
+    assert capfd.readouterr().err == ""
+
+
 def test_a_reader_that_takes_nothing_holds_nobody_up(here: Running) -> None:
     host, port = here.url.removeprefix("http://").split(":")
     body = json.dumps(

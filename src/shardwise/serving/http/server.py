@@ -2,16 +2,19 @@
 
 import asyncio
 import ipaddress
+import json
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shardwise.errors import ShardwiseError
+from shardwise.serving.http.api_error import ApiError
 
 #: How long a connection may take to send the head of a request, however slowly it arrives.
 _HEAD_SECONDS = 20.0
@@ -19,33 +22,55 @@ _BACKLOG = 2048
 
 
 class PatientProtocol(H11Protocol):
-    """uvicorn's protocol, which also closes a connection that does not send the head of a request in time."""
+    """uvicorn's protocol, which also closes a connection that does not send the head of a request in time.
+
+    What is not HTTP is answered in OpenAI's form, like every other mistake.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._deadline: asyncio.TimerHandle | None = None
-        self._arm()
+        self._watch_head()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is not None:
-            self._disarm()
+        self._watch_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         super().connection_lost(exc)
 
-    def _arm(self) -> None:
-        self._deadline = self.loop.call_later(_HEAD_SECONDS, self._end)
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's form
+        """Say what is wrong, if nothing has been answered yet, and close."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            error = ApiError(400, "the request is not valid HTTP/1.1", code="invalid_http")
+            body = json.dumps(error.body()).encode()
+            headers = [
+                ("Content-Type", "application/json"),
+                ("Content-Length", str(len(body))),
+                ("Connection", "close"),
+            ]
+            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+        self.transport.close()
+
+    def _watch_head(self) -> None:
+        """Time a head from its first byte; the first one of a connection from the connection on."""
+        is_first = self.cycle is None  # In spite of the type that uvicorn gives it.
+        is_begun = is_first or bool(self.conn.trailing_data[0])
+        if self.conn.their_state is not h11.IDLE or not is_begun:
+            self._disarm()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
 
     def _disarm(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-    def _end(self) -> None:
-        # The timer is cancelled once a head has arrived.
-        self.transport.close()
 
 
 def check_address(host: str, key: str | None) -> None:
@@ -104,7 +129,7 @@ def serve_app(app: ASGIApp, listening: socket.socket, *, ready: Callable[[], Non
                 ready()
 
     config = uvicorn.Config(
-        app, http=PatientProtocol, ws="none", log_level="warning", access_log=False, lifespan="on",
+        app, http=PatientProtocol, ws="none", log_level="error", access_log=False, lifespan="on",
         timeout_keep_alive=30, timeout_graceful_shutdown=5, backlog=_BACKLOG, server_header=False,
     )  # fmt: skip
     server: Any = _Serving(config)

@@ -7,7 +7,7 @@ TOOLS := tests/tools.txt
 # Older than pyproject.toml or the list of tools, or absent: the environment is made or brought up to date.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test test-gpu browser slurm lint format bench clean
+.PHONY: run test test-gpu browser slurm guidellm lint format bench clean
 
 run: $(INSTALLED)
 	$(BIN)/shardwise train
@@ -60,6 +60,16 @@ slurm:
 	    echo "note: no Slurm or no ssh server was found, so tests in tests/launch are skipped" >&2; \
 	    echo "  try: sudo apt install slurmctld slurmd slurm-client munge openssh-server" >&2; \
 	fi
+
+# A load generator that `pytest --whole` sends to the server. It needs releases of its own, so it has an environment of its
+# own, which finds all else, torch too, in ours.
+guidellm: $(VENV)/guidellm/bin/guidellm
+$(VENV)/guidellm/bin/guidellm: $(INSTALLED)
+	$(BIN)/python -m venv --without-pip $(VENV)/guidellm
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	    "$$($(VENV)/guidellm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
+	$(VENV)/guidellm/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(TOOLS) guidellm
+	@touch $@
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -374,3 +374,35 @@ def experts_balanced_over_padding(parallelize: Parallelize) -> Result:
 def experts_balanced_by_each_token(parallelize: Parallelize) -> Result:
     """The same without padding."""
     return balanced(parallelize, lambda share: share.square().sum(-1).mean(), 8)
+
+
+class RemembersARow(Block):
+    """Its last row, for the next batch."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        if self.last is not None:
+            made = made + 0.1 * self.last.mean()
+        self.last = made.detach()[-1:]
+        return made
+
+
+@program(dict.fromkeys(("dp", "sp", "cp"), "depends on its rows and changes the next one"))
+def a_state_of_the_last_row_alone(parallelize: Parallelize) -> Result:
+    """Of two rows the second stays where it is in a batch whose rows are only doubled."""
+    return learn(parallelize, Four(first=RemembersARow))
+
+
+@program({**LEFT, **MIXES, "recompute=full": "changes the next one, and recompute=full runs each twice"})
+def a_count_that_its_class_is_given(parallelize: Parallelize) -> Result:
+    """`type(self).calls = getattr(type(self), "calls", 0) + 1`: it is not there before the first forward."""
+
+    class Counts(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            kind: Any = type(self)
+            kind.calls = getattr(kind, "calls", 0) + 1
+            return super().forward(x) * (1 + 0.01 * kind.calls)
+
+    return learn(parallelize, Four(first=Counts, last=Counts))

@@ -117,6 +117,8 @@ _ONE_TRIAL = [
     ("weighing", "hidden_channels_read_by_the_loss", "tp=2"),
     ("weighing", "the_same_of_a_tied_layer", "pp=2"),
     ("weighing", "a_penalty_on_gradients_of_the_inputs", "pp=2"),
+    ("carried", "a_state_of_the_last_row_alone", "dp=2"),
+    ("carried", "a_count_that_its_class_is_given", "tp=2"),
     ("carried", "a_recurrent_state_of_the_root", "pp=2,microbatches=4,schedule=zb-v"),
     ("carried", "a_recurrent_state_of_the_root", "place,pp=2,microbatches=2,schedule=gpipe"),
     ("carried", "a_recurrent_state_of_a_layer", "pp=2,microbatches=2"),

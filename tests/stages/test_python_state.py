@@ -74,6 +74,8 @@ def test_a_second_batch_has_other_numbers_that_the_first_has_too() -> None:
     assert second["ids"].tolist() == [[5, 6], [5, 6], [3, 4]]
     assert second["mask"].tolist() == [[0.75, 0.75]] * 3
     assert second["flag"] is True
+    four = second_batch({"ids": torch.tensor([[1], [2], [3], [4]])})["ids"].flatten().tolist()
+    assert four == [4, 4, 4, 3], "the third row, too, has another in its place"
     alike = {"ids": torch.tensor([[1, 2, 3], [1, 2, 3]])}
     assert second_batch(alike)["ids"].tolist() == [[3, 3, 2], [3, 3, 2]]
     assert second_batch(alike, [alike, first]) is first

@@ -31,7 +31,7 @@ from shardwise.stages.split.outline import tensors_in
 from shardwise.stages.split.parts import StagePart
 from shardwise.stages.split.prints import Print, far_apart, print_of
 from shardwise.stages.split.python_state import PythonState
-from shardwise.stages.split.second_batch import twice
+from shardwise.stages.split.second_batch import turned_round, twice
 from shardwise.stages.split.seed import Steady, seeded_alike
 from shardwise.stages.split.switch import Inner, Switch, Visitor, undisturbed
 from shardwise.stages.split.unit_flow import UnitFlow
@@ -232,17 +232,11 @@ class StageCheck:
         if not traces or not (second.replicas or second.microbatches or second.reruns):
             return None
         names = some([f"{name} ({words})" for name, words in traces.items()])
-        after: list[_Run] = []
-        for batch in (self._example, second.batch):
-            before.restore()
-            self._run_plain(switch, batch)
-            left = PythonState(*self._roots)
-            # Buffers are restored: those that a forward writes are handled separately.
-            before.restore()
-            left.restore()
-            after.append(self._run_plain(switch, second.batch))
-        before.restore()
-        is_of_rows = any(self._differences(after[0], after[1]))
+        batches = [self._example, second.batch]
+        # Of two rows the second batch may have one where it was, and a forward may leave that one alone.
+        batches += [turned_round(self._example)] if second.replicas or second.microbatches else []
+        after = self._run_after(switch, before, batches)
+        is_of_rows = any(difference for each in after[1:] for difference in self._differences(after[0], each))
         by_row = self._left_by_row(switch, before) if second.microbatches and is_of_rows else []
         if by_row:
             return ShardwiseError(
@@ -265,6 +259,25 @@ class StageCheck:
                 remedy="an attribute or a buffer for what it leaves, and no list; or recompute=none",
             )
         return None
+
+    def _run_after(self, switch: Switch, before: PythonState, batches: Sequence[Batch]) -> list[_Run]:
+        """Run the second batch after each of these; one that is turned round may be none that the module takes."""
+        after: list[_Run] = []
+        for number, batch in enumerate(batches):
+            before.restore()
+            try:
+                self._run_plain(switch, batch)
+            except Exception:
+                if number < 2:
+                    raise
+                continue
+            left = PythonState(*self._roots)
+            # Buffers are restored: those that a forward writes are handled separately.
+            before.restore()
+            left.restore()
+            after.append(self._run_plain(switch, self._second.batch))
+        before.restore()
+        return after
 
     def _left_by_row(self, switch: Switch, before: PythonState) -> list[str]:
         """Return the attributes and entries that hold tensors of other shapes after a forward of twice as many rows."""

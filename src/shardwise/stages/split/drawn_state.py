@@ -43,8 +43,15 @@ class Watched:
         return ()
 
 
+#: The key under which a snapshot has all names, also of values that are not plain.
+_NAMES = "__names__"
+_NEW = (*PLAIN, list, dict, set, torch.Tensor)
+
+
 class PlainValues(Watched):
-    """Plain values by name: `Block.calls`, or a file's variable that a function writes with `global`."""
+    """Plain values by name: `Block.calls`, or a file's variable that a function writes with `global`.
+
+    A forward may also make the first one of a name: `cls.calls = getattr(cls, "calls", 0) + 1`."""
 
     def __init__(
         self,
@@ -54,18 +61,31 @@ class PlainValues(Watched):
         self._read, self._slots = read, slots
 
     def read(self) -> dict[str, Any]:
-        return {key: value for key, value in self._read().items() if type(value) in PLAIN and not key.startswith("__")}
+        now = self._read()
+        found = {key: value for key, value in now.items() if type(value) in PLAIN and not key.startswith("__")}
+        return {**found, _NAMES: frozenset(now)}
 
     def put_back(self, content: dict[str, Any]) -> None:
-        for key, value, _ in self.changes(content):
+        for key, value, _ in self._changed(content):
             self._slots[key] = value
+        for key, _, _ in self._made(content):
+            self._slots.pop(key)
 
     def changes(self, content: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+        return [*self._changed(content), *self._made(content)]
+
+    def _changed(self, content: dict[str, Any]) -> list[tuple[str, Any, Any]]:
         now = self._read()
-        return [(key, value, now[key]) for key, value in content.items() if key in now and now[key] is not value]
+        held = [(key, value, now.get(key)) for key, value in content.items() if key != _NAMES]
+        return [(key, value, each) for key, value, each in held if each is not value or key not in now]
+
+    def _made(self, content: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+        """Return the values under names that there were not."""
+        new = [(key, each) for key, each in self._read().items() if key not in content[_NAMES]]
+        return [(key, None, each) for key, each in new if not key.startswith("__") and isinstance(each, _NEW)]
 
     def places(self, content: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
-        return [(key, self._slots, key) for key, _, _ in self.changes(content)]
+        return [(key, self._slots, key) for key, _, _ in self._changed(content)]
 
 
 class _ClassSlots(dict[str, Any]):

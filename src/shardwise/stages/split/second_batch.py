@@ -27,6 +27,15 @@ def second_batch(first: Batch, others: Sequence[Batch] = ()) -> Batch:
     return turned
 
 
+def turned_round(batch: Batch) -> Batch:
+    """Return the batch with every row in another place: the last one is first."""
+    length = _length(batch)
+    made: Batch = pytree.tree_map(
+        lambda each: each.detach().roll(1, 0) if _has_rows(each, length) else each, dict(batch)
+    )
+    return made
+
+
 def twice(batch: Batch) -> Batch:
     """Return a batch with every row twice."""
     length = _length(batch)
@@ -44,8 +53,10 @@ def _mixed(entry: Any, length: int) -> Any:
     """Return the rows of the second half twice each, in reverse, and none of the first half; scale floats by 0.75."""
     if not _has_rows(entry, length):
         return entry
-    rows = torch.tensor([length - 1 - number // 2 for number in range(length)], device=entry.device)
-    made = entry.detach()[rows]
+    others = [length - 1 - number // 2 for number in range(length)]
+    # No row is in its own place, or what is made of it alone would be the same.
+    rows = [length - 1 if other == number else other for number, other in enumerate(others)]
+    made = entry.detach()[torch.tensor(rows, device=entry.device)]
     return (made * 0.75 if made.is_floating_point() else made).requires_grad_(entry.requires_grad)
 
 

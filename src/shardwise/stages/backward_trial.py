@@ -18,11 +18,6 @@ from shardwise.stages.gradient_products import products_of
 from shardwise.stages.split.names_reached import names_reached
 from shardwise.torch_private import PythonNode, function_of, hooks_of
 
-#: What to write instead.
-NOT_IN_PROPORTION = (
-    "hooks and functions whose gradient is a multiple of the one they are given; clip= to clip gradients; or a plan"
-    " without dp, cp and microbatches"
-)
 #: Gradients are compared for initial gradients of 1 and of this. A power of two does not change the mantissa.
 _FACTOR = -(2.0**16)
 #: Names that make values constant for autograd; and the size above which a module is not tried, as that takes a

@@ -4,7 +4,8 @@ A mean over labels, some of them ignored, is weighted by its number of labels. T
 a user's loss or inside a module: labels have been shifted, masked and flattened before it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +45,7 @@ class LabelCounts(TorchFunctionMode):
     def __init__(self, ignored: float | Sequence[int] = 0.0) -> None:
         super().__init__()
         self._ignored = ignored
-        #: Added to every mean from here on, to see whether a loss reads it.
-        self.added = 0.0
+        self._added = 0.0
         #: How many labels of each mean were ignored.
         self.left_out: list[int] = []
         self.found: list[LabelCount] = []
@@ -73,7 +73,14 @@ class LabelCounts(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         made: Tensor = func(named.pop("input"), **{**named, "target": target, "reduction": "sum"})
         mean = made / torch.where(number == 0, 1, number)
-        return mean + self.added if self.added else mean
+        return mean + self._added if self._added else mean
+
+    @contextmanager
+    def adding(self, number: float) -> Iterator[None]:
+        """Add a number to every mean within the context, to see whether a loss reads it."""
+        self._added = number
+        yield
+        self._added = 0.0
 
     def forget(self) -> None:
         """Forget the means so far: of a module whose own loss is not read."""

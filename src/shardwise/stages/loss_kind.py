@@ -31,6 +31,10 @@ OWN_BACKWARD = (
     " would be added once for each part, and not weighed as its loss is"
 )
 REMEDY_OF_OWN = "return the sum of both losses; or torch.autograd.grad, which leaves nothing in parameters"
+REMEDY_OF_BENT = (
+    "hooks and functions whose gradient is a multiple of the one they are given; clip= to clip gradients; or a plan"
+    " without dp, cp and microbatches"
+)
 REMEDY_OF_LEARNED = "number.detach(), if it is not to be learned; or a plan without dp, cp and microbatches"
 
 

@@ -23,19 +23,20 @@ from typing import Any
 from torch import nn
 
 from shardwise.stages.across_rows import first_across, with_numbers_of
-from shardwise.stages.backward_trial import NOT_IN_PROPORTION
 from shardwise.stages.entry_trial import are_inside, count_the_same, find_entry, weights_of
 from shardwise.stages.index_check import IndexCheck
 from shardwise.stages.longer_trial import find_longer
 from shardwise.stages.loss_kind import (
     LEARNED_NUMBER,
     OWN_BACKWARD,
+    REMEDY_OF_BENT,
     REMEDY_OF_LEARNED,
     REMEDY_OF_OWN,
     REMEDY_OF_PARTS,
     LossKind,
     Tried,
 )
+from shardwise.stages.loss_memory import remembered_by
 from shardwise.stages.loss_parts import fits, fits_by, is_mean, mismatch
 from shardwise.stages.moved_trial import find_moved
 from shardwise.stages.no_collectives import NoCollectives
@@ -233,7 +234,7 @@ def _outcome(trial: Trial, three: Batch, seen: Seen) -> Tried:
     if not all(map(is_finite, runs)):
         # Finite for all rows but not for some of them: those rows make a divisor zero.
         return Tried(LossKind.UNTRIED, mismatch(*runs) if is_finite(whole) else None)
-    remembered = trial.remembers((two, large), (one, small))
+    remembered = remembered_by(trial, [(two, large), (one, small)])
     if remembered is not None:
         return Tried(
             LossKind.UNTRIED,
@@ -271,7 +272,7 @@ def _of_backward(tried: Tried, whole: Run, bent: str | None) -> Tried:
         return tried._replace(problem=OWN_BACKWARD, remedy=REMEDY_OF_OWN)
     if whole.is_learned:
         return tried._replace(problem=LEARNED_NUMBER, remedy=REMEDY_OF_LEARNED)
-    return tried if bent is None else tried._replace(problem=bent, remedy=NOT_IN_PROPORTION)
+    return tried if bent is None else tried._replace(problem=bent, remedy=REMEDY_OF_BENT)
 
 
 def _spread_out(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried:

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import some
 from shardwise.stages.backward_trial import (
     SeenHooks,
-    asks_for_mode,
     find_bent,
     gradients_told,
     makes_constants,
@@ -24,7 +22,6 @@ from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.metrics import take_metrics
 from shardwise.stages.rows import Seen, changed
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.python_state import PythonState
 from shardwise.stages.split.seed import seed_torch
 from shardwise.stages.split.switch import Noted, undisturbed
 from shardwise.stages.stage import Batch, Loss
@@ -80,11 +77,11 @@ class Trial:
         self, module: nn.Module, loss: Loss, precision: Context, *, meets: bool = False,
         at_first: Context = nullcontext, in_turn: bool = True, draws: RowDraws | None = None,
     ) -> None:  # fmt: skip
-        self.module, self.loss, self._precision, self.meets = module, loss, precision, meets
+        self.module, self.loss, self.precision, self.meets = module, loss, precision, meets
         #: If given, each row draws the same in all runs, and seeds change nothing.
         self._draws = draws
         #: Whether one process computes several parts of a batch.
-        self._in_turn = in_turn
+        self.in_turn = in_turn
         self._at_first = at_first
         #: The modes (is it training?) in which nothing was run yet.
         self._unknown = {False, True}
@@ -146,7 +143,7 @@ class Trial:
             with (
                 undisturbed(self.module, {}, self.loss, noted=self._noted) as switch,
                 full_precision(),
-                nullcontext() if in_full else self._precision(),
+                nullcontext() if in_full else self.precision(),
                 torch.set_grad_enabled(training or asks),
                 self._draws or nullcontext(),
                 KnownStatistics(norms) if norms else nullcontext(),
@@ -162,9 +159,8 @@ class Trial:
                 with decisions or (self._at_first() if training in self._unknown else nullcontext()):
                     if output is None:
                         args, kwargs = self._signature.arguments(batch)
-                        counts.added = added_inside
-                        output = self.module(*args, **kwargs)
-                        counts.added = 0.0
+                        with counts.adding(added_inside):
+                            output = self.module(*args, **kwargs)
                     if not self._reads_inside:
                         counts.forget()
                     inside = len(counts.found)
@@ -206,7 +202,7 @@ class Trial:
     def again(self, draws: RowDraws | None = None) -> "Trial":
         """Return a trial with a snapshot of its own, for other weights."""
         return Trial(
-            self.module, self.loss, self._precision, meets=self.meets, at_first=self._at_first, in_turn=self._in_turn,
+            self.module, self.loss, self.precision, meets=self.meets, at_first=self._at_first, in_turn=self.in_turn,
             draws=draws,
         )  # fmt: skip
 
@@ -231,7 +227,7 @@ class Trial:
     @property
     def is_rounded(self) -> bool:
         """Whether losses are compared up to the rounding of 16 bits."""
-        with self._precision():
+        with self.precision():
             return self._is_half or torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
 
     def is_random(self, batch: Batch) -> bool:
@@ -290,49 +286,6 @@ class Trial:
         except Exception:
             return None
         return made if all(map(is_finite, made)) else None
-
-    def remembers(self, *parts: tuple[Batch, Run]) -> str | None:
-        """Describe the state that the loss leaves for its next call, if that changes the next result; None if not.
-
-        The next call may have the same rows (a table with an entry for each sample) or others (a running mean). Unless
-        parts are computed in turn, state that does not depend on rows is allowed: all replicas have the same (a
-        critic's power iteration). Training may leave more than an evaluation (`if torch.is_grad_enabled():`).
-        """
-        modes = (False, True) if asks_for_mode(self.loss) else (False,)
-        for has_grad in modes:
-            kept = PythonState(self.loss, with_buffers=True)
-            try:
-                with undisturbed(self.module, {}, self.loss), self._precision(), torch.set_grad_enabled(has_grad):
-                    found = self._remembered(kept, parts)
-            except Exception:  # It reads state that a forward leaves for it, and there is no forward here.
-                continue
-            if found:
-                return some([f"{name} ({words})" for name, words in found.items()])
-        return None
-
-    def _remembered(self, kept: PythonState, parts: Sequence[tuple[Batch, Run]]) -> dict[str, str]:
-        """Return what a call changes, if the next call then has another result."""
-        changed: dict[str, str] = {}
-        at_first: list[float] = []
-        left: PythonState | None = None
-        depends = self._in_turn
-        for part in parts:
-            kept.restore()
-            at_first.append(self._total(*part))
-            changed.update(kept.changed())
-            depends = depends or (left is not None and bool(left.changed()))
-            left = left or kept.again()
-        for part, total in zip(parts, at_first, strict=True) if changed and depends else ():
-            kept.restore()
-            self._total(*parts[0])
-            if abs(self._total(*part) - total) > part[1].tolerance * abs(total):
-                return changed
-        return {}
-
-    def _total(self, batch: Batch, run: Run) -> float:
-        seed_torch(0)
-        result, _ = take_metrics(self.loss(run.output, copy(batch)))
-        return float(result[0] if isinstance(result, tuple) else result)
 
 
 class GradientsKept:

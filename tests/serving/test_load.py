@@ -1,6 +1,7 @@
 """Models from where they lie, and a file of requests answered."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,28 @@ def test_a_prompt_is_continued_on_the_terminal_and_a_refusal_says_why(
     assert capsys.readouterr().out.endswith(
         "the first refused, prompt: prompt is empty: it must have at least one token\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("generation_config.json", b"{", "generation_config.json is not JSON: "),
+        ("generation_config.json", b"[]", "generation_config.json is not a table of entries"),
+        ("config.json", b'\xff{"a": 1}', "config.json is not JSON: "),
+        ("tokenizer.model", b"\n", "has a tokenizer.model, and no tokenizer.json, which is the form that is read"),
+        ("vocab.json", b"{}", "has a vocab.json, and no tokenizer.json, which is the form that is read"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    save_theirs("llama", tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ShardwiseError, match=re.escape(said)):
+        load_engine(str(tmp_path), kv_bytes=2**20)
+
+
+@pytest.mark.parametrize("content", [b"", b"junk", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\xff" * 40])
+def test_a_gguf_file_that_is_none_is_refused(content: bytes, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    (tmp_path / "a.gguf").write_bytes(content)
+    with pytest.raises(ShardwiseError, match=r"a\.gguf is not a GGUF file"):
+        load_engine(str(tmp_path / "a.gguf"), kv_bytes=2**20)

@@ -36,6 +36,7 @@ class Line:
     name: str
     custom_id: str
     url: str
+    method: str
     body: Any
     form: AnswerForm | None = None
     error: ApiError | None = None
@@ -48,17 +49,29 @@ class Line:
 
 def read_lines(text: str) -> Iterator[Line]:
     """Yield the requests of a file. A file that is not JSON lines is refused."""
-    for number, row in enumerate(text.splitlines(), start=1):
+    lines = dict[str, int]()
+    # Not `splitlines`: JSON may have separators of lines and paragraphs within texts.
+    for number, row in enumerate(text.split("\n"), start=1):
         if not row.strip():
             continue
         try:
             given = json.loads(row)
-            custom_id, url, body = str(given["custom_id"]), str(given.get("url", "/v1/completions")), given.get("body")
-        except (ValueError, KeyError, TypeError, AttributeError):
+            custom_id = given["custom_id"]
+            url, method, body = given.get("url", "/v1/completions"), given.get("method", "POST"), given.get("body")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ShardwiseError(
                 f"line {number} is not a JSON request with a custom_id: {row[:60]}", remedy=_EXAMPLE
             ) from None
-        yield Line(name=str(number - 1), custom_id=custom_id, url=url, body=body)
+        if not isinstance(custom_id, (str, int)) or isinstance(custom_id, bool):
+            raise ShardwiseError(f"line {number} has a custom_id that is neither a text nor a number", remedy=_EXAMPLE)
+        custom_id = str(custom_id)
+        if custom_id in lines:
+            raise ShardwiseError(
+                f"lines {lines[custom_id]} and {number} have the same custom_id {custom_id!r}",
+                remedy="a custom_id of its own for each line",
+            )  # fmt: skip
+        lines[custom_id] = number
+        yield Line(name=str(number - 1), custom_id=custom_id, url=str(url), method=str(method), body=body)
 
 
 def answer_all(engine: Answering, served: Served, lines: Iterable[Line]) -> None:
@@ -87,6 +100,8 @@ def _begin(engine: Answering, served: Served, line: Line) -> dict[str, Written]:
     """Submit all of a line's requests to the engine, or none of them."""
     if line.url not in _URLS:
         raise ApiError(400, f"url is {line.url[:80]!r}; known: {', '.join(_URLS)}", param="url")
+    if line.method != "POST":
+        raise ApiError(400, f"method is {line.method[:20]!r}; known: POST", param="method")
     schema, make = _URLS[line.url]
     check(line.body, schema)
     asked = make(line.body, served, client="")

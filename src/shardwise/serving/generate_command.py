@@ -92,7 +92,7 @@ def _read(path: Path, target: Path) -> str:
         if target.exists() and target.samefile(path):
             raise ShardwiseError(f"--save {target} would replace the requests", remedy="--save out.jsonl")
     try:
-        return content.decode()
+        return content.decode().removeprefix("\ufeff")  # Programs of Windows begin files with it.
     except UnicodeDecodeError as error:
         raise ShardwiseError(
             f"{path} is not text in UTF-8: byte {error.start} is {content[error.start]:#04x}",

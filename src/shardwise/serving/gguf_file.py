@@ -32,7 +32,10 @@ _LEFT_OUT = ("attention", "mlp")
 def read_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> tuple[Transformer, Identity]:
     """Read the model of a file with its weights, and its identity."""
     gguf = _package()
-    reader = gguf.GGUFReader(path)
+    try:
+        reader = gguf.GGUFReader(path)
+    except (ValueError, OSError, IndexError) as error:
+        raise ShardwiseError(f"{path} is not a GGUF file: {error}", remedy="a whole file: download it again") from None
     tensors = {each.name: each for each in reader.tensors}
     settings = settings_from(reader, tensors, path)
     with torch.device("meta"):

@@ -13,6 +13,7 @@ from shardwise.answer import Answer, Canvas, canvas_on
 from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.output import check_output
 from shardwise.serving.engine_options import add_engine_arguments, load_as_told
+from shardwise.serving.text.tokenizer import BYTES
 from shardwise.trace.run import MANIFEST
 from shardwise.units import counted
 from shardwise.working import step_aside, working_at
@@ -121,6 +122,7 @@ def _tell_ready(engine: "EngineProcess", server: "Server", url: str, *, as_json:
             "plan": summary.plan,
             "seats": summary.seats,
             "predicted": None if summary.forecast is None else asdict(summary.forecast),
+            "tokenizer": served.text.name,
             "has_chat_template": served.text.template is not None,
         }
         print(json.dumps(data), flush=True)
@@ -128,6 +130,8 @@ def _tell_ready(engine: "EngineProcess", server: "Server", url: str, *, as_json:
     canvas = canvas_on(sys.stdout)
     for line in summary.lines():
         canvas.print(line)
+    if served.text.name == BYTES:
+        canvas.print("it has no tokenizer: every byte of a text is a token")
     if served.text.template is None:
         canvas.print("it has no chat template: messages are written as lines, `role: content`")
     canvas.print(f"{canvas.paint('ready', 'bold')}: {url} (a page), {url}/v1 (OpenAI's API, model {served.name})")

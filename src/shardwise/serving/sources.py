@@ -15,7 +15,7 @@ from shardwise.errors import ShardwiseError, unknown
 from shardwise.model.catalogue import CATALOGUE, find_name
 from shardwise.nets.hf import Checkpoint, load_model
 from shardwise.nets.hf.catalogue import FAMILIES
-from shardwise.nets.hf.entries import CONFIG, Entries
+from shardwise.nets.hf.entries import CONFIG, Entries, read_table
 from shardwise.nets.initialise import initialise
 from shardwise.nets.moe import MoE
 from shardwise.nets.settings import Settings
@@ -28,6 +28,15 @@ from shardwise.training.sample import load_transformer
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GENERATION = "generation_config.json"
+#: Other forms of a tokenizer. A model without any is given bytes, as those are that `shardwise train` trains.
+_OTHER_TOKENIZERS = (
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+    "tokenizer_config.json",
+)
 
 
 def find_newest_run(folder: Path = Path("runs")) -> Path:
@@ -113,13 +122,7 @@ def _config_of(source: str) -> dict[str, Any]:
     path = Path(source)
     path = path / CONFIG if path.is_dir() else path
     if path.is_file():
-        try:
-            found = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise ShardwiseError(f"{path} is not JSON: {error}", remedy="the config.json of a model") from None
-        if not isinstance(found, dict):
-            raise ShardwiseError(f"{path} has no settings of a model", remedy="the config.json of a model")
-        return found
+        return read_table(path)
     known = find_name(source)
     if known is None:
         near = unknown("model", source, CATALOGUE).remedy
@@ -153,7 +156,8 @@ def _random(source: str, dtype: torch.dtype | None, device: torch.device) -> tup
 def _folder(path: Path, dtype: torch.dtype | None, device: torch.device) -> tuple[Transformer, Identity]:
     folder, kind = find_source(path)
     if kind == THEIRS:
-        return load_model(folder, dtype=dtype, device=device), _identity_of(path, folder)
+        identity = _identity_of(path, folder)  # First: what it refuses is refused before weights are read.
+        return load_model(folder, dtype=dtype, device=device), identity
     if kind != OURS:
         raise ShardwiseError(
             f"{folder} is a checkpoint of torch.distributed, which does not say what model it is of",
@@ -173,6 +177,12 @@ def _folder(path: Path, dtype: torch.dtype | None, device: torch.device) -> tupl
 
 def _identity_of(path: Path, folder: Path) -> Identity:
     has_tokenizer = (folder / "tokenizer.json").is_file()
+    other = next((name for name in _OTHER_TOKENIZERS if (folder / name).is_file()), None)
+    if not has_tokenizer and other is not None:
+        raise ShardwiseError(
+            f"{folder} has a {other}, and no tokenizer.json, which is the form that is read",
+            remedy=f"transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})",
+        )
     return Identity(
         name=path.resolve().name,
         fingerprint=_fingerprint(folder),
@@ -186,7 +196,7 @@ def _ends_in(folder: Path) -> frozenset[int]:
     for name in (_GENERATION, CONFIG):
         file = folder / name
         if file.is_file():
-            found = ends(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
+            found = ends(read_table(file).get("eos_token_id"))
             if found:
                 return found
     return frozenset()

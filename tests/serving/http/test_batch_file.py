@@ -45,6 +45,7 @@ def test_completions_and_chats_are_answered_and_stop_where_they_were_told() -> N
         ({"body": {"prompt": "a", "max_tokns": 9}}, "max_tokns"),
         ({"body": {"prompt": "a", "stream": True}}, "a file has whole answers"),
         ({"body": {"prompt": [[97], [255]]}}, "the token 255 cannot be answered"),
+        ({"method": "GET", "body": {"prompt": "a"}}, "method is 'GET'; known: POST"),
         ({"body": "a"}, "object"),
         ({}, "object"),
     ],
@@ -56,6 +57,25 @@ def test_a_line_that_cannot_be_answered_says_why_and_the_others_are_answered(giv
     assert right["body"]["choices"][0]["text"].strip() == "yes"
 
 
-def test_a_file_that_is_no_requests_is_refused() -> None:
-    with pytest.raises(ShardwiseError, match="line 2 is not a JSON request with a custom_id"):
-        list(read_lines('{"custom_id": 1}\n[1]\n'))
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"custom_id": 1}\n[1]\n', "line 2 is not a JSON request with a custom_id"),
+        ('{"custom_id": "a", "body": ' + "[" * 5000, "line 1 is not a JSON request with a custom_id"),
+        ('{"custom_id": null}', "line 1 has a custom_id that is neither a text nor a number"),
+        (
+            '{"custom_id": "1"}\n\n{"custom_id": 1}',
+            "lines 1 and 3 have the same custom_id '1'",
+        ),
+    ],
+)
+def test_a_file_that_is_no_requests_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ShardwiseError, match=said):
+        list(read_lines(text))
+
+
+def test_a_text_may_have_separators_of_lines_in_it() -> None:
+    """JSON has them unescaped; only a line feed ends a line."""
+    rows = [{"custom_id": str(place), "body": {"prompt": f"a{mark}b"}} for place, mark in enumerate("\u2028\u2029\x85")]
+    read = list(read_lines("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)))
+    assert [line.body["prompt"] for line in read] == ["a\u2028b", "a\u2029b", "a\x85b"]

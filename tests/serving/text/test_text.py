@@ -89,6 +89,24 @@ def test_a_folders_tokenizer_comes_with_its_template_and_names(tmp_path: Path) -
         load_tokenizer(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer_config.json", b"[1]", "tokenizer_config.json is not a table of entries"),
+        ("tokenizer_config.json", b'{"chat_template": 5}', "has a chat template that is no text"),
+        ("tokenizer_config.json", b"\xff", "tokenizer_config.json is not valid JSON"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is not text in UTF-8"),
+    ],
+)
+def test_files_beside_a_tokenizer_that_cannot_be_read_are_named(
+    name: str, content: bytes, said: str, tmp_path: Path
+) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ShardwiseError, match=said):
+        load_tokenizer(tmp_path)
+
+
 def test_a_template_gets_variables_of_the_request() -> None:
     text = ByteText()
     text.template = "{{ 'quick' if enable_thinking is false else 'slow' }}: {{ messages[0].content }}"

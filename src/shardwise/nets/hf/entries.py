@@ -70,10 +70,15 @@ def read_entries(folder: Path) -> Entries:
             f"{folder} has no {CONFIG}, so it is not a Hugging Face model",
             remedy="the folder that save_pretrained wrote, or a downloaded snapshot",
         )
+    return Entries(read_table(path), str(path))
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Return the entries of a JSON file of a model's folder."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ShardwiseError(f"{path} is not JSON: {error}", remedy="download it again") from None
     if not isinstance(entries, dict):
         raise ShardwiseError(f"{path} is not a table of entries", remedy="download it again")
-    return Entries(entries, str(path))
+    return entries

@@ -148,8 +148,10 @@ def _read_settings(folder: Path) -> tuple[str | None, dict[str, str]]:
     if file.is_file():
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ShardwiseError(f"{file} is not valid JSON: {error}", remedy="the file as it was published") from None
+        if not isinstance(config, dict):
+            raise ShardwiseError(f"{file} is not a table of entries", remedy="the file as it was published")
     named = {}
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = config.get(key)
@@ -158,9 +160,14 @@ def _read_settings(folder: Path) -> tuple[str | None, dict[str, str]]:
             named[key] = value
     template = config.get("chat_template")
     if isinstance(template, list):  # Several templates, by name.
-        by_name = {each.get("name"): each.get("template") for each in template}
+        by_name = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = by_name.get("default") or next(iter(by_name.values()), None)
     alone = folder / "chat_template.jinja"
     if alone.is_file():
-        template = alone.read_text(encoding="utf-8")
+        try:
+            template = alone.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise ShardwiseError(f"{alone} is not text in UTF-8: {error}", remedy="the file as published") from None
+    if template is not None and not isinstance(template, str):
+        raise ShardwiseError(f"{file} has a chat template that is no text", remedy="the file as it was published")
     return template, named

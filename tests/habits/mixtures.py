@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.habits.harness import Parallelize, Result, batch, cross_entropy, program, sgd, start, trained
+from tests.habits.hugging import fitted
 
 WIDTH, HIDDEN, NUM = 8, 12, 4
 FEWER = "beside fewer others they make something else of a token"
@@ -743,6 +744,23 @@ class ExpertChoice(nn.Module):
 def experts_that_choose(parallelize: Parallelize) -> Result:
     """Each expert chooses two tokens of a row."""
     return trained(start(parallelize, Net(ExpertChoice(), ExpertChoice()).double()))
+
+
+@program(only="ep")
+def a_mixture_of_transformers(parallelize: Parallelize) -> Result:
+    """Qwen3-MoE, whose gate is a parameter of the router and whose experts are stacked."""
+    import transformers as hf
+
+    config = hf.Qwen3MoeConfig(
+        vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, head_dim=4,
+        num_key_value_heads=2, max_position_embeddings=16, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=12, pad_token_id=0, bos_token_id=1, eos_token_id=2, experts_implementation="eager",
+    )  # fmt: skip
+    model = hf.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.mul_(4 if each.dim() > 1 else 1)  # From 0.02: routers should prefer some experts.
+    return fitted(parallelize, model.double())
 
 
 @program({"ep": "its 4 experts are modules"}, only="ep")

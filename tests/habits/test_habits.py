@@ -136,6 +136,13 @@ _ONE_TRIAL = [
     ("carried", "a_checkpoint_around_the_trunk", "place,pp=2,microbatches=2,schedule=gpipe"),
     ("carried", "a_checkpoint_around_the_trunk_in_training_alone", "pp=2"),
     ("carried", "a_batch_cut_to_its_longest_row", "pp=2,microbatches=2"),
+    ("mixtures", "one_choice_without_a_dim", "dp=2,ep=2"),
+    ("mixtures", "dropped_choices_have_no_expert", "dp=2,ep=2"),
+    ("mixtures", "experts_shared_by_layers", "dp=2,ep=2"),
+    ("mixtures", "a_router_that_looks_like_experts", "dp=2,ep=2"),
+    ("mixtures", "a_noisy_gate_and_an_index", "dp=2,ep=2"),
+    ("mixtures", "a_capacity_inside_of_each_part", "dp=2,ep=2"),
+    ("mixtures", "a_mean_expert", "dp=2,ep=2"),
     ("carried", "experts_balanced_over_all_tokens", "cp=2"),
     ("carried", "experts_balanced_over_padding", "cp=2"),
 ]
@@ -144,6 +151,21 @@ _ONE_TRIAL = [
 @pytest.mark.parametrize(("topic", "name", "plan"), _ONE_TRIAL, ids=str)
 def test_what_one_trial_finds_is_found(topic: str, name: str, plan: str, two: Crowd) -> None:
     assert two.run(run_one, topic, name, plan) == [None, None]
+
+
+#: On four ranks: everyday scripts under products of axes, and experts beside other axes.
+_ON_FOUR = [
+    ("fours", "a_cosine_clipping_and_the_best_state", "tp=2,pp=2,microbatches=2"),
+    ("fours", "images_with_rates_by_depth", "dp=2,tp=2,sp=true"),
+    ("fours", "experts_in_a_list_in_every_block", "dp=2,pp=2,microbatches=2,zero=1"),
+    ("mixtures", "choices_by_rows_and_tokens", "dp=2,tp=2,ep=2"),
+    ("mixtures", "dropped_choices_are_minus_one", "dp=2,pp=2,ep=2,microbatches=2"),
+]
+
+
+@pytest.mark.parametrize(("topic", "name", "plan"), _ON_FOUR, ids=str)
+def test_everyday_scripts_on_four_ranks(topic: str, name: str, plan: str, four: Crowd) -> None:
+    assert four.run(run_one, topic, name, plan) == [None] * 4
 
 
 def test_what_replicas_of_a_stage_write_differently_is_found(four: Crowd) -> None:

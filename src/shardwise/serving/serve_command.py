@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     from shardwise.serving.http.server import check_address, open_socket, serve_app, url_of
 
     key = arguments.api_key or environment.find_variable("SHARDWISE_API_KEY") or None
+    if arguments.api_key == "":
+        raise ShardwiseError("--api-key is empty, so any client could ask", remedy="--api-key KEY, or leave it out")
     check_address(arguments.host, key)
     if arguments.queue < 1:
         raise ShardwiseError(f"--queue {arguments.queue}: it must be at least 1", remedy="--queue 256")

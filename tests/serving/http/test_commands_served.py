@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -153,6 +155,8 @@ def test_a_conversation_goes_on_where_the_model_has_no_room_for_all_of_it(
         ("chat --max-tokens 0", "error: --max-tokens 0: it must be at least 1\n"),
         ("chat --temperature 3", "error: --temperature 3: it must be from 0 to 2\n"),
         ("bench --vocabulary 0 --show", "error: --vocabulary 0: it must be at least 1\n"),
+        ("bench http://127.0.0.1:99999", "error: http://127.0.0.1:99999 is no address: Port out of range 0-65535\n"),
+        ("chat http://[::1", "error: http://[::1 is no address: Invalid IPv6 URL\n"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused_before_a_model_is_read(
@@ -160,6 +164,44 @@ def test_numbers_that_cannot_be_are_refused_before_a_model_is_read(
 ) -> None:
     assert main(words.split()) == 1
     assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize("command", ["bench", "chat"])
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"SSH-2.0-x\r\n", "it is not HTTP, or broke off (IncompleteReadError)"),
+        (b"220 mail\r\n\r\n", "it is not HTTP, or broke off (ValueError)"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}", "it is not HTTP, or broke off (IncompleteReadError)"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", None),
+        (b"", "it is not HTTP, or broke off (IncompleteReadError)"),
+    ],
+)
+def test_what_is_no_such_server_is_said_to_be_none(
+    command: str, raw: bytes, said: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", StringIO("hello\n\n"))
+    said = said or {"bench": "what it says is not JSON", "chat": "its stream of events broke off"}[command]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=_say, args=(listening, raw), daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        assert main([command, url]) == 1
+    assert capsys.readouterr().err == (
+        f"error: {url} does not answer as a server with OpenAI's API does: {said}\n"
+        "  try: the address of a server with OpenAI's API\n"
+    )
+
+
+def _say(listening: socket.socket, raw: bytes) -> None:
+    """Say the same to whoever comes first."""
+    with listening.accept()[0] as connection:
+        connection.recv(1 << 16)
+        connection.sendall(raw)
+
+
+def test_a_key_that_is_empty_is_not_taken_for_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "0", "--api-key", "", "--show"]) == 1
+    assert capsys.readouterr().err.startswith("error: --api-key is empty, so any client could ask\n")
 
 
 @pytest.mark.parametrize("command", ["bench", "chat"])

@@ -114,7 +114,7 @@ async def _send(address: Address, request: BenchRequest, timed: Timed, begun: fl
             now = time.perf_counter() - begun
             for choice in event["choices"]:
                 timed.tokens += [now] * len(choice.get("token_ids", ()))
-    except (HttpStatusError, OSError, asyncio.IncompleteReadError) as error:
+    except HttpStatusError as error:
         timed.refused = str(error)
-        timed.is_too_long = isinstance(error, HttpStatusError) and error.code == "context_length_exceeded"
+        timed.is_too_long = error.code == "context_length_exceeded"
         timed.tokens.clear()

@@ -11,6 +11,9 @@ from urllib.parse import urlsplit
 
 from shardwise.errors import ShardwiseError
 
+#: The status of an answer that is none.
+_NO_ANSWER = 0
+
 
 class HttpStatusError(Exception):
     """The server answered, but not with 200. `code` and `param` are OpenAI's, where it gives them."""
@@ -22,6 +25,8 @@ class HttpStatusError(Exception):
     def told(self) -> ShardwiseError:
         """Return it as an error of the user's command."""
         remedy = "the address of a server with OpenAI's API"
+        if self.status == _NO_ANSWER:
+            return ShardwiseError(self.message, remedy=remedy)
         if self.status in (401, 403):
             remedy = "--api-key KEY"
         elif self.code == "context_length_exceeded":
@@ -33,30 +38,46 @@ class Address:
     """The address of a server, and the API key sent to it."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ShardwiseError(f"{url} is no address: {error}", remedy="http://127.0.0.1:8000") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ShardwiseError(f"{url} is not the address of a server", remedy="http://127.0.0.1:8000")
         self.url, self._key, self._is_secure = url.rstrip("/").removesuffix("/v1"), key, parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port or (443 if self._is_secure else 80)
+        self._host, self._port = parts.hostname, port or (443 if self._is_secure else 80)
         self._path = parts.path.rstrip("/").removesuffix("/v1")
 
     async def get(self, path: str) -> Any:
-        return json.loads(b"".join([part async for part in self._ask("GET", path, None)]))
+        return self._read(b"".join([part async for part in self._ask("GET", path, None)]))
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        return json.loads(b"".join([part async for part in self._ask("POST", path, body)]))
+        return self._read(b"".join([part async for part in self._ask("POST", path, body)]))
+
+    def _read(self, raw: bytes) -> Any:
+        try:
+            return json.loads(raw)
+        except ValueError:
+            raise self._no_answer("what it says is not JSON") from None
+
+    def _no_answer(self, why: str) -> HttpStatusError:
+        return HttpStatusError(_NO_ANSWER, f"{self.url} does not answer as a server with OpenAI's API does: {why}")
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Yield the events of a stream as they arrive."""
-        rest = b""
+        """Yield the events of a stream as they arrive. A stream that breaks off is an error."""
+        rest, is_whole = b"", False
         async for part in self._ask("POST", path, body):
             *lines, rest = (rest + part).split(b"\n\n")
             for line in lines:
-                if line.startswith(b"data: ") and line != b"data: [DONE]":
-                    event = json.loads(line[6:])
+                is_whole = is_whole or line == b"data: [DONE]"
+                if line.startswith(b"data: ") and not is_whole:
+                    event = self._read(line[6:])
                     if "error" in event:
                         raise HttpStatusError(500, event["error"]["message"])
                     yield event
+        if not is_whole:
+            raise self._no_answer("its stream of events broke off")
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> AsyncIterator[bytes]:
         try:
@@ -80,6 +101,8 @@ class Address:
                 raise _error_in(status, b"".join([part async for part in parts]))
             async for part in parts:
                 yield part
+        except (EOFError, OSError, ValueError, IndexError, asyncio.LimitOverrunError) as error:
+            raise self._no_answer(f"it is not HTTP, or broke off ({type(error).__name__})") from None
         finally:
             writer.close()
 

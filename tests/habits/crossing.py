@@ -474,7 +474,7 @@ def a_list_that_is_counted(parallelize: Parallelize) -> Result:
     return learn(parallelize, collecting(lambda _: None, len))
 
 
-@program(LEFT)
+@program()
 def a_list_that_is_given_to_units(parallelize: Parallelize) -> Result:
     """As an argument, which they append to."""
 

@@ -119,6 +119,71 @@ def a_dictionary_that_blocks_fill(parallelize: Parallelize) -> Result:
 
 
 @program()
+def a_list_that_blocks_append_to(parallelize: Parallelize) -> Result:
+    """Hidden states of all blocks, for the end; blocks read it too, and sequences of another length come later."""
+
+    class Appending(Block):
+        def forward(self, x: Tensor, kept: list[Tensor], found: dict[str, Any]) -> Tensor:
+            before = kept[-1] if kept else 0
+            kept.append(x.mean(-1, keepdim=True))
+            found["count"] = found.get("count", 0) + 1
+            found.setdefault("means", []).append(kept[-1] * found["count"])
+            return super().forward(x) + before
+
+    class Collecting(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.embed(x)
+            kept: list[Tensor] = []
+            found: dict[str, Any] = {}
+            for layer in self.layers:
+                hidden = layer(hidden, kept, found=found)
+            return self.head(self.norm(hidden * found["count"] + kept[0] + sum(found["means"])))
+
+    engine = start(parallelize, Collecting(block=Appending).double())
+    shorter = {name: each[:, :2] for name, each in batch(9).items()}
+    return trained(engine) | {"shorter": engine.train_step(shorter), "evaluated": engine.evaluate(batch(8))}
+
+
+@program({"pp": "the same entries in every step"})
+def a_list_that_grows_in_training_alone(parallelize: Parallelize) -> Result:
+    """In evaluations a stage would take one entry for another."""
+
+    class Appending(Block):
+        def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+            if self.training:
+                kept.append(x.mean(-1, keepdim=True))
+            return super().forward(x)
+
+    class Collecting(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.embed(x)
+            kept: list[Tensor] = []
+            for layer in self.layers:
+                hidden = layer(hidden, kept)
+            return self.head(self.norm(hidden + sum(kept)))
+
+    engine = start(parallelize, Collecting(block=Appending).double())
+    return trained(engine) | {"evaluated": engine.evaluate(batch(8))}
+
+
+@program()
+def hooks_that_write_into_what_comes_out(parallelize: Parallelize) -> Result:
+    """Ablations, steering: `output[..., 0] = 0`, `output.mul_(0.5)`. A stage that is sent it must not do it again."""
+
+    def ablate(_: nn.Module, __: Any, output: Tensor) -> None:
+        output[..., 0] = 0
+
+    def damp(_: nn.Module, __: Any, output: Tensor) -> None:
+        output.data.mul_(0.5)
+
+    model = small_net()
+    model.embed.register_forward_hook(lambda _, __, output: output.mul_(0.5))
+    model.layers[0].register_forward_hook(ablate)
+    model.layers[0].register_forward_hook(damp)
+    return trained(start(parallelize, model))
+
+
+@program()
 def conjugates_between_blocks(parallelize: Parallelize) -> Result:
     """`conj()` is the memory of another tensor and a mark, which a message has to bring too."""
 

@@ -32,6 +32,7 @@ from shardwise.stages.split.remembered import num_remembered, remembering
 from shardwise.stages.split.stopwatch import Stopwatch
 from shardwise.stages.split.unit_flow import UnitCall, UnitFlow
 from shardwise.stages.split.units import can_open, find_units, holds_blocks
+from shardwise.stages.split.without_gradients import without_gradients_explained
 from shardwise.stages.stage import Batch
 
 #: A stage of one unit that takes this much longer than the mean is opened, if there are blocks inside.
@@ -126,7 +127,8 @@ def _watch(
 ) -> UnitFlow:
     functions = remembering(module)
     before = num_remembered(functions)
-    flow = watch(module, units, example, probe)
+    with without_gradients_explained():
+        flow = watch(module, units, example, probe)
     if num_remembered(functions) != before:
         # The run filled a cache that units share. Run again: each process makes its own cache, so none is sent.
         flow = watch(module, units, example)

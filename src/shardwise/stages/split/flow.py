@@ -17,6 +17,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.stages.batch import home_of
 from shardwise.stages.checkpoints import nothing_recomputed
 from shardwise.stages.split.arguments import Signature
+from shardwise.stages.split.filled_containers import Filling, containers_in, taken_apart
 from shardwise.stages.split.lines import checkpoint_around, compiled_around, line_of, line_of_error
 from shardwise.stages.split.meta import (
     Guesses,
@@ -39,7 +40,6 @@ from shardwise.stages.split.settled_writes import settled
 from shardwise.stages.split.sources import NOTHING, Drawn, HeldTensor, Hidden, Ledger, Made, Source, Sources, storage_of
 from shardwise.stages.split.switch import Inner, uncompiled, undisturbed
 from shardwise.stages.split.unit_flow import Left, UnitCall, UnitFlow
-from shardwise.stages.split.without_gradients import without_gradients_explained
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import EagerDispatchMode, pytree, schema_of
 
@@ -165,8 +165,9 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         self._inside = inside = _Inside(self.ledger, index, given, self.leaks)
         looks = bool(self._decided_by)  # A number read earlier may be passed on by this call.
         before = None if self._recorded is None else PythonState(self._recorded)
+        filling = Filling(inner)
         try:
-            returned = self._run_on_meta(name, inner, given, tree) if self._on_meta else inner(*args, **kwargs)
+            returned = self._run_on_meta(name, filling, given, tree) if self._on_meta else filling(*args, **kwargs)
         finally:
             self._inside = None
         if self.notes_glue and self.start is not None and not self.assigns:
@@ -174,14 +175,11 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
         if before is not None:
             self.left += self._left_by(index, before, looks=looks or inside.looks)
         open_dataclasses(returned)
-        if inside.shapes_by_data or inside.reads_integers:
-            dims = slice(None) if inside.reads_integers else slice(1)
-            given_lengths, lengths = (
-                {size for each in tensors_of(some) for size in each.shape[dims]}
-                for some in (given, pytree.tree_leaves(returned))
-            )
-            self.shapes_by_data = self.shapes_by_data or bool(lengths - given_lengths)
+        self._note_lengths(inside, given, pytree.tree_leaves(returned))
         outline = outline_of(returned, given, inside.changed, sends_numbers=looks or inside.looks)
+        if outline.strange and filling.filled:  # Something else is in them, which cannot be handed on.
+            (returned, _), filling.filled = returned, ()
+            outline = outline_of(returned, given, inside.changed, sends_numbers=looks or inside.looks)
         if outline.strange:
             raise ShardwiseError(
                 f"{name} returns a {outline.strange[0]}, and what is inside it cannot be followed to other stages",
@@ -210,10 +208,20 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
                 flops=inside.flops,
                 bytes=inside.bytes,
                 touched=frozenset(each.name for each in inside.sources if isinstance(each, HeldTensor)),
+                filled=filling.filled,
                 checkpoint=self._first_in_checkpoint(index),
             )
         )
-        return returned
+        return taken_apart(returned, containers_in(args, kwargs), filling.filled)
+
+    def _note_lengths(self, inside: "_Inside", given: list[Any], leaves: list[Any]) -> None:
+        """Record whether a call has made lengths that may depend on values."""
+        if inside.shapes_by_data or inside.reads_integers:
+            dims = slice(None) if inside.reads_integers else slice(1)
+            before, after = (
+                {size for each in tensors_of(some) for size in each.shape[dims]} for some in (given, leaves)
+            )
+            self.shapes_by_data = self.shapes_by_data or bool(after - before)
 
     def _first_in_checkpoint(self, index: int) -> int | None:
         frame = checkpoint_around()
@@ -368,10 +376,7 @@ def watch(
     with undisturbed(module, units, tells_writes=True, draws_alike=True) as switch:
         assert switch.noted is not None, "it is known what was there before"
         watcher.start, watcher.notes_glue = switch.noted.state if notes_flags else None, notes_glue
-        with (
-            without_gradients_explained(), uncompiled(), nothing_recomputed(), watcher, _Looks(watcher),
-            switch.visited_by(watcher),
-        ):  # fmt: skip
+        with uncompiled(), nothing_recomputed(), watcher, _Looks(watcher), switch.visited_by(watcher):
             output = module(*args, **kwargs)
         traces, draws = bool(switch.noted.state.changed()), switch.noted.state.have_drawn()
         written = switch.noted.guard.written

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.stages.split.filled_containers import filling
 from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.split.meta import call_on_meta, is_on_meta, meta_twin, on_meta
 from shardwise.stages.split.outline import Outline, TensorOutline, leaves_of, outline_of, signature_of
 from shardwise.stages.split.unit_flow import UnitCall
 from shardwise.stages.stage import Batch
-from shardwise.torch_private import forward_hooks, gradient_hooks, pytree, remove_hooks_but
+from shardwise.torch_private import forward_hooks, pytree, remove_hooks_but
 
 #: The largest number of cached stand-ins.
 _MOST_KNOWN = 1_000
@@ -62,7 +63,7 @@ class Forecast:
     def _find(self, call: UnitCall, arguments: list[Any], tree: pytree.TreeSpec) -> Outline:
         given = on_meta(arguments)
         try:
-            found = outline_of(call_on_meta(self._twin(call.unit), given, tree), given)
+            found = outline_of(call_on_meta(filling(self._twin(call.unit), call.filled), given, tree), given)
         except Exception as error:  # A module may raise anything on the meta device.
             return _by_likeness(call, arguments, error)
         assert len(found.leaves) == len(call.outline.leaves), f"{call.name} returns other things than on the example"
@@ -83,23 +84,32 @@ class Forecast:
         """Call the unit's forward hooks with the stand-in for its output, as they may collect it.
 
         What they return is ignored: the stand-in already has the outline that the unit and its hooks returned on the
-        stage that runs it. So are hooks that they register on what was received: its gradient goes to that stage, where
-        the same hooks are called.
+        stage that runs it. So is what they write into it: they get copies of what was `received`. So are hooks that
+        they register on it: its gradient goes to that stage, where the same hooks are called.
         """
         module = self._units[unit]
         hooks = list(forward_hooks(module))
-        before = [(each, list(gradient_hooks(each))) for each in received] if hooks else []
+        copied = {id(each): each.clone() for each in received} if hooks else {}
+        seen = pytree.tree_map(lambda each: copied.get(id(each), each), returned) if hooks else returned
         for hook, with_kwargs in hooks:
+            given = (args, kwargs) if with_kwargs else (args,)
             try:
-                hook(module, args, kwargs, returned) if with_kwargs else hook(module, args, returned)
+                try:
+                    hook(module, *given, seen)
+                except RuntimeError as error:
+                    if "refers to a single memory location" not in str(error):
+                        raise
+                    # It writes into a placeholder, which is one element for all.
+                    seen = pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, seen)
+                    hook(module, *given, seen)
             except Exception as error:
                 raise ShardwiseError(
                     f"a forward hook of {unit} fails on a stage that has not run it, at {line_of_error(error)}:"
                     f" {error}",
                     remedy="a hook that needs nothing but what it is given; or what it does in the forward of a unit",
                 ) from error
-        for each, kept in before:
-            remove_hooks_but(each, kept)
+        for each in copied.values():
+            remove_hooks_but(each, ())
         return returned
 
 

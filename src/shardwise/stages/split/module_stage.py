@@ -13,6 +13,7 @@ from shardwise.stages.activation_bytes import Kept
 from shardwise.stages.batch import home_of
 from shardwise.stages.checkpoints import in_the_newer_way
 from shardwise.stages.split.arguments import Signature
+from shardwise.stages.split.filled_containers import check_filled, containers_in, joined, taken_apart
 from shardwise.stages.split.forecast import Forecast
 from shardwise.stages.split.outline import NumberOutline, leaves_of, signature_of
 from shardwise.stages.split.parts import StagePart
@@ -148,12 +149,17 @@ class _Visit:
         if index not in self._part.calls:
             self._next = index + 1
             return self._stand_in(index, call, args, kwargs)
-        returned = self._stage.wrapped.get(unit, inner)(*args, **kwargs)
-        kept = self._keep(index, call, returned)
+        held = containers_in(args, kwargs) if call.filled else []
+        known: Mapping[int, Any] = {}
         if call.outline.constants and not self._part.is_last:
-            self._check_constants(call, args, kwargs, returned)
+            # Before the call, which may write into its arguments.
+            stand_in = self._stage.forecast.stand_in(call, args, kwargs, self._home, self._shapes)
+            known = stand_in.outline.constants
+        returned = joined(self._stage.wrapped.get(unit, inner)(*args, **kwargs), held, call.filled)
+        kept = self._keep(index, call, returned)
+        _check_constants(call, known, returned)
         self._next = index + 1
-        return kept
+        return taken_apart(kept, held, call.filled)
 
     def _check_checkpoint(self, unit: str, *, is_mine: bool) -> None:
         """Refuse a checkpoint around units of this stage and of those before it.
@@ -180,6 +186,8 @@ class _Visit:
         has been through its hook there, so glue has another tensor here.
         """
         leaves: list[Any] | None = None
+        if call.filled and len(self._part.calls) < len(self._flow.calls):
+            check_filled(call.name, pytree.tree_leaves(returned), call.outline)
         for made, name in self._part.writes.items():
             if made.call == index:
                 leaves = pytree.tree_leaves(returned) if leaves is None else leaves
@@ -195,23 +203,11 @@ class _Visit:
             return returned
         return leaves[0] if call.outline.tree.is_leaf() else pytree.tree_unflatten(leaves, call.outline.tree)
 
-    def _check_constants(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
-        """Raise if a call returns another number or string than later stages assume."""
-        known = self._stage.forecast.stand_in(call, args, kwargs, self._home, self._shapes).outline
-        leaves = pytree.tree_leaves(returned)
-        for leaf, each in known.constants.items():
-            now = leaves[leaf] if leaf < len(leaves) else None
-            if type(now) is not type(each) or now != each:
-                raise ShardwiseError(
-                    f"{call.name} returns {now!r} (number {leaf + 1} of what it returns), and for the example"
-                    f" {each!r}: stages behind it go on with that of the example",
-                    remedy="return it as a tensor: torch.tensor(...), or torch.as_tensor(...)",
-                )
-
     def _stand_in(self, index: int, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return received values, or placeholders where they are not needed, for a call of another stage."""
         outline, reads = call.outline, self._part.reads
         tensors = {leaf: self._received(index, leaf, call) for leaf in outline.tensors if Made(index, leaf) in reads}
+        received = list(tensors.values())
         if len(tensors) < len(outline.tensors):
             known = self._stage.forecast.stand_in(call, args, kwargs, self._home, self._shapes)
             outline, tensors = known.outline, {**known.tensors, **tensors}
@@ -219,7 +215,9 @@ class _Visit:
                 tensors[leaf] = outline.tensors[leaf].placeholder(self._home, writable=True)
         arguments = leaves_of((args, kwargs)) if outline.passes else []
         made = outline.filled(tensors, arguments)
-        return self._stage.forecast.hooked(call.unit, args, kwargs, made, tensors.values())
+        if call.filled:
+            made = taken_apart(made, containers_in(args, kwargs), call.filled)
+        return self._stage.forecast.hooked(call.unit, args, kwargs, made, received)
 
     def _received(self, index: int, leaf: int, call: UnitCall) -> Tensor:
         name = self._part.reads[Made(index, leaf)]
@@ -247,3 +245,16 @@ class _Visit:
             if why
             else "decide inside a unit what to compute, or make each alternative one unit of the same stage",
         )
+
+
+def _check_constants(call: UnitCall, known: Mapping[int, Any], returned: Any) -> None:
+    """Raise if a call returns another number or string than later stages assume."""
+    leaves = pytree.tree_leaves(returned) if known else []
+    for leaf, each in known.items():
+        now = leaves[leaf] if leaf < len(leaves) else None
+        if type(now) is not type(each) or now != each:
+            raise ShardwiseError(
+                f"{call.name} returns {now!r} (number {leaf + 1} of what it returns), and for the example"
+                f" {each!r}: stages behind it go on with that of the example",
+                remedy="return it as a tensor: torch.tensor(...), or torch.as_tensor(...)",
+            )

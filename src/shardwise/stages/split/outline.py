@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.torch_private import pytree
 
 #: Values other than tensors that a call may return, and that every stage can return without running it.
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 #: Python numbers that can be sent to another stage, with the dtype used.
@@ -86,7 +86,7 @@ class Outline:
     @property
     def strange(self) -> list[str]:
         """Types of unknown leaves, whose contents cannot be tracked."""
-        known = (TensorOutline, Passed, Again, *_PLAIN)
+        known = (TensorOutline, Passed, Again, *PLAIN)
         return [type(leaf).__name__ for leaf in self.leaves if not isinstance(leaf, known)]
 
     def filled(self, tensors: Mapping[int, Tensor], arguments: list[Any]) -> Any:
@@ -113,7 +113,7 @@ def outline_of(
     """
     leaves, tree = pytree.tree_flatten(returned)
     position = {
-        id(each): index for index, each in enumerate(arguments) if not isinstance(each, _PLAIN) and index not in changed
+        id(each): index for index, each in enumerate(arguments) if not isinstance(each, PLAIN) and index not in changed
     }
     outlined: list[Any] = []
     first: dict[int, int] = {}
@@ -148,7 +148,7 @@ def _gather(given: Any, found: list[Any]) -> None:
     elif kind is dict:
         for each in given.values():
             _gather(each, found)
-    elif kind in _PLAIN:
+    elif kind in PLAIN:
         found.append(given)
     else:
         found += pytree.tree_leaves(given)
@@ -157,7 +157,7 @@ def _gather(given: Any, found: list[Any]) -> None:
 def signature_of(arguments: list[Any]) -> tuple[Any, ...]:
     """Return what the outline of a call depends on: shapes and dtypes of tensors, plain values, types of the rest."""
     return tuple(
-        (each.shape, each.dtype) if isinstance(each, Tensor) else each if isinstance(each, _PLAIN) else type(each)
+        (each.shape, each.dtype) if isinstance(each, Tensor) else each if isinstance(each, PLAIN) else type(each)
         for each in arguments
     )
 

@@ -29,6 +29,8 @@ class UnitCall:
     seconds: float | None = None
     #: Leaves of its output that glue writes to later.
     overwritten: set[int] = field(default_factory=set)
+    #: The lists and dictionaries among its arguments that it writes into, by number: their contents are in the outline.
+    filled: tuple[int, ...] = ()
     #: The first call in the same checkpoint of the module's own, if it is in one.
     checkpoint: int | None = None
 

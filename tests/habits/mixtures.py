@@ -549,7 +549,7 @@ class MixtureLast(Mixture):
         return made * (1 + self.experts.last)
 
 
-@program({"ep": "is not that of one process"}, only="ep")
+@program({"ep": "leaves something in last, and with a part of the rows others"}, only="ep")
 def an_attribute_left_by_experts(parallelize: Parallelize) -> Result:
     """The block scales its output by a mean that the experts have noted."""
     return trained(start(parallelize, net(Accumulating, block=MixtureLast)))

@@ -148,6 +148,7 @@ _ONE_TRIAL = [
     ("mixtures", "a_noisy_gate_and_an_index", "dp=2,ep=2"),
     ("mixtures", "a_capacity_inside_of_each_part", "dp=2,ep=2"),
     ("mixtures", "a_mean_expert", "dp=2,ep=2"),
+    ("mixtures", "an_attribute_left_by_experts", "cp=2,ep=2"),
     ("carried", "experts_balanced_over_all_tokens", "cp=2"),
     ("carried", "experts_balanced_over_padding", "cp=2"),
 ]

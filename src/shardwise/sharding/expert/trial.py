@@ -198,7 +198,27 @@ class _Trial:
                     return Verdict(f"with a part of them, or of the rows, their forward raises: {error}", False)
                 if far > tolerance:
                     return Verdict(why.format(format_percent(min(far, 9.99))), False)
+        left = self._left_otherwise()
+        if left:
+            return Verdict(f"their forward leaves something in {some(left)}, and with a part of the rows others", False)
         return Verdict(None, self._skips(tolerance))
+
+    def _left_otherwise(self) -> list[str]:
+        """Return the attributes and buffers in which a part leaves something else than the whole layer, in one call of
+        each: a mean of weights, a count of tokens. A block may read them."""
+        whole, choices = self._copy(0, self._count), self.spread
+        parts = [(first, self._copy(first, first + len(next(part.parameters())))) for first, part in self._parts]
+        before = _found_in(whole)
+        with torch.no_grad():
+            self._call(whole, choices.tokens, choices.chosen, choices.weights)
+            self.apart(parts, choices)
+        after, others = _found_in(whole), [_found_in(part) for _, part in parts]
+        names = dict.fromkeys([*after, *(name for each in others for name in each)])
+        written = [name for name in names if not _is_same(before.get(name), after.get(name))]
+        written += [name for each in others for name in each if not _is_same(before.get(name), each[name])]
+        return [
+            name for name in dict.fromkeys(written) if not all(_is_same(after.get(name), o.get(name)) for o in others)
+        ]
 
     def _skips(self, tolerance: float) -> bool:
         """Return whether choices outside of the experts add nothing, as those of routers that drop tokens."""
@@ -257,6 +277,26 @@ class _Trial:
             )  # fmt: skip
         num = len(leaves) // len(modules)
         return [made.detach(), tokens, weights, *(torch.cat(found[key::num]) for key in range(num))]
+
+
+def _found_in(experts: nn.Module) -> dict[str, object]:
+    """Return copies of the tensors and numbers in attributes and buffers, by name."""
+    found: dict[str, object] = {}
+    for path, each in experts.named_modules():
+        for key, value in (*vars(each).items(), *each.named_buffers(recurse=False)):
+            name = f"{path}.{key}" if path else key
+            if isinstance(value, Tensor):
+                found[name] = value.detach().clone()
+            elif isinstance(value, (bool, int, float)) and key != "num_experts":
+                found[name] = value
+    return found
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        same = one.shape == other.shape and one.dtype == other.dtype
+        return same and (one.is_meta or torch.allclose(one.double(), other.double(), equal_nan=True))
+    return type(one) is type(other) and one == other
 
 
 def _farthest(wanted: Sequence[Tensor], made: Sequence[Tensor]) -> float:

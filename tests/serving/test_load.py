@@ -2,12 +2,15 @@
 
 import json
 import re
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise.cli import main
 from shardwise.errors import ShardwiseError
+from shardwise.serving.engine import LLMEngine
 from shardwise.serving.load import load_engine
 from shardwise.serving.request import Answering
 from tests.nets.families import save_theirs
@@ -166,3 +169,24 @@ def test_a_gguf_file_that_is_none_is_refused(content: bytes, tmp_path: Path) -> 
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(ShardwiseError, match=r"a\.gguf is not a GGUF file"):
         load_engine(str(tmp_path / "a.gguf"), kv_bytes=2**20)
+
+
+def test_what_was_answered_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_theirs("llama", tmp_path / "model")
+    rows = [{"custom_id": name, "body": {"prompt": [5, 6], "max_tokens": most}} for name, most in (("a", 2), ("b", 40))]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    plain, steps = LLMEngine.step, count()
+
+    def step(engine: LLMEngine) -> Any:
+        if next(steps) == 8:
+            raise KeyboardInterrupt
+        return plain(engine)
+
+    monkeypatch.setattr(LLMEngine, "step", step)
+    words = ["generate", str(tmp_path / "model"), "--requests", str(tmp_path / "in.jsonl"), "--kv", "1MiB"]
+    with pytest.warns(UserWarning, match=r"1 of 2 requests were answered; their answers are in .*out\.jsonl\.part"):
+        assert main([*words, "--save", str(tmp_path / "out.jsonl")]) == 130
+    assert not (tmp_path / "out.jsonl").exists()
+    (kept,) = (tmp_path / "out.jsonl.part").read_text(encoding="utf-8").splitlines()
+    assert json.loads(kept)["custom_id"] == "a"
+    assert len(json.loads(kept)["response"]["body"]["choices"]) == 1

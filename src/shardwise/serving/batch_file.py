@@ -43,6 +43,11 @@ class Line:
     written: list[Written] = field(default_factory=list)
 
     @property
+    def is_answered(self) -> bool:
+        """Whether all of it has been written, or it was refused."""
+        return self.error is not None or (bool(self.written) and all(each.finish for each in self.written))
+
+    @property
     def num_tokens(self) -> int:
         return sum(each.num_tokens for each in self.written)
 

@@ -2,13 +2,15 @@
 
 import argparse
 import json
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
 from shardwise.answer import Answer, Canvas
 from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.output import check_output, save_output
-from shardwise.serving.batch_file import CHAT_URL, answer_all, read_lines, write_line
+from shardwise.serving.batch_file import CHAT_URL, Line, answer_all, read_lines, write_line
 from shardwise.serving.engine_options import add_engine_arguments, load_as_told
 from shardwise.serving.served import served_by
 from shardwise.units import counted
@@ -46,7 +48,11 @@ def run(arguments: argparse.Namespace) -> Answer:
         served = served_by(engine, chats=any(line.url == CHAT_URL for line in lines))
         working_at("requests answered")
         begun = perf_counter()
-        answer_all(engine, served, lines)
+        try:
+            answer_all(engine, served, lines)
+        except BaseException:  # Also Ctrl-C: hours of answers are not for nothing.
+            _keep_answered(target, lines)
+            raise
         seconds = perf_counter() - begun
     finally:
         engine.close()
@@ -83,6 +89,16 @@ def run(arguments: argparse.Namespace) -> Answer:
             canvas.print(f"\n{arguments.prompt}{lines[0].written[0].whole().text}")
 
     return Answer(data=data, render=render, status=1 if lines and num_refused == len(lines) else 0)
+
+
+def _keep_answered(target: Path, lines: Sequence[Line]) -> None:
+    """Save the answers of an interrupted run, under another name: the file that was asked for is whole or absent."""
+    done = [line for line in lines if line.is_answered]
+    if not done:
+        return
+    part = target.with_name(f"{target.name}.part")
+    save_output(part, "".join(write_line(line) + "\n" for line in done))
+    warnings.warn(f"{len(done)} of {len(lines)} requests were answered; their answers are in {part}", stacklevel=2)
 
 
 def _read(path: Path, target: Path) -> str:

@@ -39,8 +39,9 @@ def _abort(group: dist.ProcessGroup) -> None:
 
 def _break(group: dist.ProcessGroup | Pair) -> None:
     """Do the same without NCCL. When a wait times out, gloo closes all connections of the group. So a wait for a
-    message that no rank ever sends is made to time out."""
-    with contextlib.suppress(RuntimeError):
+    message that no rank ever sends is made to time out. A group that the script has destroyed has no waits left: torch
+    no longer knows its backend (TypeError, ValueError)."""
+    with contextlib.suppress(RuntimeError, TypeError, ValueError):
         if not isinstance(group, dist.ProcessGroup):
             group.sever()
         elif group.size() > 1 and "gloo" in str(dist.get_backend_config(group)):

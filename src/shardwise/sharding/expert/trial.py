@@ -91,7 +91,11 @@ def _habits_of(experts: nn.Module) -> Iterator[Hashable]:
         yield name, type(each).__module__, type(each).__qualname__
         yield tuple((key, tuple(parameter.shape)) for key, parameter in each.named_parameters(recurse=False))
         for key, value in vars(each).items():
-            if key in ("_parameters", "_modules") or (isinstance(value, dict) and not value) or _PLACE.search(key):
+            if (
+                key in ("_parameters", "_modules")
+                or (isinstance(value, (dict, set)) and not value)
+                or _PLACE.search(key)
+            ):
                 continue
             yield key, value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
 

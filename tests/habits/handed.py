@@ -184,6 +184,31 @@ def hooks_that_write_into_what_comes_out(parallelize: Parallelize) -> Result:
 
 
 @program()
+def hooks_that_collect_and_write(parallelize: Parallelize) -> Result:
+    """A hook that counts, keeps and writes is called once for each output, wherever the layer runs."""
+
+    class Kept(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers.extend([Block(), Block()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept: list[Tensor] = []
+
+            def collect(_: nn.Module, __: Any, output: Tensor) -> None:
+                kept.append(output)
+                output[..., 0] = 0
+
+            hooks = [each.register_forward_hook(collect) for each in self.layers]
+            made = super().forward(x)
+            for each in hooks:
+                each.remove()
+            return made * (1 + 0.1 * len(kept))
+
+    return trained(start(parallelize, Kept().double()))
+
+
+@program()
 def conjugates_between_blocks(parallelize: Parallelize) -> Result:
     """`conj()` is the memory of another tensor and a mark, which a message has to bring too."""
 

@@ -53,6 +53,7 @@ _ONE_TRIAL = [
     ("critics", "gradients_of_each_row_by_torch_func", "pp=2,microbatches=2"),
     ("adapting", "adapters_that_hooks_put_in", "tp=2,sp=true"),
     ("hugging", "a_loss_of_scores_beside_the_models_own", "dp=2"),
+    ("handed", "hooks_that_collect_and_write", "pp=2,microbatches=2"),
     ("rows", "experts_that_a_batch_fills", "tp=2,sp=true"),
     ("evaluating", "two_heads_and_their_mean", "tp=2"),
     ("selected", "a_mask_and_ignored_labels", "dp=2"),

@@ -14,6 +14,7 @@ from shardwise.stages.loss_trial import try_loss
 from shardwise.stages.losses import WeighedLoss
 from shardwise.stages.rows import RowRule
 from shardwise.stages.token_trial import try_tokens
+from shardwise.stages.trial_run import Trial
 
 
 def example(num_rows: int = 4) -> dict[str, Tensor]:
@@ -65,6 +66,22 @@ def test_a_loss_that_hangs_on_other_rows_is_refused_with_its_numbers() -> None:
     tried = try_loss(nn.Linear(6, 8), contrast, example(), RowRule({"input": None}))
     assert tried.problem is not None
     assert "neither their mean by rows nor their sum" in tried.problem
+
+
+def test_means_that_the_module_computes_count_if_the_loss_reads_them() -> None:
+    class Own(nn.Linear):
+        def forward(self, input: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+            made = super().forward(input)
+            return made, tokens(made, {"labels": labels})
+
+    losses: list[tuple[int, Any]] = [
+        (0, lambda output, batch: tokens(output[0], batch)),
+        # The other mean decides at first.
+        (1, lambda output, batch: torch.minimum(output[1], tokens(output[0], batch) - 1)),
+        (1, lambda output, batch: torch.maximum(output[1], tokens(output[0], batch) + 1)),
+    ]
+    for inside, loss in losses:
+        assert Trial(Own(6, 8), loss, nullcontext).begin(example()).inside == inside
 
 
 def test_a_mean_over_no_label_is_nothing_and_passes_nothing_back() -> None:

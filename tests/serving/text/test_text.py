@@ -13,7 +13,7 @@ from shardwise.serving.text.chat_template import ChatTemplate
 from shardwise.serving.text.grammar import Grammars
 from shardwise.serving.text.text_stream import StopStrings, TextStream
 from shardwise.serving.text.tokenizer import ByteText, LibraryText, Text, load_tokenizer
-from shardwise.serving.text.tool_calls import ToolCall, ToolCallStream, find_calls
+from shardwise.serving.text.tool_calls import ToolCall, ToolCallStream, call_schema, find_calls
 
 TEXT = "Grüße, 世界! 🌍🌎 def f(x):\n    return 12345  # ok\n"
 
@@ -238,3 +238,11 @@ def test_a_tokenizer_with_gaps_has_room_for_its_largest_token(tmp_path: Path) ->
     assert text.bytes_of(seven) == b"7"
     guide.advance(seven)
     assert guide.allowed().nonzero()[0].tolist() == [900]
+
+
+def test_references_of_parameters_begin_where_these_are_in_the_schema_of_a_call() -> None:
+    # A property may have the name of a keyword.
+    parameters = {"properties": {"default": {"$ref": "#/$defs/unit"}}, "$defs": {"unit": {"const": {"$ref": "#/x"}}}}
+    made = call_schema([{"function": {"name": "heat", "parameters": parameters}}])["properties"]["arguments"]
+    assert made["properties"]["default"] == {"$ref": "#/properties/arguments/$defs/unit"}
+    assert made["$defs"] == parameters["$defs"]

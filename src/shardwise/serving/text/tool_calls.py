@@ -14,6 +14,8 @@ _OPENINGS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 _CLOSING = "</tool_call>"
 #: Keywords of a schema whose values are values, and not schemas.
 _VALUES = ("const", "enum", "default", "examples")
+#: Keywords whose values are schemas by names of the user's, which may be those of keywords.
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 
 
 class ToolCall(NamedTuple):
@@ -106,10 +108,12 @@ def _moved(schema: Any, to: str) -> Any:
         return [_moved(each, to) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    found: dict[str, Any] = {}
     for key, each in schema.items():
         if key == "$ref" and isinstance(each, str) and (each == "#" or each.startswith("#/")):
             found[key] = f"#{to}{each[1:]}"
+        elif key in _BY_NAME and isinstance(each, dict):
+            found[key] = {name: _moved(schema, to) for name, schema in each.items()}
         else:
             found[key] = each if key in _VALUES else _moved(each, to)
     return found

@@ -79,29 +79,22 @@ class Forecast:
         return self._twins[unit]
 
     def hooked(
-        self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any, received: Collection[Tensor]
+        self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any, tensors: Collection[Tensor]
     ) -> Any:
         """Call the unit's forward hooks with the stand-in for its output, as they may collect it.
 
         What they return is ignored: the stand-in already has the outline that the unit and its hooks returned on the
-        stage that runs it. So is what they write into it: they get copies of what was `received`. So are hooks that
-        they register on it: its gradient goes to that stage, where the same hooks are called.
+        stage that runs it. So is what they write into it: they get copies of its `tensors`, which were received or are
+        placeholders. So are hooks that they register on it: its gradient goes to that stage, where the same hooks are
+        called.
         """
         module = self._units[unit]
         hooks = list(forward_hooks(module))
-        copied = {id(each): each.clone() for each in received} if hooks else {}
+        copied = {id(each): each.clone() for each in tensors} if hooks else {}
         seen = pytree.tree_map(lambda each: copied.get(id(each), each), returned) if hooks else returned
         for hook, with_kwargs in hooks:
-            given = (args, kwargs) if with_kwargs else (args,)
             try:
-                try:
-                    hook(module, *given, seen)
-                except RuntimeError as error:
-                    if "refers to a single memory location" not in str(error):
-                        raise
-                    # It writes into a placeholder, which is one element for all.
-                    seen = pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, seen)
-                    hook(module, *given, seen)
+                hook(module, args, kwargs, seen) if with_kwargs else hook(module, args, seen)
             except Exception as error:
                 raise ShardwiseError(
                     f"a forward hook of {unit} fails on a stage that has not run it, at {line_of_error(error)}:"

@@ -207,7 +207,6 @@ class _Visit:
         """Return received values, or placeholders where they are not needed, for a call of another stage."""
         outline, reads = call.outline, self._part.reads
         tensors = {leaf: self._received(index, leaf, call) for leaf in outline.tensors if Made(index, leaf) in reads}
-        received = list(tensors.values())
         if len(tensors) < len(outline.tensors):
             known = self._stage.forecast.stand_in(call, args, kwargs, self._home, self._shapes)
             outline, tensors = known.outline, {**known.tensors, **tensors}
@@ -217,7 +216,7 @@ class _Visit:
         made = outline.filled(tensors, arguments)
         if call.filled:
             made = taken_apart(made, containers_in(args, kwargs), call.filled)
-        return self._stage.forecast.hooked(call.unit, args, kwargs, made, received)
+        return self._stage.forecast.hooked(call.unit, args, kwargs, made, tensors.values())
 
     def _received(self, index: int, leaf: int, call: UnitCall) -> Tensor:
         name = self._part.reads[Made(index, leaf)]

@@ -24,8 +24,9 @@ def seed_torch(number: int) -> None:
 def seeded_alike() -> Iterator[None]:
     """Begin with the same random numbers on every rank, and restore all generators at exit."""
     before = python_draws()
-    has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng([torch.cuda.current_device()] if has_gpu else []):
+    # All that `seed_torch` seeds: one process may have layers on several GPUs.
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(gpus):
         seed_torch(0)
         seed_python(0)
         try:

@@ -97,7 +97,7 @@ def weights(file: Path) -> dict[str, Any]:
                        "fp8": {"precision": "fp32", "weights": "fp8"},
                        "int4": {"precision": "fp32", "weights": "int4"}}.items():  # fmt: skip
         engine: Any = load_engine(file, **told, kv_bytes=2**30, token_budget=WINDOW, max_running=64)  # type: ignore[arg-type]
-        windows = text_windows(served_by(engine, chats=False).text, NUM_WINDOWS // 4)
+        windows = text_windows(served_by(engine).text, NUM_WINDOWS // 4)
         loss = engine_loss(engine, windows)
         found[name] = {"perplexity": math.exp(loss), "weight_bytes": engine.summary.weight_bytes}
         found[name]["over_fp32"] = found[name]["perplexity"] / found["fp32"]["perplexity"]

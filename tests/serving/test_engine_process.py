@@ -2,8 +2,12 @@
 
 import os
 import signal
+import time
+from argparse import Namespace
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,8 @@ import pytest
 from shardwise.errors import ShardwiseError
 from shardwise.serving.engine_process import EngineProcess
 from shardwise.serving.request import Request, Sampling, Token
+from shardwise.serving.serve_command import Reading, look_at_model
+from tests.nets.families import save_theirs
 from tests.serving.http.repeating import Elsewhere, RepeatingEngine, load_none
 from tests.serving.http.serving_here import running, served_by
 from tests.serving.http.test_overload import wait_until
@@ -82,3 +88,37 @@ def test_what_cannot_be_loaded_is_refused_here() -> None:
     with pytest.raises(ShardwiseError, match="there is no such model") as caught:
         EngineProcess(load_none)
     assert caught.value.remedy == "another one"
+
+
+def test_an_engine_that_is_started_again_has_the_model_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a newer run is there by then, and new files of the model are said."""
+    monkeypatch.chdir(tmp_path)
+    for name, seconds in (("old", 1), ("new", 2)):
+        save_theirs("llama", tmp_path / "runs" / name)
+        (tmp_path / "runs" / name / "manifest.json").write_text("{}", encoding="utf-8")
+        os.utime(tmp_path / "runs" / name / "manifest.json", (seconds, seconds))
+    arguments = Namespace(model=None, random_weights=False)
+    reading = Reading(arguments)
+    with closing(EngineProcess(Elsewhere, first=partial(look_at_model, arguments), meanwhile=reading.look)) as engine:
+        assert arguments.model == "runs/new"
+        assert reading.words is not None
+        os.utime(tmp_path / "runs" / "old" / "manifest.json", (3, 3))
+        (tmp_path / "runs" / "new" / "model.safetensors").write_bytes(b"other weights")
+        os.kill(engine.process_id or 0, signal.SIGKILL)
+        engine._process.join()
+        with pytest.warns(UserWarning, match="the files of runs/new have changed: from now on the new weights are"):
+            engine.recover()
+        engine.add(ask("a", "say: a"))
+        assert list(answers(engine)) == ["a"]
+
+
+def test_what_is_known_before_weights_are_read_can_end_the_start() -> None:
+    def refuse(found: Any) -> None:
+        raise ShardwiseError(f"no {found}", remedy="another one")
+
+    begun = time.monotonic()
+    with pytest.raises(ShardwiseError, match="no tokenizer"):
+        EngineProcess(partial(time.sleep, 60), first=partial(str, "tokenizer"), meanwhile=refuse)
+    assert time.monotonic() - begun < 50

@@ -1,16 +1,11 @@
-"""Models from where they lie, and a file of requests answered."""
+"""Models from where they lie."""
 
-import json
 import re
-from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from shardwise.cli import main
 from shardwise.errors import ShardwiseError
-from shardwise.serving.engine import LLMEngine
 from shardwise.serving.load import load_engine
 from shardwise.serving.request import Answering
 from tests.nets.families import save_theirs
@@ -86,66 +81,6 @@ def test_tiers_are_in_the_summary_and_one_that_helps_little_is_said(tmp_path: Pa
     assert f"files     4.0 MiB for evicted blocks: {2**22 // size}" in lines
 
 
-def test_a_file_of_requests_is_answered_line_by_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs = save_theirs("llama", tmp_path / "model")
-    given = prompts(3)
-    bodies = [
-        {"prompt": list(given[0]), "max_tokens": 5, "temperature": 0, "return_token_ids": True},
-        {"prompt": "ABC", "max_tokens": 4, "temperature": 0.8, "seed": 3},
-        {"prompt": list(given[1]), "max_tokens": 500},
-        {"prompt": [1], "max_tokns": 5},
-        {"prompt": {"a": 1}},
-    ]
-    lines = [{"custom_id": f"c{number}", "url": "/v1/completions", "body": each} for number, each in enumerate(bodies)]
-    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    words = ["generate", str(tmp_path / "model"), "--requests", str(tmp_path / "in.jsonl")]
-    assert main([*words, "--save", str(tmp_path / "out.jsonl"), "--kv", "1MiB", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_refused"] == 3
-    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [each["custom_id"] for each in answers] == ["c0", "c1", "c2", "c3", "c4"]
-    assert [each["response"]["status_code"] for each in answers] == [200, 200, 400, 400, 400]
-    first = answers[0]["response"]["body"]
-    assert first["choices"][0]["token_ids"] == expected(theirs, given[0], 5)
-    assert first["usage"] == {
-        "prompt_tokens": len(given[0]), "completion_tokens": 5, "total_tokens": len(given[0]) + 5,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }  # fmt: skip
-    messages = [each["response"]["body"]["error"]["message"] for each in answers[2:]]
-    assert "together have at most 64" in messages[0]
-    assert "max_tokns" in messages[1]
-    assert "prompt" in messages[2]
-
-
-def test_a_file_that_is_no_text_or_would_be_replaced_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "in.jsonl"
-    file.write_bytes(b'{"custom_id": "\xff"}')
-    words = ["generate", "model", "--requests", str(file)]
-    assert main([*words, "--save", str(tmp_path / "out.jsonl")]) == 1
-    assert capsys.readouterr().err.startswith(f"error: {file} is not text in UTF-8: byte 15 is 0xff\n")
-    assert main([*words, "--save", str(file)]) == 1
-    assert capsys.readouterr().err == f"error: --save {file} would replace the requests\n  try: --save out.jsonl\n"
-
-
-def test_a_prompt_is_continued_on_the_terminal_and_a_refusal_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_theirs("llama", tmp_path / "model")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    words = ["generate", str(tmp_path / "model"), "--kv", "1MiB", "--save", str(tmp_path / "out.jsonl")]
-    assert main([*words, "--prompt", "ABC"]) == 0
-    text = json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["response"]["body"]["choices"][0]["text"]
-    assert capsys.readouterr().out.endswith(f"\n\nABC{text}\n")
-    assert main([*words, "--prompt", ""]) == 1
-    assert capsys.readouterr().out.endswith(
-        "the first refused, prompt: prompt is empty: it must have at least one token\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -169,24 +104,3 @@ def test_a_gguf_file_that_is_none_is_refused(content: bytes, tmp_path: Path) -> 
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(ShardwiseError, match=r"a\.gguf is not a GGUF file"):
         load_engine(str(tmp_path / "a.gguf"), kv_bytes=2**20)
-
-
-def test_what_was_answered_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_theirs("llama", tmp_path / "model")
-    rows = [{"custom_id": name, "body": {"prompt": [5, 6], "max_tokens": most}} for name, most in (("a", 2), ("b", 40))]
-    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    plain, steps = LLMEngine.step, count()
-
-    def step(engine: LLMEngine) -> Any:
-        if next(steps) == 8:
-            raise KeyboardInterrupt
-        return plain(engine)
-
-    monkeypatch.setattr(LLMEngine, "step", step)
-    words = ["generate", str(tmp_path / "model"), "--requests", str(tmp_path / "in.jsonl"), "--kv", "1MiB"]
-    with pytest.warns(UserWarning, match=r"1 of 2 requests were answered; their answers are in .*out\.jsonl\.part"):
-        assert main([*words, "--save", str(tmp_path / "out.jsonl")]) == 130
-    assert not (tmp_path / "out.jsonl").exists()
-    (kept,) = (tmp_path / "out.jsonl.part").read_text(encoding="utf-8").splitlines()
-    assert json.loads(kept)["custom_id"] == "a"
-    assert len(json.loads(kept)["response"]["body"]["choices"]) == 1

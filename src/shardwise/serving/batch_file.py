@@ -9,7 +9,8 @@ a line cannot be answered, its answer says why; the other lines are answered.
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any
 
 from shardwise.errors import ShardwiseError
@@ -19,7 +20,7 @@ from shardwise.serving.http.asked import Asked, Served, asked_for_chat, asked_fo
 from shardwise.serving.http.fields import CHAT, COMPLETION
 from shardwise.serving.http.json_schema import check
 from shardwise.serving.http.written import Written
-from shardwise.serving.request import Answering
+from shardwise.serving.request import Answering, Request
 
 CHAT_URL = "/v1/chat/completions"
 _URLS: dict[str, tuple[dict[str, Any], Callable[..., Asked]]] = {
@@ -31,36 +32,41 @@ _EXAMPLE = '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body
 
 @dataclass(slots=True, kw_only=True)
 class Line:
-    """A request of the file, and its answer so far."""
+    """A request of the file, and its answer when there is one. Lines are counted from 1."""
 
-    name: str
+    number: int
     custom_id: str
     url: str
     method: str
     body: Any
-    form: AnswerForm | None = None
     error: ApiError | None = None
-    written: list[Written] = field(default_factory=list)
+    #: The body of its answer.
+    answer: dict[str, Any] | None = None
 
     @property
-    def is_answered(self) -> bool:
-        """Whether all of it has been written, or it was refused."""
-        return self.error is not None or (bool(self.written) and all(each.finish for each in self.written))
+    def name(self) -> str:
+        return str(self.number - 1)
+
+    @property
+    def is_open(self) -> bool:
+        return self.error is None and self.answer is None
 
     @property
     def num_tokens(self) -> int:
-        return sum(each.num_tokens for each in self.written)
+        return 0 if self.answer is None else int(self.answer["usage"]["completion_tokens"])
 
 
 def read_lines(text: str) -> Iterator[Line]:
-    """Yield the requests of a file. A file that is not JSON lines is refused."""
+    """Yield the requests of a file. A file that is not JSON lines is refused; a body that the server would refuse, if
+    that can be told without the model, is the line's error.
+    """
     lines = dict[str, int]()
     # Not `splitlines`: JSON may have separators of lines and paragraphs within texts.
     for number, row in enumerate(text.split("\n"), start=1):
         if not row.strip():
             continue
         try:
-            given = json.loads(row)
+            given = json.loads(row, parse_constant=_no_constant)
             custom_id = given["custom_id"]
             url, method, body = given.get("url", "/v1/completions"), given.get("method", "POST"), given.get("body")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -76,61 +82,123 @@ def read_lines(text: str) -> Iterator[Line]:
                 remedy="a custom_id of its own for each line",
             )  # fmt: skip
         lines[custom_id] = number
-        yield Line(name=str(number - 1), custom_id=custom_id, url=str(url), method=str(method), body=body)
+        line = Line(number=number, custom_id=custom_id, url=str(url), method=str(method), body=body)
+        with _errors_of(line):
+            _check(line)
+        yield line
+    if not lines:
+        raise ShardwiseError("the file has no requests", remedy=_EXAMPLE)
 
 
-def answer_all(engine: Answering, served: Served, lines: Iterable[Line]) -> None:
-    """Answer every line that can be answered, as fast as possible."""
-    under_way: dict[str, Written] = {}
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is not a number in JSON")
+
+
+def answer_all(
+    engine: Answering,
+    served: Served,
+    lines: Iterable[Line],
+    *,
+    seed: int | None = None,
+    answered: Callable[[Line], None] | None = None,
+) -> None:
+    """Answer every line that has no answer and can be answered, as fast as possible; `answered` is told of each.
+
+    With a seed, requests without one get one that depends on it and on their custom_id alone, so that they are answered
+    alike beside whatever others.
+    """
+    under_way: dict[str, _UnderWay] = {}
     for line in lines:
-        try:
-            under_way |= _begin(engine, served, line)
-        except ApiError as error:
-            line.error = error
-        except RecursionError:
-            line.error = ApiError(400, "the body is nested too deeply", code="invalid_json")
+        if line.is_open:
+            with _errors_of(line):
+                begun = _begin(engine, served, line, seed)
+                under_way |= {each.request.id: begun for each in begun.written}
     while engine.has_work():
         for token in engine.step():
-            written = under_way.get(token.request)
-            if written is None:
+            begun_line = under_way.get(token.request)
+            if begun_line is None:
                 continue
+            written = begun_line.by_name[token.request]
             written.add([token])
-            if written.finish is not None:
-                del under_way[token.request]
-                if token.finish is None:  # The text has reached a stop string, which the engine does not know.
-                    engine.cancel(token.request)
+            if written.finish is None:
+                continue
+            del under_way[token.request]
+            if token.finish is None:  # The text has reached a stop string, which the engine does not know.
+                engine.cancel(token.request)
+            if begun_line.is_whole:
+                begun_line.line.answer = begun_line.form.whole(begun_line.written)
+                if answered is not None:
+                    answered(begun_line.line)
 
 
-def _begin(engine: Answering, served: Served, line: Line) -> dict[str, Written]:
-    """Submit all of a line's requests to the engine, or none of them."""
+class _UnderWay:
+    """A line while it is answered."""
+
+    def __init__(self, line: Line, form: AnswerForm, requests: Iterable[Request]) -> None:
+        self.line, self.form = line, form
+        self.written = [Written(form.served.text, form.asked, request) for request in requests]
+        self.by_name = {each.request.id: each for each in self.written}
+
+    @property
+    def is_whole(self) -> bool:
+        return all(each.finish is not None for each in self.written)
+
+
+class _errors_of:  # noqa: N801 - reads as a phrase where it is used
+    """Makes what is wrong with a request within it the error of its line."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> bool:
+        if isinstance(error, RecursionError):
+            error = ApiError(400, "the body is nested too deeply", code="invalid_json")
+        if not isinstance(error, ApiError):
+            return False
+        self._line.error = error
+        return True
+
+
+def _check(line: Line) -> None:
     if line.url not in _URLS:
         raise ApiError(400, f"url is {line.url[:80]!r}; known: {', '.join(_URLS)}", param="url")
     if line.method != "POST":
         raise ApiError(400, f"method is {line.method[:20]!r}; known: POST", param="method")
-    schema, make = _URLS[line.url]
-    check(line.body, schema)
-    asked = make(line.body, served, client="")
-    if asked.is_streamed:
+    check(line.body, _URLS[line.url][0])
+    if line.body.get("stream"):
         raise ApiError(400, "stream is true, and a file has whole answers", param="stream")
-    form = make_form(line.url == CHAT_URL, asked, served)
-    requests = asked.requests(line.name, served.grammars)
+
+
+def _begin(engine: Answering, served: Served, line: Line, seed: int | None) -> _UnderWay:
+    """Submit all of a line's requests to the engine, or none of them."""
+    asked = _URLS[line.url][1](line.body, served, client="")
+    if seed is not None and asked.sampling.seed is None:
+        drawn = blake2b(f"{seed} {line.custom_id}".encode(errors="surrogatepass"), digest_size=8).digest()
+        asked = replace(asked, sampling=replace(asked.sampling, seed=int.from_bytes(drawn) >> 1))
+    begun = _UnderWay(line, make_form(line.url == CHAT_URL, asked, served), asked.requests(line.name, served.grammars))
     try:
-        for request in requests:
-            engine.add(request)
+        for name in begun.by_name:
+            engine.add(begun.by_name[name].request)
     except ShardwiseError as error:
-        for request in requests:
-            engine.cancel(request.id)
+        for name in begun.by_name:
+            engine.cancel(name)
         raise refused(error) from None
-    line.form, line.written = form, [Written(served.text, asked, request) for request in requests]
-    return {each.request.id: each for each in line.written}
+    return begun
+
+
+def answer_of(line: Line) -> dict[str, Any]:
+    """Return a line of the answers, as JSON has it."""
+    if line.error is not None:
+        status, body = line.error.status, line.error.body()
+    else:
+        assert line.answer is not None, "a line was not looked at"
+        status, body = 200, line.answer
+    response = {"status_code": status, "request_id": line.name, "body": body}
+    return {"id": line.name, "custom_id": line.custom_id, "response": response, "error": None}
 
 
 def write_line(line: Line) -> str:
     """Format a line of the answers."""
-    if line.error is not None or line.form is None:
-        assert line.error is not None, "a line was not looked at"
-        status, body = line.error.status, line.error.body()
-    else:
-        status, body = 200, line.form.whole(line.written)
-    response = {"status_code": status, "request_id": line.name, "body": body}
-    return json.dumps({"id": line.name, "custom_id": line.custom_id, "response": response, "error": None})
+    return json.dumps(answer_of(line))

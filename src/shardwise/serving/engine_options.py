@@ -37,7 +37,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-folder", type=Path, metavar="DIR", help="folder for these files, kept over restarts")
 
 
-def load_as_told(arguments: argparse.Namespace, *, seed: int | None = None) -> "LLMEngine | Replicas":
+def load_as_told(arguments: argparse.Namespace) -> "LLMEngine | Replicas":
     from shardwise.serving.load import load_engine  # Loads torch.
 
     return load_engine(
@@ -53,5 +53,4 @@ def load_as_told(arguments: argparse.Namespace, *, seed: int | None = None) -> "
         host_bytes=parse_bytes(arguments.kv_host),
         file_bytes=parse_bytes(arguments.kv_files),
         kv_folder=arguments.kv_folder,
-        seed=seed,
     )

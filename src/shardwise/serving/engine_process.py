@@ -62,16 +62,24 @@ class _Recovered:
 
 
 class EngineProcess:
-    """A handle on the engine that `make` loads in another process. One thread calls all methods except `wake`."""
+    """A handle on the engine that `make` loads in another process. One thread calls all methods except `wake`.
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
+    `first` is called there before `make`, and `meanwhile` is given its result here: what it refuses ends the loading.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        *,
+        first: Callable[[], Any] | None = None,
+        meanwhile: Callable[[Any], None] | None = None,
+    ) -> None:
+        self._make, self._first, self._meanwhile = make, first, meanwhile
         self._woken, self._waking = multiprocessing.Pipe(duplex=False)
         self._is_woken = False
         about = self._start()
-        self.max_length, self.vocabulary_size = about.max_length, about.vocabulary_size
-        self.eos_token_ids, self.tokenizer_source = about.eos_token_ids, about.tokenizer_source
-        self.summary = about.summary
+        self.vocabulary_size, self.eos_token_ids = about.vocabulary_size, about.eos_token_ids
+        self.tokenizer_source = about.tokenizer_source
 
     @property
     def process_id(self) -> int | None:
@@ -117,7 +125,7 @@ class EngineProcess:
         self._forget()
         if not self._process.is_alive():
             self._end()
-            self._start()
+            self._check_same(self._start())
             return
         self._send([("recover",)])
         while not isinstance(news := self._receive(None), _Recovered):
@@ -137,22 +145,38 @@ class EngineProcess:
         self._forget()
         context = multiprocessing.get_context("spawn")  # A fork would inherit this process's threads and locks.
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._make), name="shardwise-engine")
+        self._process = context.Process(target=_serve, args=(theirs, self._make, self._first), name="shardwise-engine")
         self._process.start()
         atexit.register(self._end)
         theirs.close()
         try:
-            about = self._receive(None)
-            if isinstance(about, _Failed):
-                raise about.error
-            news = self._receive(None)
+            found = None if self._first is None else self._next_of_start()
+            if self._meanwhile is not None:
+                self._meanwhile(found)
+            about, news = self._next_of_start(), self._next_of_start()
         except BaseException:
             self._end()
             raise
         assert isinstance(about, About), "an engine says what it is"
         assert isinstance(news, _News), "and then its load"
-        self._load = news.load
+        self._load, self.max_length, self.summary = news.load, about.max_length, about.summary
         return about
+
+    def _next_of_start(self) -> Any:
+        news = self._receive(None)
+        if isinstance(news, _Failed):
+            raise news.error
+        return news
+
+    def _check_same(self, about: About) -> None:
+        """Refuse an engine whose requests would have to be written otherwise than those of the first."""
+        for name, said in (("vocabulary_size", "vocabulary"), ("tokenizer_source", "tokenizer")):
+            before, now = getattr(self, name), getattr(about, name)
+            if before != now:
+                self._end()
+                raise ShardwiseError(
+                    f"the model has changed: its {said} was {before} and is {now}", remedy="start the server again"
+                )
 
     def _forget(self) -> None:
         self._open: set[str] = set()
@@ -215,12 +239,14 @@ class EngineProcess:
 # The code below runs in the engine's process.
 
 
-def _serve(pipe: Any, make: Callable[[], Any]) -> None:
+def _serve(pipe: Any, make: Callable[[], Any], first: Callable[[], Any] | None) -> None:
     # A terminal or a service sends signals to all processes. The HTTP process handles them and ends this one.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: None)
     warn_plainly()
     try:
+        if first is not None:
+            pipe.send(first())
         engine = make()
     except Exception as error:
         with suppress(OSError):  # Nobody waits for it any more.

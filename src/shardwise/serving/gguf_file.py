@@ -14,6 +14,7 @@ from shardwise.nets.settings import Heads, Mlp, Rope, Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.nets.weights import place, weights_of
 from shardwise.serving.assemble import Identity
+from shardwise.serving.text.gguf_tokenizer import open_gguf
 
 #: Supported architectures, and whether rotary pairs are adjacent.
 _INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False}
@@ -29,13 +30,11 @@ _LEFT_OUT = ("attention", "mlp")
 
 
 @torch.no_grad()
-def read_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> tuple[Transformer, Identity]:
-    """Read the model of a file with its weights, and its identity."""
-    gguf = _package()
-    try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, OSError, IndexError) as error:
-        raise ShardwiseError(f"{path} is not a GGUF file: {error}", remedy="a whole file: download it again") from None
+def read_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> Transformer:
+    """Read the model of a file with its weights."""
+    reader = open_gguf(path)
+    import gguf  # The reader's package, so it is there.
+
     tensors = {each.name: each for each in reader.tensors}
     settings = settings_from(reader, tensors, path)
     with torch.device("meta"):
@@ -51,8 +50,13 @@ def read_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> tu
         place(model, name, device=device).copy_(numbers)
     if model.rotary is not None:
         model.rotary.to(device)
-    end = _find(reader, "tokenizer.ggml.eos_token_id")
-    return model.eval(), Identity(
+    return model.eval()
+
+
+def identify_gguf(path: Path) -> Identity:
+    """Return the identity of a file's model."""
+    end = _find(open_gguf(path), "tokenizer.ggml.eos_token_id")
+    return Identity(
         name=path.stem,
         fingerprint=f"{path.stat().st_size}-{path.stat().st_mtime_ns}",
         tokenizer_source=str(path),
@@ -105,13 +109,3 @@ def settings_from(reader: Any, tensors: dict[str, Any], path: Path) -> Settings:
 def _find(reader: Any, key: str) -> Any:
     found = reader.get_field(key)
     return None if found is None else found.contents()
-
-
-def _package() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise ShardwiseError(
-            "GGUF files are read by the package gguf", remedy="pip install 'shardwise[serve]'"
-        ) from None
-    return gguf

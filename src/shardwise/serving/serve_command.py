@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import warnings
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from shardwise.working import step_aside, working_at
 if TYPE_CHECKING:
     from shardwise.serving.engine_process import EngineProcess
     from shardwise.serving.http.app import Server
+    from shardwise.serving.served import Words
 
 DESCRIPTION = """
 Serve a model over HTTP with OpenAI's API: /v1/completions and
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     _check_installed()
+    from shardwise.serving.http.app import Server
     from shardwise.serving.http.server import check_address, open_socket, serve_app, url_of
 
     key = arguments.api_key or environment.find_variable("SHARDWISE_API_KEY") or None
@@ -72,10 +75,15 @@ def run(arguments: argparse.Namespace) -> Answer:
             return _shown(arguments, url, has_key=key is not None)
         working_at("the weights")
         from shardwise.serving.engine_process import EngineProcess
+        from shardwise.serving.served import served_by
 
-        engine = EngineProcess(partial(load_to_serve, arguments))
+        reading = Reading(arguments)
+        engine = EngineProcess(
+            partial(load_to_serve, arguments), first=partial(look_at_model, arguments), meanwhile=reading.look
+        )
         try:
-            server = _make_server(engine, arguments, key)
+            served = served_by(engine, arguments.name, words=reading.words)
+            server = Server(engine, served, key=key, most_waiting=arguments.queue)
         except BaseException:
             engine.close()
             raise
@@ -96,12 +104,37 @@ def load_to_serve(arguments: argparse.Namespace) -> Any:
     return RecordedEngine(engine, arguments.record)
 
 
-def _make_server(engine: "EngineProcess", arguments: argparse.Namespace, key: str | None) -> "Server":
-    from shardwise.serving.http.app import Server
-    from shardwise.serving.served import served_by
+def look_at_model(arguments: argparse.Namespace) -> tuple[str, str, str]:
+    """Return which model it is, where its tokenizer is, and its fingerprint. Called in the engine's process, which
+    has torch.
+    """
+    from shardwise.serving.sources import find_newest_run, identify
 
-    served = served_by(engine, arguments.name, chats=_is_there("jinja2"))
-    return Server(engine, served, key=key, most_waiting=arguments.queue)
+    if arguments.model is None:
+        arguments.model = str(find_newest_run())
+    identity = identify(arguments.model, random_weights=arguments.random_weights)
+    return arguments.model, identity.tokenizer_source, identity.fingerprint
+
+
+class Reading:
+    """Reads tokenizer and template while the weights are read, so that a mistake in them is told at once."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments, self._fingerprint = arguments, ""
+        self.words: Words | None = None
+
+    def look(self, found: tuple[str, str, str]) -> None:
+        """Take what `look_at_model` has found, before the first start of the engine and before every other."""
+        from shardwise.serving.served import read_words
+
+        named, tokenizer_source, fingerprint = found
+        if self.words is None:
+            # An engine that is started again has the same model, even if there is a newer run by then.
+            self._arguments.model, self._fingerprint = named, fingerprint
+            self.words = read_words(tokenizer_source, chats=_is_there("jinja2"))
+        elif fingerprint != self._fingerprint:
+            self._fingerprint = fingerprint
+            warnings.warn(f"the files of {named} have changed: from now on the new weights are served", stacklevel=2)
 
 
 def _tell_ready(engine: "EngineProcess", server: "Server", url: str, *, as_json: bool) -> None:

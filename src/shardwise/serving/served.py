@@ -1,12 +1,14 @@
 """What the HTTP side needs to know of an engine's model: its name, its tokenizer, its chat template."""
 
+import warnings
+from dataclasses import dataclass
 from typing import Protocol
 
 from shardwise.serving.http.asked import Served
 from shardwise.serving.summary import Summary
 from shardwise.serving.text.chat_template import ChatTemplate
 from shardwise.serving.text.grammar import Grammars
-from shardwise.serving.text.tokenizer import load_tokenizer
+from shardwise.serving.text.tokenizer import BYTES, Text, load_tokenizer
 
 
 class Loaded(Protocol):
@@ -19,13 +21,34 @@ class Loaded(Protocol):
     summary: Summary
 
 
-def served_by(engine: Loaded, name: str | None = None, *, chats: bool = True) -> Served:
-    """Return the model of an engine. Without `chats` no chat template is compiled, which needs jinja2."""
-    text = load_tokenizer(engine.tokenizer_source)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """A model's tokenizer and chat template, which can be read before its weights."""
+
+    text: Text
+    #: None if there will be no chats.
+    template: ChatTemplate | None
+
+
+def read_words(tokenizer_source: str, *, chats: bool = True) -> Words:
+    """Read a model's tokenizer; with `chats` its template too, which needs jinja2."""
+    text = load_tokenizer(tokenizer_source)
+    return Words(text=text, template=ChatTemplate(text) if chats else None)
+
+
+def served_by(engine: Loaded, name: str | None = None, *, words: Words | None = None) -> Served:
+    """Return the model of an engine. `words` are those that have been read already."""
+    words = words or read_words(engine.tokenizer_source)
+    text = words.text
+    if text.name != BYTES and text.vocabulary > engine.vocabulary_size:
+        warnings.warn(
+            f"the tokenizer ({text.name}) has {text.vocabulary:,} tokens and the model {engine.vocabulary_size:,}:"
+            " texts with others are refused", stacklevel=2,
+        )  # fmt: skip
     return Served(
         name=name or engine.summary.model,
         text=text,
-        template=ChatTemplate(text) if chats else None,
+        template=words.template,
         grammars=Grammars(text, size=engine.vocabulary_size, end_tokens=sorted(engine.eos_token_ids)),
         max_length=engine.max_length,
         vocabulary_size=engine.vocabulary_size,

@@ -28,6 +28,8 @@ from shardwise.training.sample import load_transformer
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GENERATION = "generation_config.json"
+#: The files of a model: weights, tables, a chat template.
+_SUFFIXES = (".safetensors", ".json", ".jinja")
 #: Other forms of a tokenizer. A model without any is given bytes, as those are that `shardwise train` trains.
 _OTHER_TOKENIZERS = (
     "tokenizer.model",
@@ -54,30 +56,51 @@ def read_source(
 ) -> tuple[Transformer, Identity]:
     """Read the model with its weights onto a device, and its identity."""
     path = Path(source)
+    identity = identify(source, random_weights=random_weights)  # First: what it refuses needs no weights.
     if random_weights:
-        model, identity = _random(source, dtype, device)
-    elif path.suffix == ".gguf" and path.is_file():
-        from shardwise.serving.gguf_file import read_gguf  # Needs the package `gguf`.
+        model = _random(source, dtype, device)
+    elif path.is_file():
+        from shardwise.serving.gguf_file import read_gguf
 
-        model, identity = read_gguf(path, dtype, device)
-    elif path.is_dir():
-        model, identity = _folder(path, dtype, device)
-    elif find_name(source) is not None:
-        raise ShardwiseError(
-            f"{source} is a name of the catalogue, which has shapes and no weights",
-            remedy=f"{source} --random-weights, or the folder that its weights are in",
-        )
+        model = read_gguf(path, dtype, device)
     else:
-        raise ShardwiseError(
-            f"{source} is not a folder, a .gguf file or a name of the catalogue",
-            remedy="a Hugging Face folder, a run of shardwise train, or a file.gguf",
-        )
+        model = _folder(path, dtype, device)
     settings = for_serving(model.settings)
     model.settings = settings
     for each in model.modules():
         if isinstance(each, MoE) and settings.mixture is not None:
             each.mixture = settings.mixture
     return model.eval().requires_grad_(False), identity
+
+
+def identify(source: str, *, random_weights: bool) -> Identity:
+    """Return the identity of a model. Reads no weights."""
+    path = Path(source)
+    if random_weights:
+        return _random_identity(source)
+    if path.suffix == ".gguf" and path.is_file():
+        from shardwise.serving.gguf_file import identify_gguf
+
+        return identify_gguf(path)
+    if path.is_dir():
+        folder, kind = find_source(path)
+        if kind == THEIRS:
+            return _identity_of(path, folder)
+        if kind == OURS:
+            return _own_identity(path, folder)
+        raise ShardwiseError(
+            f"{folder} is a checkpoint of torch.distributed, which does not say what model it is of",
+            remedy=f"shardwise convert {folder} FOLDER --to {THEIRS}, then FOLDER",
+        )
+    if find_name(source) is not None:
+        raise ShardwiseError(
+            f"{source} is a name of the catalogue, which has shapes and no weights",
+            remedy=f"{source} --random-weights, or the folder that its weights are in",
+        )
+    raise ShardwiseError(
+        f"{source} is not a folder, a .gguf file or a name of the catalogue",
+        remedy="a Hugging Face folder, a run of shardwise train, or a file.gguf",
+    )
 
 
 def describe_source(
@@ -144,31 +167,27 @@ def _random_type(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _random(source: str, dtype: torch.dtype | None, device: torch.device) -> tuple[Transformer, Identity]:
+def _random(source: str, dtype: torch.dtype | None, device: torch.device) -> Transformer:
     with torch.device("meta"):
         model = Transformer(_random_settings(source))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype or _random_type(device))
     initialise(model, 0, device=device, drawn_there=device.type == "cuda")
-    return model, _random_identity(source)
+    return model
 
 
-def _folder(path: Path, dtype: torch.dtype | None, device: torch.device) -> tuple[Transformer, Identity]:
+def _folder(path: Path, dtype: torch.dtype | None, device: torch.device) -> Transformer:
     folder, kind = find_source(path)
     if kind == THEIRS:
-        identity = _identity_of(path, folder)  # First: what it refuses is refused before weights are read.
-        return load_model(folder, dtype=dtype, device=device), identity
-    if kind != OURS:
-        raise ShardwiseError(
-            f"{folder} is a checkpoint of torch.distributed, which does not say what model it is of",
-            remedy=f"shardwise convert {folder} FOLDER --to {THEIRS}, then FOLDER",
-        )
+        return load_model(folder, dtype=dtype, device=device)
     model = load_transformer(folder).to(device)
-    if dtype is not None:
-        model = model.to(dtype)
+    return model if dtype is None else model.to(dtype)
+
+
+def _own_identity(path: Path, folder: Path) -> Identity:
     manifest = path / MANIFEST
     data = json.loads(manifest.read_text(encoding="utf-8")).get("data", {}) if manifest.is_file() else {}
-    return model, Identity(
+    return Identity(
         name=path.resolve().name,
         fingerprint=_fingerprint(folder),
         tokenizer_source=str(data.get("tokenizer", "bytes")),
@@ -203,6 +222,9 @@ def _ends_in(folder: Path) -> frozenset[int]:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Hash a folder's files by name, size and time: other weights get another hash, and nothing large is read."""
-    told = sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in folder.iterdir())
+    """Hash a model's files by name, size and time: other weights get another hash, and nothing large is read. Files
+    that are no part of it may come and go, as those that a user has it write there.
+    """
+    files = (each for each in folder.iterdir() if each.suffix in _SUFFIXES)
+    told = sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files)
     return blake2b(repr(told).encode(), digest_size=8).hexdigest()

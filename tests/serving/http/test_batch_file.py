@@ -62,6 +62,8 @@ def test_a_line_that_cannot_be_answered_says_why_and_the_others_are_answered(giv
     [
         ('{"custom_id": 1}\n[1]\n', "line 2 is not a JSON request with a custom_id"),
         ('{"custom_id": "a", "body": ' + "[" * 5000, "line 1 is not a JSON request with a custom_id"),
+        ('{"custom_id": 1, "body": {"temperature": NaN}}', "line 1 is not a JSON request with a custom_id"),
+        ("\n \n", "the file has no requests"),
         ('{"custom_id": null}', "line 1 has a custom_id that is neither a text nor a number"),
         (
             '{"custom_id": "1"}\n\n{"custom_id": 1}',

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from shardwise.stages.rows import changed, nodes
 from shardwise.stages.stage import Batch
 
+#: What `first_across` returns if rows interact in no module.
+THE_LOSS = "the loss"
 
-def first_across(
-    module: nn.Module, run: Callable[[Batch], Any], three: Batch, one: Batch, tolerance: float
-) -> str | None:
-    """Return its name and class, from a run of three rows and one of the last row; None if there is no such module."""
+
+def first_across(module: nn.Module, run: Callable[[Batch], Any], three: Batch, one: Batch, tolerance: float) -> str:
+    """Return its name and class, from a run of three rows and one of the last row; `THE_LOSS` if there is none."""
     whole, part = (_seen(module, run, each) for each in (three, one))
     for (name, found), (other, alone) in zip(whole, part, strict=False):
         if name == other and found.dim() and alone.dim() and found.shape[0] == 3 * alone.shape[0]:
@@ -22,7 +23,7 @@ def first_across(
             if mine.shape == alone.shape and not _is_close(mine, alone, tolerance):
                 where = dict(module.named_modules())[name]
                 return f"{name} ({type(where).__name__})" if name else type(where).__name__
-    return None
+    return THE_LOSS
 
 
 def with_numbers_of(whole: Any, part: Any) -> Any:

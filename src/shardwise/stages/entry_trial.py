@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from itertools import chain
+from math import inf
 from typing import Any
 
 from shardwise.stages.index_check import IndexCheck
-from shardwise.stages.loss_kind import LossKind, Through, Tried, throughs
+from shardwise.stages.loss_kind import REMEDY_OF_MEANS, LossKind, Through, Tried, throughs
 from shardwise.stages.loss_parts import fits, fits_by
 from shardwise.stages.rows import Seen, nodes, tensors_in
 from shardwise.stages.spread_outputs import WAYS, spread
@@ -29,14 +30,16 @@ def find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
             continue  # Torch's mean over labels ignores these, and its labels are counted in every batch.
         for through in throughs(path, value, next(each for here, each in nodes(three) if here == path), NUM_ROWS):
             cases = chain([(three, runs), (hidden, less)], _other_cases(trial, three, seen, runs, path, value, again))
-            if all(each is None or fits_by(*weights_of(through, batch, seen), *each) for batch, each in cases):
+            through = through._replace(plus=_added(through, hidden, seen, less))
+            if all(each is None or fits_through(through, batch, seen, each) for batch, each in cases):
                 return tried._replace(kind=LossKind.ENTRY, through=through)
         if tried.kind is not LossKind.UNTRIED:
             whole, large, small = (each.total for each in less)
             return tried._replace(
                 problem=f"the loss is divided by something that {path} decides: with {value or 0} for some of it in"
                 f" {FIRST} rows, the loss of {NUM_ROWS} rows is {whole:.6g}, and not the mean of {large:.6g} and"
-                f" {small:.6g} by rows, so parts of a batch do not tell its loss"
+                f" {small:.6g} by rows, so parts of a batch do not tell its loss",
+                remedy=REMEDY_OF_MEANS,
             )
     return None
 
@@ -91,7 +94,27 @@ def _fits_apart(trial: Trial, hidden: Batch, seen: Seen, runs: Runs, tried: Trie
     return found is not None and fits(tried.kind, *found)
 
 
-def weights_of(through: Through, three: Batch, seen: Seen) -> tuple[float, float]:
+def fits_through(through: Through, three: Batch, seen: Seen, runs: Runs) -> bool:
+    """Whether parts give the whole if they are weighted by what an entry lets through."""
+    weight, other = _weights_of(through, three, seen)
+    return fits_by(weight + through.plus, other + through.plus, *runs, over=weight + other + through.plus)
+
+
+def _added(through: Through, hidden: Batch, seen: Seen, less: Runs) -> float:
+    """Return what a loss adds to the number that it divides by: 0, or what is left over of these runs.
+
+    If it is (a + b) / (m + n + c) for the whole, and a / (m + c) and b / (n + c) for the parts, c is known."""
+    if fits_through(through, hidden, seen, less):
+        return 0.0
+    whole, large, small = (each.total for each in less)
+    weight, other = _weights_of(through, hidden, seen)
+    missing = whole - large - small
+    # Rounded: trials of other numbers are to find the same.
+    found = float(f"{(large * weight + small * other - whole * (weight + other)) / missing:.4g}") if missing else 0.0
+    return found if 0 < found < inf else 0.0
+
+
+def _weights_of(through: Through, three: Batch, seen: Seen) -> tuple[float, float]:
     two, one = two_and_one(three, seen)
     return float(through.of(two)), float(through.of(one))
 

@@ -16,6 +16,14 @@ REMEDY = (
     "return the sum and the number that it is summed over: return total, number;"
     " or return loss, 1 if the mean of each part's loss is meant"
 )
+#: The same where the loss may be several means. Sums that are divided by numbers of the whole batch are added.
+REMEDY_OF_MEANS = (
+    "return the sum and the number that it is summed over: return total, number; of several means their sums, each"
+    " divided by its number in the whole batch (of all replicas), which the script puts there:"
+    " batch['num_labels'] = (batch['labels'] != -100).sum(), and"
+    " return total / batch['num_labels'] + other / batch['num_rows'];"
+    " or return loss, 1 if the mean of each part's loss is meant"
+)
 #: For a pair whose number is computed from the module's output.
 LEARNED_NUMBER = (
     "the number that the loss is summed over has a gradient itself, as it is computed with parameters, and the sum over"
@@ -57,7 +65,8 @@ class LossKind(Enum):
 class Through(NamedTuple):
     """The weight that an entry gives: its sum, or its count of numbers other than `hidden`, from the `first` token on.
 
-    `hidden` is an integer for integer entries, and NaN for others.
+    `hidden` is an integer for integer entries, and NaN for others. `plus`: the loss adds this to what it divides by
+    (`mask.sum() + 1e-6`).
     """
 
     path: str
@@ -65,6 +74,7 @@ class Through(NamedTuple):
     hidden: float | None = None
     #: The weight of one row of the example.
     row: int = 1
+    plus: float = 0.0
 
     def of(self, batch: Batch) -> Tensor:
         found = next((value for path, value in nodes(batch) if path == self.path), None)

@@ -5,11 +5,14 @@ from shardwise.stages.trial_rows import FIRST, NUM_ROWS
 from shardwise.stages.trial_run import Run
 
 
-def fits_by(weight: float, other: float, whole: Run, large: Run, small: Run, *, slack: float = 1.0) -> bool:
-    """Whether the whole is the mean of the parts with these weights, up to rounding; `slack` scales the tolerance."""
+def fits_by(
+    weight: float, other: float, whole: Run, large: Run, small: Run, *, slack: float = 1.0, over: float | None = None
+) -> bool:
+    """Whether the whole is the mean of the parts with these weights, up to rounding; `slack` scales the tolerance. The
+    weighted sum is divided by the sum of the weights, or by what it is `over`."""
     if not weight + other:
         return False
-    wanted = (weight * large.total + other * small.total) / (weight + other)
+    wanted = (weight * large.total + other * small.total) / (weight + other if over is None else over)
     most = max(abs(each.total) for each in (whole, large, small))
     return abs(whole.total - wanted) <= slack * whole.tolerance * most
 

@@ -22,15 +22,17 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.stages.across_rows import first_across, with_numbers_of
-from shardwise.stages.entry_trial import are_inside, count_the_same, find_entry, weights_of
+from shardwise.stages.across_rows import THE_LOSS, first_across, with_numbers_of
+from shardwise.stages.entry_trial import are_inside, count_the_same, find_entry, fits_through
 from shardwise.stages.index_check import IndexCheck
 from shardwise.stages.longer_trial import find_longer
 from shardwise.stages.loss_kind import (
     LEARNED_NUMBER,
     OWN_BACKWARD,
+    REMEDY,
     REMEDY_OF_BENT,
     REMEDY_OF_LEARNED,
+    REMEDY_OF_MEANS,
     REMEDY_OF_OWN,
     REMEDY_OF_PARTS,
     LossKind,
@@ -369,7 +371,7 @@ def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Trie
 def _fits_as(tried: Tried, three: Batch, seen: Seen, now: Runs) -> bool:
     """Whether other runs fit the kind that was found."""
     if tried.through is not None:
-        return fits_by(*weights_of(tried.through, three, seen), *now)
+        return fits_through(tried.through, three, seen, now)
     kinds = {LossKind.PAIR: LossKind.SUM, LossKind.EVEN: LossKind.ROWS}
     return fits(kinds.get(tried.kind, tried.kind), *now)
 
@@ -397,15 +399,18 @@ def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
         is_random = trial.run(three, seed=1).total != runs[0].total
         if is_random:
             return tried
-        where = _place(trial, three, two_and_one(three, seen)[1], runs[0].tolerance)
-        return tried._replace(kind=LossKind.ROWS, problem=f"{mismatch(*runs)} (rows see each other in {where})")
+        where = first_across(trial.module, trial.run, three, two_and_one(three, seen)[1], runs[0].tolerance)
+        remedy = REMEDY_OF_MEANS if where == THE_LOSS else REMEDY
+        problem = f"{mismatch(*runs)} (rows see each other in {where})"
+        return tried._replace(kind=LossKind.ROWS, problem=problem, remedy=remedy)
     if all_at_once is None or count_the_same(trial, three, seen, runs, tried):
         return tried
     if runs[0].counts and fits(LossKind.ROWS, *runs):
         return tried._replace(kind=LossKind.EVEN, of_rows=len({len(each.counts) for each in runs}) > 1)
     return tried._replace(
         problem="the loss is a mean over labels that are not ignored, and something else: parts of a batch that ignore"
-        " some do not tell its loss"
+        " some do not tell its loss",
+        remedy=REMEDY_OF_MEANS,
     )
 
 
@@ -434,13 +439,8 @@ def _pair(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Tried:
     outputs = [with_numbers_of(whole.output, each.output) for each in (large, small)]
     if fits(LossKind.SUM, whole, trial.run(two, output=outputs[0]), trial.run(one, output=outputs[1])):
         return Tried(LossKind.BESIDE)
-    where = _place(trial, three, one, whole.tolerance)
+    where = first_across(trial.module, trial.run, three, one, whole.tolerance)
     return Tried(LossKind.PAIR, told % f"no sum over rows, which see each other in {where}", remedy=REMEDY_OF_PARTS)
-
-
-def _place(trial: Trial, three: Batch, one: Batch, tolerance: float) -> str:
-    """Return where rows interact."""
-    return first_across(trial.module, trial.run, three, one, tolerance) or "the loss"
 
 
 def _is_small(output: Any) -> bool:

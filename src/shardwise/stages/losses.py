@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.errors import ShardwiseError, nearest
 from shardwise.stages.batch import Padding, length_of
 from shardwise.stages.label_counts import LabelCounts
-from shardwise.stages.loss_kind import LEARNED_NUMBER, REMEDY, REMEDY_OF_LEARNED, LossKind, Tried
+from shardwise.stages.loss_kind import LEARNED_NUMBER, REMEDY, REMEDY_OF_LEARNED, REMEDY_OF_MEANS, LossKind, Tried
 from shardwise.stages.metrics import pairs_of, take_metrics, with_metrics
 from shardwise.stages.parts_alike import PartsAlike
 from shardwise.stages.split.lines import line_of_error
@@ -164,16 +164,20 @@ class WeighedLoss:
             if isinstance(number, Tensor) and number.requires_grad:
                 raise ShardwiseError(LEARNED_NUMBER, remedy=REMEDY_OF_LEARNED)
             return with_metrics((total, number), metrics)
-        # Padding adds nothing to the total; of a sum it still has its share of the number.
-        return with_metrics((total * 0, number if self._tried.kind is LossKind.SUM else 0), metrics and {})
+        # Padding adds nothing to the total; of a sum, and of what a loss adds to its number, it still has its share.
+        through = self._tried.through
+        added = 0.0 if through is None else through.plus / self._num_parts / through.row
+        return with_metrics((total * 0, number if self._tried.kind is LossKind.SUM else added), metrics and {})
 
     def _weighed(self, result: Any, batch: Batch) -> tuple[Tensor, Tensor | int | float]:
         if self._tried.kind is LossKind.SUM:
             return result, 1 / self._num_parts
         if self._tried.kind is LossKind.ENTRY:
             assert self._tried.through is not None, "an entry was found"
-            number = self._tried.through.of(batch) / self._tried.through.row
-            return result * number, number
+            through, number = self._tried.through, self._tried.through.of(batch)
+            # What the loss adds to the number is once in that of the batch.
+            total = result * ((number + through.plus) / through.row)
+            return total, (number + through.plus / self._num_parts) / through.row
         found = self._counts.found if self._counts is not None else []
         if self._tried.kind is LossKind.LABELS and not found and self._counts is not None:
             return result, 1 if self._is_all else weight_without_labels(result)
@@ -187,7 +191,7 @@ class WeighedLoss:
                     f"{each.size - float(each.number):g} of {each.size} labels are ignored here, and the loss is a mean"
                     " over the others and something else: means of parts that ignore different numbers are not that of"
                     " the batch",
-                    remedy=REMEDY,
+                    remedy=REMEDY_OF_MEANS,
                 )
         if self._counts is not None and not self._tried.of_rows:
             self._note([each.size / length_of(batch) for each in found], batch)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from shardwise.errors import ShardwiseError
-from shardwise.stages.loss_kind import REMEDY
+from shardwise.stages.loss_kind import REMEDY_OF_MEANS
 
 #: The bits of the hash: products of sums over all ranks must be exact in a double.
 _BITS = 18
@@ -22,7 +22,7 @@ def uneven() -> ShardwiseError:
     return ShardwiseError(
         "parts of one batch compute means over different numbers of labels (some are selected by a mask, or a term is"
         " there in some parts only), and the loss has other terms too: the mean over parts is not that of the batch",
-        remedy=REMEDY,
+        remedy=REMEDY_OF_MEANS,
     )
 
 

@@ -62,6 +62,7 @@ class Program:
     It is tried under plans that have `only`, and have not `but`, where these are given. `whole`: plain torch computes
     whole batches, and no microbatches. `always`: it is tried by default wherever it stands in its file, and on two
     ranks, as it takes long. `apart`: each part of a batch is computed by itself, as batch norms see it.
+    `as_it_is`: under cp too its loss may be one number, and it says itself where tokens are.
     """
 
     run: Callable[[Parallelize], Result]
@@ -71,6 +72,7 @@ class Program:
     whole: bool = False
     always: bool = False
     apart: bool = False
+    as_it_is: bool = False
 
     def is_for(self, plan: str) -> bool:
         """Whether it is tried under this plan. Under ep those with experts are; cp has tests of losses of its own."""
@@ -102,12 +104,15 @@ PROGRAMS: dict[str, list[Program]] = {}
 
 def program(
     refused: Mapping[str, str] | None = None, *, only: str | None = None, but: str | None = None, whole: bool = False,
-    always: bool = False, apart: bool = False,
+    always: bool = False, apart: bool = False, as_it_is: bool = False,
 ) -> Callable[[Callable[[Parallelize], Result]], Callable[[Parallelize], Result]]:  # fmt: skip
     """Enter a function as a program of its file."""
 
     def enter(run: Callable[[Parallelize], Result]) -> Callable[[Parallelize], Result]:
-        made = Program(run=run, refused=refused or {}, only=only, but=but, whole=whole, always=always, apart=apart)
+        made = Program(
+            run=run, refused=refused or {}, only=only, but=but, whole=whole, always=always, apart=apart,
+            as_it_is=as_it_is,
+        )  # fmt: skip
         PROGRAMS.setdefault(run.__module__.rpartition(".")[2], []).append(made)
         return run
 
@@ -172,7 +177,7 @@ def _tried(one: Program, plan: str) -> str | None:
     make = Placed if plan.startswith("place,") else sw.parallelize
 
     def under_plan(module: nn.Module, **options: Any) -> Any:
-        if _has(plan, "cp"):
+        if _has(plan, "cp") and not one.as_it_is:
             options = _for_parts(options)
         open_engines.append(make(module, parsed, **options))
         return open_engines[-1]

@@ -161,7 +161,7 @@ def packed_documents_in_windows(parallelize: Parallelize) -> Result:
     return fitted(parallelize, hf.MistralForCausalLM(config).double(), packed)
 
 
-@program({"cp": "a part of a sequence gives other numbers"}, whole=True)
+@program({"cp": "the loss reads other tokens than its own"}, whole=True, as_it_is=True)
 def a_loss_of_scores_beside_the_models_own(parallelize: Parallelize) -> Result:
     """A `compute_loss` of one's own: the batch has labels, so the model computes its mean too, which nobody reads."""
 
@@ -178,3 +178,35 @@ def a_loss_of_scores_beside_the_models_own(parallelize: Parallelize) -> Result:
     found: dict[str, Any] = {f"loss {step}": engine.train_step(some_ignored(step)) for step in range(3)}
     found["evaluated"] = engine.evaluate(some_ignored(7))
     return {**found, **{name: each for name, each in engine.state_dict().items() if isinstance(each, Tensor)}}
+
+
+def answers(step: int) -> dict[str, Tensor]:
+    """Rows that end in labels to ignore."""
+    made = tokens(step)
+    ignored = torch.arange(8) >= torch.tensor([[7], [3], [5], [8]]).roll(step, 0)
+    return {**made, "labels": made["labels"].masked_fill(ignored, -100)}
+
+
+def with_loss(parallelize: Parallelize, loss: Any) -> Result:
+    engine = parallelize(llama(), loss=loss, optimizer=sgd, example=answers(0))
+    found: dict[str, Any] = {f"loss {step}": engine.train_step(answers(step)) for step in range(3)}
+    return {**found, **{name: each for name, each in engine.state_dict().items() if isinstance(each, Tensor)}}
+
+
+OF_SCORES = {"cp": r"the module computes its loss itself[\s\S]*cross_entropy\(output.logits"}
+
+
+@program(OF_SCORES, whole=True, as_it_is=True)
+def the_models_own_loss(parallelize: Parallelize) -> Result:
+    """`outputs.loss`, of labels that the model shifts."""
+    return with_loss(parallelize, lambda output, _: output.loss)
+
+
+@program(whole=True, as_it_is=True)
+def a_loss_of_scores_and_their_labels(parallelize: Parallelize) -> Result:
+    """What its refusal says: labels of their own tokens, shifted in the batch."""
+
+    def loss(output: Any, given: Mapping[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(output.logits.flatten(0, 1), given["labels"].flatten())
+
+    return with_loss(parallelize, loss)

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from tests.habits.harness import Parallelize, Result, batch, cross_entropy, program, sgd, start, trained
 from tests.habits.hugging import fitted
+from tests.habits.tokens import with_loss
 
 WIDTH, HIDDEN, NUM = 8, 12, 4
 FEWER = "beside fewer others they make something else of a token"
@@ -632,6 +633,24 @@ def a_z_loss(parallelize: Parallelize) -> Result:
     """The mean of squared logsumexps, beside the scores."""
     model = ZLoss(Mixture(), Mixture(top=1)).double()
     return trained(parallelize(model, loss=with_extra, optimizer=sgd, example=batch(0)))
+
+
+@program(only="ep", as_it_is=True, whole=True)
+def a_z_loss_of_parts(parallelize: Parallelize) -> Result:
+    """The same as a sum over tokens and their number, which parts of sequences have too."""
+
+    def loss(output: Any, given: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+        number = given["labels"].numel()
+        return with_extra(output, given) * number, number
+
+    model = ZLoss(Mixture(), Mixture(top=1)).double()
+    return with_loss(parallelize, loss, model)
+
+
+@program(only="ep", as_it_is=True, whole=True)
+def a_mean_over_labels_beside_experts(parallelize: Parallelize) -> Result:
+    """`cross_entropy`, with nothing said of its labels."""
+    return with_loss(parallelize, cross_entropy, net())
 
 
 class Switch(Net):

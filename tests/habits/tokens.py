@@ -1,6 +1,7 @@
 """What modules do with tokens, under cp: what treats each by itself is right, what mixes them is refused by name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -215,3 +216,90 @@ def the_hardest_half_of_tokens(parallelize: Parallelize) -> Result:
     given = {"x": ids[:, :-1], "labels": ids[:, 1:]}
     engine = parallelize(Net().double(), loss=hardest, optimizer=sgd, example=given)
     return {"loss": engine.train_step(given)}
+
+
+def longer(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(12, (4, 9), generator=generator)
+    mask = torch.rand(4, 8, generator=generator, dtype=torch.float64)
+    return {"x": ids[:, :-1], "labels": ids[:, 1:], "mask": (mask < 0.7).double()}
+
+
+def each(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(output.transpose(1, 2), given["labels"], reduction="none")
+
+
+def with_loss(parallelize: Parallelize, loss: Callable[..., Any], model: nn.Module | None = None) -> Result:
+    """Nothing but its own loss is told of the batch."""
+    how: dict[str, Any] = {"positions": None, "entries": {"x": 1, "mask": 1}}
+    engine = parallelize(model or Net().double(), loss=loss, optimizer=sgd, example=longer(0), **how)
+    found = {f"loss {step}": engine.train_step(longer(step)) for step in range(3)}
+    return {**found, **engine.state_dict()}
+
+
+@program(only="cp", as_it_is=True, whole=True)
+def a_mean_over_labels(parallelize: Parallelize) -> Result:
+    """`cross_entropy`, whose labels are counted."""
+    return with_loss(parallelize, cross_entropy)
+
+
+@program({"cp": r"losses.sum\(\), losses.numel\(\)"}, only="cp", as_it_is=True, whole=True)
+def a_mean_of_each_tokens_loss(parallelize: Parallelize) -> Result:
+    """`losses.mean()`: refused with the pair to write."""
+    return with_loss(parallelize, lambda output, given: each(output, given).mean())
+
+
+@program(only="cp", as_it_is=True, whole=True)
+def a_sum_of_each_tokens_loss(parallelize: Parallelize) -> Result:
+    """What the refusal says."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+        losses = each(output, given)
+        return losses.sum(), losses.numel()
+
+    return with_loss(parallelize, loss)
+
+
+@program({"cp": r"total, batch\['mask'\].sum\(\)"}, only="cp", as_it_is=True, whole=True)
+def a_mean_by_a_mask(parallelize: Parallelize) -> Result:
+    """Refused with the pair to write."""
+    return with_loss(
+        parallelize, lambda output, given: (each(output, given) * given["mask"]).sum() / given["mask"].sum()
+    )
+
+
+@program(only="cp", as_it_is=True, whole=True)
+def a_sum_by_a_mask(parallelize: Parallelize) -> Result:
+    """What the refusal says."""
+    return with_loss(
+        parallelize, lambda output, given: ((each(output, given) * given["mask"]).sum(), given["mask"].sum())
+    )
+
+
+@program({"cp": r"if no label is ignored, return loss \* number"}, only="cp", as_it_is=True, whole=True)
+def a_mean_over_labels_and_a_penalty(parallelize: Parallelize) -> Result:
+    """Refused with the pair to write."""
+    return with_loss(
+        parallelize, lambda output, given: cross_entropy(output, given) + 0.1 * output.logsumexp(-1).square().mean()
+    )
+
+
+@program(only="cp", as_it_is=True, whole=True)
+def sums_over_labels_and_a_penalty(parallelize: Parallelize) -> Result:
+    """What the refusal says."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+        number = given["labels"].numel()
+        return (cross_entropy(output, given) + 0.1 * output.logsumexp(-1).square().mean()) * number, number
+
+    return with_loss(parallelize, loss)
+
+
+@program({"cp": "the loss reads other tokens than its own"}, only="cp", as_it_is=True, whole=True)
+def labels_shifted_in_the_loss(parallelize: Parallelize) -> Result:
+    """`logits[:, :-1]` and `labels[:, 1:]`."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(output[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten())
+
+    return with_loss(parallelize, loss)

@@ -126,6 +126,8 @@ class Tried(NamedTuple):
     decides: str | None = None
     #: Whether a forward in training mode was seen to write to no buffer.
     writes_none: bool = False
+    #: Under cp, what a loss is over whole sequences, if it has to be a pair: for the refusal.
+    of_whole: "Tried | None" = None
 
     def check(self) -> None:
         if self.problem is not None:

@@ -1,5 +1,6 @@
 """The user's loss: tried on the example before training, and weighted over the parts of a batch."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
@@ -100,14 +101,37 @@ def summed_only(loss: Loss, cp: int, tried: Tried, number_of: Callable[[Batch], 
         elif not isinstance(result, tuple) and tried.kind is LossKind.SUM:
             result = result, number_of(batch)
         if not isinstance(result, tuple):
+            of_whole = tried.of_whole or tried
+            whose = "the module computes its loss itself, as" if of_whole.inside else "the loss is"
             raise ShardwiseError(
-                f"the loss is one number, and under cp={cp} each rank has its own for parts of sequences: of how many"
+                f"{whose} one number, and under cp={cp} each rank has its own for parts of sequences: of how many"
                 " tokens it is the mean or the sum is not told, and a mean of means is not the whole's",
-                remedy="return the sum and the number that it is summed over: total, (labels != -100).sum()",
+                remedy=_remedy_of_parts(of_whole),
             )
         return with_metrics(result, None if metrics is None else pairs_of(metrics, cp=cp))
 
     return checked
+
+
+def _remedy_of_parts(tried: Tried) -> str:
+    """Return what to write for a loss of parts of sequences: its sum, and the number that it is summed over."""
+    if tried.inside:
+        return (
+            "a loss of what it returns, with labels that are shifted in the batch,"
+            " {'input_ids': ids[:, :-1], 'labels': ids[:, 1:]}: loss=lambda output, batch:"
+            " torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), batch['labels'].flatten())"
+        )
+    if tried.through is not None:
+        path, hidden = tried.through.path, tried.through.hidden
+        counted = f"batch[{path!r}]" if hidden is None else f"(batch[{path!r}] != {hidden})"
+        if hidden is not None and math.isnan(hidden):
+            counted = f"(~batch[{path!r}].isnan())"
+        return f"return the sum and the number that it is summed over: total, {counted}.sum()"
+    if tried.kind is LossKind.ROWS:
+        return "of the losses of all tokens, return the sum and their number: losses.sum(), losses.numel()"
+    if tried.kind is LossKind.EVEN:
+        return "if no label is ignored, return loss * number, number, with number = batch['labels'].numel()"
+    return "return the sum and the number that it is summed over: total, (labels != -100).sum()"
 
 
 def numbers_in(entries: Collection[str], batch: Batch) -> float:

@@ -48,7 +48,9 @@ def try_tokens(
         )
     except Exception:
         return tried
-    return found if is_told and found.problem is None and not found.inside else tried
+    if is_told and found.problem is None and not found.inside:
+        return found
+    return tried._replace(of_whole=found)
 
 
 def _unlabelled(module: nn.Module, batch: Batch) -> Batch:

@@ -289,10 +289,26 @@ def _agree(
     largest = max(float(worst), apart if apart > most else 0.0)
     name = type(twin).__name__
     if largest:
+        if not float(worst) and _is_compared(whole, part, group):
+            raise _mixing_loss(f"the loss of {name}", apart, group)
         raise _difference(f"{wrong} of {name}" if wrong else name, largest, group)
     apart = _apart(moved, moved_count, whole.moved) if num_moved == group.size else 0.0
     if apart > most:
-        raise _difference(f"the loss of {name}, with other outputs", apart, group)
+        raise _mixing_loss(f"the loss of {name}, with other outputs", apart, group)
+
+
+def _is_compared(whole: SequenceCourse, part: SequenceCourse, group: Group) -> bool:
+    """Whether this rank's part of all that the module returns is known."""
+    tokens = [pair for pair in zip(whole.output, part.output, strict=False) if pair[0].dim()]
+    return bool(tokens) and all(
+        each.shape != mine.shape and _part_of(each, mine, _num_tokens(each, mine), group) is not None
+        for each, mine in tokens
+    )
+
+
+def _num_tokens(whole: Tensor, part: Tensor) -> int:
+    """Return how long the first dim is along which a part is shorter."""
+    return next((size for size, mine in zip(whole.shape, part.shape, strict=False) if size != mine), 0)
 
 
 def _apart(total: float, count: float, whole: tuple[float, float] | None) -> float:
@@ -305,6 +321,18 @@ def _apart(total: float, count: float, whole: tuple[float, float] | None) -> flo
 def _difference(place: str, largest: float, group: Group) -> ShardwiseError:
     by = format_percent(min(largest, 9.99))
     return _refusal(place, f"a part of a sequence gives other numbers than the whole, by {by}", group)
+
+
+def _mixing_loss(place: str, largest: float, group: Group) -> ShardwiseError:
+    """Return the refusal of a loss that reads other tokens, of outputs that are the same."""
+    return ShardwiseError(
+        f"{place}: a part of a sequence gives other numbers than the whole, by {format_percent(min(largest, 9.99))},"
+        f" though the module returns the same for each token. cp={group.size} gives each rank a part, and the loss"
+        " reads other tokens than its own: it shifts labels or outputs, for example",
+        remedy="labels of their own tokens, shifted in the batch and not in the loss:"
+        " {'input_ids': ids[:, :-1], 'labels': ids[:, 1:]} and"
+        " cross_entropy(logits.flatten(0, 1), batch['labels'].flatten()); or cp=1",
+    )
 
 
 def _wait(work: Any) -> None:

@@ -1,12 +1,14 @@
 """What ranks run in tests of kernels over ranks. They are imported by the processes that `Ranks` starts."""
 
 from functools import partial
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch.optim import SGD
+from torch import nn
+from torch.optim import SGD, AdamW
 
 import shardwise as sw
 from shardwise.kernels.lazy_logits import LazyLogits
@@ -67,4 +69,39 @@ def with_a_head_that_is_cut() -> list[tuple[float, str]]:
             loss = [engine.train_step(batch), engine.train_step(batch)][-1]
             found.append((loss, type(module.head).__name__))
             engine.close()
+    return found
+
+
+def stepped(plans: list[str], dtype: torch.dtype) -> list[tuple[float, int, str]]:
+    """Each plan with fused AdamW: how far weights are from those of torch's steps, launches, and what is said."""
+    launcher = import_module("shardwise.kernels.adamw_triton")
+    launch, found = launcher.launch_adamw, []
+    for plan in plans:
+        with (
+            interpreted(), patch.dict("os.environ", {"TRITON_INTERPRET": "1"}), np.errstate(all="ignore"),
+            patch.object(launcher, "launch_adamw", side_effect=launch) as counted,
+        ):  # fmt: skip
+            with patch("shardwise.engine.make_states.use_kernels", lambda *_: None):
+                plain = _stepped(plan, dtype)[0]
+            assert not counted.called
+            mine, said = _stepped(plan, dtype)
+        worst = max(float((mine[key] - each).abs().max()) for key, each in plain.items())
+        found.append((worst, counted.call_count, said))
+    return found
+
+
+def _stepped(plan: str, dtype: torch.dtype, **options: Any) -> tuple[dict[str, torch.Tensor], str]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.LayerNorm(24), nn.Linear(24, 8)).to(dtype)
+    batch = {"input": torch.randn(4, 8, dtype=dtype), "y": torch.randn(4, 8, dtype=dtype)}
+    if dtype is torch.bfloat16:
+        plan, options = f"{plan},precision=bf16", options | {"masters": False}
+    engine = sw.parallelize(
+        module, plan, loss=lambda output, batch: (output - batch["y"]).float().square().mean(), example=batch,
+        optimizer=partial(AdamW, lr=1e-2, fused=True), clip=1.0, **options,
+    )  # fmt: skip
+    for _ in range(3):
+        engine.train_step(batch)
+    found = engine.state_dict(), engine.explain()
+    engine.close()
     return found

@@ -31,3 +31,29 @@ def test_a_head_that_is_cut_over_ranks_has_the_loss_of_plain_operators(two: Rank
     for (plain, kind), (mine, same) in two.run(ranks.with_a_head_that_is_cut):
         assert kind == same == "VocabularyHead"
         assert mine == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [["dp=2,zero=1"], pytest.param(["dp=2", "dp=2,zero=2", "dp=2,zero=3", "tp=2"], marks=pytest.mark.whole)],
+    ids=["zero=1", "others"],
+)
+def test_steps_of_fused_adamw_on_16_bits_are_taken_by_the_kernel(two: Ranks, plans: list[str]) -> None:
+    """Three steps change a weight by .03, and the norm's, which are 1, have no bits below 2^-7. Numbers of a step are
+    compared in `tests/kernels/test_adamw.py`."""
+    for found in two.run(ranks.stepped, plans, torch.bfloat16):
+        for plan, (worst, launches, said) in zip(plans, found, strict=True):
+            assert launches == 3, plan
+            assert worst <= 2**-7, plan
+            assert "x step of fused Adam" in said
+
+
+@pytest.mark.parametrize(
+    ("plan", "dtype"),
+    [("dp=2,zero=1", torch.float32), ("dp=2,offload.optimizer=0.5", torch.bfloat16)],
+    ids=["float32", "on the host"],
+)
+def test_torch_takes_the_other_steps(two: Ranks, plan: str, dtype: torch.dtype) -> None:
+    for ((_, launches, said),) in two.run(ranks.stepped, [plan], dtype):
+        assert launches == 0
+        assert "fused Adam" not in said

@@ -18,16 +18,19 @@ SHAPES = ((3,), (2, 700), (5000,), (0,), (64, 64))
 STEPS = 4
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int, after: int = 0) -> Tensor:
+    """Random numbers, so many elements after a place where vectors may begin."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cpu").to(dtype).to(torch.empty(0).device)
+    made = torch.randn(shape, generator=generator, device="cpu").to(dtype).flatten()
+    return torch.cat([made[:0].new_zeros(after), made]).to(torch.empty(0).device)[after:].view(shape)
 
 
 def trained(
-    kind: Any, dtype: torch.dtype, *, ours: bool, divisor: float | None = None, as_float64: bool = False, **options: Any
-) -> list[Tensor]:
-    """Weights, moments and gradients after some steps of torch's optimizer."""
-    weights = [drawn(shape, dtype, number) for number, shape in enumerate(SHAPES)]
+    kind: Any, dtype: torch.dtype, *, ours: bool, divisor: float | None = None, as_float64: bool = False,
+    after: tuple[int, ...] = (0,), **options: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Weights, moments and gradients after some steps of torch's optimizer; `after`, in turn, each weight begins."""
+    weights = [drawn(shape, dtype, number, after[number % len(after)]) for number, shape in enumerate(SHAPES)]
     kept = torch.float64 if as_float64 else dtype
     given = [torch.nn.Parameter(each.to(kept)) for each in weights]
     optimizer = kind(given, lr=1e-2, **({} if as_float64 else {"fused": True}), **options)
@@ -69,7 +72,7 @@ def launches(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("small", [0, 2**19], ids=["one by one", "together"])
+@pytest.mark.parametrize("after", [(0,), (0, 1, 3)], ids=["aligned", "anywhere"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -77,13 +80,13 @@ def launches(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ids=["AdamW", "Adam", "divided"],
 )
 def test_steps_are_those_of_torch(
-    kind: Any, options: Any, dtype: torch.dtype, small: int, launcher: Any, launches: list[int],
+    kind: Any, options: Any, dtype: torch.dtype, after: tuple[int, ...], launcher: Any, launches: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """No further from float64 than torch's own is, but for rounding."""
-    monkeypatch.setattr(launcher, "SMALL", small)
     monkeypatch.setattr(launcher, "RUN", 2 * launcher.BLOCK)
-    mine, theirs = trained(kind, dtype, ours=True, **options), trained(kind, dtype, ours=False, **options)
+    mine = trained(kind, dtype, ours=True, after=after, **options)
+    theirs = trained(kind, dtype, ours=False, **options)
     assert launches == [len(SHAPES)] * STEPS
     exact = trained(kind, dtype, ours=False, as_float64=True, **options)
     for one, other, whole in zip(mine, theirs, exact, strict=True):
@@ -94,12 +97,34 @@ def test_steps_are_those_of_torch(
             assert errors[0] <= 1.5 * errors[1] + 4 * STEP[dtype], errors
 
 
-def test_weights_that_share_a_launch_get_the_same_bits(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_where_numbers_are_and_who_updates_them(
+    launcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
-    for small in (0, 2**19):
-        monkeypatch.setattr(launcher, "SMALL", small)
-        found.append(trained(AdamW, torch.bfloat16, ours=True, divisor=7.0))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    for after, blocks in (((0,), 1), ((0,), 3), ((1, 0), 2)):
+        monkeypatch.setattr(launcher, "RUN", blocks * launcher.BLOCK)
+        found.append(trained(AdamW, torch.bfloat16, ours=True, divisor=7.0, after=after))
+    assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
+
+
+def test_places_are_kept_until_tensors_are_elsewhere(launcher: Any) -> None:
+    """Steps with the same gradients find their table again, and one with others at the same sizes makes its own."""
+    weight, kept = torch.nn.Parameter(drawn((3000,), torch.float32, 0)), launcher._ROWS._kept
+    optimizer, gradients = AdamW([weight], fused=True), [drawn((3000,), torch.float32, seed) for seed in (1, 2)]
+    kept.clear()
+    sizes = []
+    for turn in (0, 0, 1, 0, 1):
+        weight.grad = gradients[turn]
+        with kernels.fused_adam():
+            optimizer.step()
+        sizes.append(len(kept))
+    assert sizes == [1, 1, 2, 2, 2]
+    twin = torch.nn.Parameter(drawn((3000,), torch.float32, 0))
+    plain = AdamW([twin], fused=True)
+    for turn in (0, 0, 1, 0, 1):
+        twin.grad = gradients[turn]
+        plain.step()
+    torch.testing.assert_close(weight, twin, rtol=1e-6, atol=1e-7)
 
 
 def test_a_step_is_left_out_where_the_device_says_so(launches: list[int]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.engine.module_state import ModuleState
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.parts import Parts
-from shardwise.engine.update import DeviceUpdate, Update, can_divide, find_device_update
+from shardwise.engine.update import DeviceUpdate, Update, can_divide, find_device_update, use_kernels
 from shardwise.errors import ShardwiseError
 from shardwise.execution.weight_stash import Stream
 from shardwise.ranks.wires import ManyProcesses, OneProcess, Wires
@@ -112,6 +112,7 @@ def make_states(parts: Parts, optimizers: Sequence[MadeOptimizer], sharing: Zero
     data.updates.is_in_turn = bool(plan.offload.optimizer or plan.offload.parameters)
     data.updates.check_hooks()
     data.updates.check_kept()
+    use_kernels(parts, data)
     has_copies = isinstance(wires, ManyProcesses) and (plan.dp * plan.cp > 1 or len(schedule.placement.pipes) > 1)
     states = States(
         parameters=parameters,

@@ -12,18 +12,25 @@ those from before that step.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Adam
 
 from shardwise.engine.drawn_steps import DrawnSteps
 from shardwise.engine.parts import Parts
 from shardwise.execution.step_losses import Tally
+from shardwise.fusion.fuse import has_kernels
+from shardwise.kernels.adamw import fused_adam
 from shardwise.planner.plan import Offload
 from shardwise.ranks.wires import OneProcess, Wires
 from shardwise.states.data_parallel import DataParallel
 from shardwise.torch_private import can_step_divided
+
+#: The dtypes in which our kernel takes the steps of torch's fused Adam (`kernels/adamw.py`).
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 class Update:
@@ -160,3 +167,17 @@ def can_divide(parts: Parts, data: DataParallel) -> bool:
     is_here = data.sharing.local and parts.plan.offload == Offload() and not parts.schedule.staleness
     can = bool(optimizers) and all(map(can_step_divided, optimizers))
     return isinstance(parts.wires, OneProcess) and is_here and can
+
+
+def use_kernels(parts: Parts, data: DataParallel) -> None:
+    """Step with our kernel where optimizers are torch's fused Adam or AdamW, on weights in 16 bits."""
+    if not (parts.options.kernels and has_kernels([parts.device]) and parts.plan.offload == Offload()):
+        return
+    found = {
+        each.name: "step of fused Adam"
+        for each in data.updates.updated
+        if isinstance(each.optimizer, Adam) and can_step_divided(each.optimizer) and each.weight.dtype in _HALVES
+    }
+    if found:
+        data.updates.stepping = partial(fused_adam, _HALVES)
+        parts.fused.replaced |= found

@@ -1,6 +1,7 @@
 """The optimizer step: every piece of a parameter is updated by the optimizer that was made for the whole."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -87,6 +88,8 @@ class Updates:
         self.names: dict[Optimizer, Collection[str]] = {}
         #: Optimizer state on the host, if there is any.
         self.states: HostStates | None = None
+        #: The context of steps on this device: one of kernels that optimizers call in place of torch's.
+        self.stepping: Callable[[], AbstractContextManager[None]] = nullcontext
         #: Whether their steps are on some parameters at a time.
         self.is_in_turn = False
         #: What step hooks would see, if it is not every parameter, whole.
@@ -186,10 +189,11 @@ class Updates:
             owners.give(lambda bucket: used[bucket])
         if self.states is None:
             for optimizer in self.optimizers:
-                if divided is None:
-                    optimizer.step()
-                else:
-                    step_divided(optimizer, *divided)
+                with self.stepping():
+                    if divided is None:
+                        optimizer.step()
+                    else:
+                        step_divided(optimizer, *divided)
         else:
             self.states.step()
             self._follow(self.states)

@@ -18,6 +18,7 @@ from zlib import crc32
 from torch import Tensor, nn
 
 from shardwise.engine.found_again import AGAIN, Flow, Found, check_cuts, flow_of
+from shardwise.engine.valued_copy import ABSENT, ValuedCopy, WasSet
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
 from shardwise.sharding.context.parallel import ContextParallel, Unfit
@@ -28,87 +29,16 @@ from shardwise.stages.batch import home_of
 from shardwise.stages.loss_kind import LossKind, Tried
 from shardwise.stages.loss_trial import try_loss
 from shardwise.stages.rows import RowRule, unmarked
-from shardwise.stages.split.meta import meta_twin
-from shardwise.stages.split.script_values import (
-    FAR,
-    Counted,
-    Holder,
-    Number,
-    ValueKinds,
-    asks_for_mode,
-    find_holders,
-    shared_by,
-)
+from shardwise.stages.split.script_values import asks_for_mode, find_holders
+from shardwise.stages.split.set_values import FAR, Counted, Holder, Number, ValueKinds
 from shardwise.stages.stage import Batch, Loss
-from shardwise.torch_private import buffer_slots
 
-#: Buffers with more elements than this are not kept for trials: their modules initialize them anew.
-_MOST_IN_BUFFERS = 2**16
 #: Models with fewer parameters are run with values to see what units read. Others run on meta tensors, if possible.
 _FEW = 2**25
 #: The bits of the hash of values that were set (`same_weights.py`).
 _BITS = 20
 #: Types of plain values in a batch.
 _PLAIN = (str, bool, int, float)
-
-
-class _Absent:
-    """The value of an attribute that was not set on the object; its class may have had it."""
-
-    def __repr__(self) -> str:
-        return "not there"
-
-
-_ABSENT = _Absent()
-
-
-class _Set(NamedTuple):
-    """A value that was set: its holder, its key, the old and the new value."""
-
-    holder: int
-    key: str
-    was: Any
-    now: Any
-
-
-class _Copy:
-    """A copy of a module on the meta device, for trials; values are set in it as in the module."""
-
-    def __init__(self, module: nn.Module, holders: Sequence[Holder], kept: Sequence[Mapping[str, Any]]) -> None:
-        self.module, self._holders = _twin(module), holders
-        self._buffers = {
-            name: each.clone() for name, each in module.named_buffers() if each.numel() <= _MOST_IN_BUFFERS
-        }
-        #: Tensors of one element in modules, also buffers: a meta copy does not know their values.
-        self._numbers = {
-            f"{each.module}.{key}".strip("."): value
-            for each, values in zip(holders, kept, strict=True)
-            for key, value in values.items()
-            if each.module is not None and isinstance(value, Number)
-        }
-
-    def again(self) -> nn.Module:
-        """Return another meta copy, with the values of buffers as they were or were set since."""
-        twin = meta_twin(self.module)
-        for name, buffer in self._buffers.items():
-            owner, _, key = name.rpartition(".")
-            kept = self._numbers.get(name)
-            buffer_slots(twin.get_submodule(owner))[key] = (buffer if kept is None else kept.was).clone()
-        return twin
-
-    def set(self, found: Sequence[_Set]) -> None:
-        """Set those that are attributes of modules."""
-        for each in found:
-            path = self._holders[each.holder].module
-            if path is None:
-                continue
-            module = self.module.get_submodule(path)
-            if isinstance(each.now, nn.Module):
-                setattr(module, each.key, deepcopy(each.now))
-            elif isinstance(each.now, Number):
-                self._numbers[f"{path}.{each.key}".strip(".")] = each.now
-            else:
-                vars(module)[each.key] = each.now
 
 
 class _Example(NamedTuple):
@@ -162,12 +92,12 @@ class TriedAgain:
             words = {key: each for key, each in example.items() if _word_of(each) is not None}
             self._example = self._example._replace(words=words)
         self._kept = [each.values.read() for each in self._holders]
-        self._twin = _Copy(module, self._holders, self._kept) if self._holders or self._example.words else None
+        self._twin = ValuedCopy(module, self._holders, self._kept) if self._holders or self._example.words else None
         #: The kinds of all values that were ever set, and the results of trials with them.
         self._kinds = ValueKinds()
         self._outcomes: dict[Hashable, Found] = {}
         #: Values that were set and not tried yet; and the latest of all plain values ever set.
-        self._set: list[_Set] = []
+        self._set: list[WasSet] = []
         self._ever: dict[tuple[int, str], Any] = {}
         #: Counters that forwards increment.
         self._counted = Counted(self._holders)
@@ -177,7 +107,7 @@ class TriedAgain:
         self._may_read_more = self._comes and self._twin is not None and asks_for_mode(self._twin.module)
 
     @property
-    def _copy(self) -> _Copy:
+    def _copy(self) -> ValuedCopy:
         assert self._twin is not None, "there are values to set"
         return self._twin
 
@@ -187,9 +117,9 @@ class TriedAgain:
             now, was = holder.values.read(), self._kept[number]
             if now != was:
                 self._set += [
-                    _Set(number, key, was.get(key, _ABSENT), value)
+                    WasSet(number, key, was.get(key, ABSENT), value)
                     for key, value in now.items()
-                    if was.get(key, _ABSENT) != value
+                    if was.get(key, ABSENT) != value
                 ]
                 self._kept[number] = now
 
@@ -258,7 +188,7 @@ class TriedAgain:
 
     def _look_ahead(self, batch: Batch) -> None:
         """Refuse forwards that depend on counters, if trials fail with far larger counts. Tried once."""
-        found = [_Set(*each) for each in self._counted.take()]
+        found = [WasSet(*each) for each in self._counted.take()]
         try:
             if self._at_first is None:
                 self._at_first = self._outcomes[frozenset()] = self._trials(self._example.of(batch))
@@ -275,7 +205,7 @@ class TriedAgain:
             raise ShardwiseError(f"{begin} {far.tried.problem}", remedy=far.tried.remedy)
         check_cuts(begin, self._at_first, far, self._plan)
 
-    def _try(self, batch: Batch, found: list[_Set]) -> None:
+    def _try(self, batch: Batch, found: list[WasSet]) -> None:
         self._outcomes[self._kinds.now] = Found()
         try:
             if self._at_first is None:
@@ -330,7 +260,7 @@ class TriedAgain:
 
     def _all_trials(self, batch: Batch) -> Found:
         """Make all of them, on a copy of the copy."""
-        found, twin = Found(), meta_twin(self._copy.module)
+        found, twin = Found(), self._copy.outline()
         if self._has_parts or self._comes:
             device, dtypes = fitting(twin, lambda _: None, home_of(batch))
             kinds = [each.dtype for each in twin.parameters() if each.is_floating_point()]
@@ -361,11 +291,11 @@ class TriedAgain:
         return found if self._at_first is not None or self.context is None else found._replace(unfit=self.context.unfit)
 
     @contextmanager
-    def _as_before(self, found: list[_Set]) -> Iterator[None]:
+    def _as_before(self, found: list[WasSet]) -> Iterator[None]:
         """Restore the earlier values within the context; attributes of modules are set on the copy."""
         own = [(self._holders[each.holder].values, each) for each in found if self._holders[each.holder].module is None]
         for values, each in own:
-            if each.was is _ABSENT:
+            if each.was is ABSENT:
                 values.drop(each.key)
             else:
                 values.put(each.key, each.was)
@@ -376,15 +306,7 @@ class TriedAgain:
                 values.put(each.key, each.now)
 
 
-def _twin(module: nn.Module) -> nn.Module:
-    """Return a copy on the meta device. It shares configurations with the module, so values set there apply to both."""
-    twin = meta_twin(module)
-    for name, each in twin.named_modules():
-        vars(each).update(shared_by(module.get_submodule(name)))
-    return twin
-
-
-def _told(each: _Set, holder: Holder) -> str:
+def _told(each: WasSet, holder: Holder) -> str:
     name = f"{holder.name}.{each.key}" if holder.name else each.key
     return f"{name} ({_words(each.was)}, then {_words(each.now)})"
 

@@ -1,6 +1,6 @@
 """Detect at the next step that a module was changed after its engine was made, so it is not trained partly."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,8 @@ from shardwise.engine.module_check import home_of_hook, is_linear, parts_of
 from shardwise.engine.parts import Parts
 from shardwise.engine.unchanged_calls import UnchangedCalls
 from shardwise.errors import ShardwiseError, some
+from shardwise.stages.split.script_values import find_holders_of_hooks
+from shardwise.stages.split.set_values import ValueKinds
 from shardwise.states.optimizers.updates import Updates
 from shardwise.torch_private import (
     accumulated_hooks,
@@ -73,7 +75,7 @@ class UnchangedHooks:
     gradient.
 
     All parameters are checked; of modules, only layers that are sharded over ranks. And what was compiled since
-    (`unchanged_calls.py`).
+    (`unchanged_calls.py`). Hooks of parameters are tried again if a script has set what they read.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -85,6 +87,9 @@ class UnchangedHooks:
         #: By id, and kept alive: otherwise another object could get the id.
         self._known = {id(hook): hook for _, hook in self._hooks_of_parameters()}
         self._known.update({id(each): each for _, layer in self._layers for each in _calls_of(layer)})
+        holders = find_holders_of_hooks(parts.module) if self._parts_of_batch else []
+        self._read = [(each, each.values.read()) for each in holders]
+        self._kinds, self._tried = ValueKinds(), set[Hashable]()
 
     def check(self) -> None:
         """Refuse what would see something else than it does without a plan."""
@@ -93,10 +98,34 @@ class UnchangedHooks:
             if self._is_new(hook):
                 self._check_hook(name, hook)
                 self._known[id(hook)] = hook
+        self._check_again()
         for name, layer in self._layers:
             for each in _calls_of(layer):
                 if self._is_new(each):
                     raise self._late(f"a hook of {name}, or a forward in its place,", "this rank's part of the layer")
+
+    def _check_again(self) -> None:
+        """Refuse hooks of parameters that are linear no more, as a value that they read was set. Each kind of value is
+        tried once."""
+        told = []
+        for number, (holder, was) in enumerate(self._read):
+            now = holder.values.read()
+            for key, value in now.items() if now != was else ():
+                if was.get(key) != value:
+                    self._kinds.note(f"{holder.name}.{key}", was.get(key), value)
+                    told.append(f"{holder.name}.{key}".strip("."))
+            self._read[number] = (holder, now)
+        if not told or not self._kinds.are_others or self._kinds.now in self._tried:
+            return
+        for name, parameter in self._parameters:
+            hooks = list(gradient_hooks(parameter).values())
+            if hooks and not is_linear(hooks, parameter):
+                raise ShardwiseError(
+                    f"{some(told)} was set since the engine was made, and with it a hook of {name} does not make of the"
+                    f" sum of gradients what it makes of those of some rows, under {', '.join(self._parts_of_batch)}",
+                    remedy="a hook that multiplies; clip= to clip gradients, or an optimizer that does it in step()",
+                )
+        self._tried.add(self._kinds.now)
 
     def _hooks_of_parameters(self) -> Iterator[tuple[str, Any]]:
         for name, each in self._parameters:

@@ -6,6 +6,7 @@ took another path, and every process that simulates gets the same result.
 
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 import torch
@@ -125,7 +126,11 @@ def simulate(size: int, run: Callable[[SimulatedGroup], Result]) -> list[Result]
             errors.append(error)
             meeting.abort()
 
-    threads = [threading.Thread(target=work, args=(rank,), name=f"simulated rank {rank}") for rank in range(size)]
+    # Each has the context variables of its caller, which a forward may ask for.
+    threads = [
+        threading.Thread(target=copy_context().run, args=(work, rank), name=f"simulated rank {rank}")
+        for rank in range(size)
+    ]
     for each in threads:
         each.start()
     for each in threads:

@@ -5,227 +5,78 @@ files and classes: `criterion.hard = True`, `weight["contrast"] = 0.5`, `MODE = 
 `weight.fill_(0.5)`. The search runs once. After it, reading all values means reading a few dictionaries.
 """
 
-import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
+from pathlib import PurePath
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.stages.split.drawn_state import PLAIN, SlotValues, is_array, names_in, slots_of
+from shardwise.stages.split.set_values import MOST_INSIDE, Holder, Values
 from shardwise.stages.split.theirs import SPACES, files_named, is_own, is_theirs
-from shardwise.torch_private import buffer_slots, submodules, version_of
+from shardwise.torch_private import accumulated_hooks, buffer_slots, every_hook_of, gradient_hooks, submodules
 
 #: The search ends after this many objects beyond the modules: what a loss reads is within reach of them.
 _MOST = 2_000
-#: Counters of forwards are tried with this value.
-FAR = 100_000
-#: A tuple, list or array with more values than this counts as data.
-_MOST_INSIDE = 16
-#: This many integer values of one name are kinds of their own; later ones are grouped by powers of two.
-_MOST_NUMBERS = 8
 #: Attributes that every module has: torch's own, and `training`, which trials set both ways. A replaced `forward` is
 #: handled elsewhere, and engines replace some themselves.
 _OF_TORCH = frozenset({*vars(nn.Module()), "forward"})
-_CALLED = (FunctionType, BuiltinFunctionType, MethodType, partial, nn.Module)
+#: A list or a dictionary of a module with more entries is data.
+_MOST_ENTRIES = 256
+#: Configurations inside of each other.
+_DEEPEST = 5
+#: What a configuration holds, beside containers.
+_LEAVES = (*PLAIN, Enum, PurePath, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
 _Next = Iterable[tuple[str, Any]]
 
 
-class Number:
-    """A snapshot of a tensor with one element; its version tells whether it was written to since."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version, self.was = tensor, _version(tensor), tensor.detach().clone()
-
-    def is_still(self, tensor: Any) -> bool:
-        return tensor is self.tensor and _version(tensor) == self.version
-
-    def __repr__(self) -> str:
-        return f"{self.was.item():g}"
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else version_of(tensor)
-
-
-class ValueKinds:
-    """The kind of each value that was ever set: of its first value, and of its current one if that differs.
-
-    Values of one kind are tried once, as a rate may change in every step.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[str, Hashable] = {}
-        self._others: dict[str, Hashable] = {}
-        self._seen: dict[str, set[int]] = {}
-
-    def note(self, name: str, was: Any, now: Any) -> None:
-        """Record that a value was set."""
-        first = self._first.setdefault(name, self._kind(name, was))
-        kind = self._kind(name, now)
-        self._others.pop(name, None)
-        if kind != first:
-            self._others[name] = kind
-
-    @property
-    def now(self) -> Hashable:
-        """Equal if all values have the same kinds."""
-        return frozenset(self._others.items())
-
-    @property
-    def are_others(self) -> bool:
-        """Whether any value has another kind than at first."""
-        return bool(self._others)
-
-    def _kind(self, name: str, value: Any) -> Hashable:
-        """Return the value itself, or its sign and power of two for floats and for integers with many values."""
-        kind: Any = value.was.item() if isinstance(value, Number) else value
-        if isinstance(kind, (tuple, list, dict)):
-            return repr(kind)
-        if type(kind) not in (int, float) or kind in (0, 1):
-            return kind  # type: ignore[no-any-return]
-        if not math.isfinite(kind):
-            return repr(kind)
-        size = math.frexp(kind)[1]
-        if type(kind) is float:
-            return "a number", kind < 0, size
-        seen = self._seen.setdefault(name, set())
-        if len(seen) < _MOST_NUMBERS:
-            seen.add(kind)
-        return kind if kind in seen else ("a number", kind < 0, size)
-
-
-def _is_configuration(value: Any) -> bool:
-    """Whether this is a small collection of plain values that a script may replace: `weights = (1.0, 0.5)`."""
-    if isinstance(value, dict):
-        return len(value) <= _MOST_INSIDE and all(type(each) in PLAIN for each in value.values())
-    is_row = isinstance(value, (tuple, list)) and len(value) <= _MOST_INSIDE
-    return is_row and all(type(each) in PLAIN for each in value)
-
-
-class Values:
-    """The values of one holder, by name."""
-
-    def __init__(
-        self, read: Callable[[], Mapping[str, Any]], write: Callable[[str, Any], None],
-        drop: Callable[[str], Any] = lambda _: None,
-    ) -> None:  # fmt: skip
-        #: Removes the value of a name.
-        self.drop = drop
-        self._read, self._write = read, write
-        self._numbers: dict[str, Number] = {}
-
-    def read(self) -> dict[str, Any]:
-        """Return the values that can be compared: plain ones, functions, modules, and tensors with one element."""
-        found = {}
-        for key, value in self._read().items():
-            if type(value) in PLAIN or isinstance(value, _CALLED) or _is_configuration(value):
-                found[key] = value
-            elif isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad and not value.is_meta:
-                known = self._numbers.get(key)
-                if known is None or not known.is_still(value):
-                    known = self._numbers[key] = Number(value)
-                found[key] = known
-        return found
-
-    def put(self, key: str, value: Any) -> None:
-        """Set a value. Writing to a tensor this way leaves its version counter unchanged."""
-        if isinstance(value, Number):
-            value.tensor.data.copy_(value.was)
-            value = value.tensor
-        self._write(key, value)
-
-
-class Holder(NamedTuple):
-    """An object that holds values, with its name. `module` is its path below the root if it is a module there."""
-
-    name: str
-    values: Values
-    module: str | None = None
-
-
-class Counted:
-    """Integers that forwards count up: each is tried once with a much larger number."""
-
-    def __init__(self, holders: Sequence[Holder]) -> None:
-        self._holders = holders
-        #: The first value, by holder and key.
-        self._first: dict[tuple[int, str], Any] = {}
-        self._known: set[tuple[int, str]] = set()
-
-    def note(self, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:
-        """Record the values of all holders before and after a step."""
-        for number, (was, values) in enumerate(zip(before, now, strict=True)):
-            if values != was:
-                counted = [key for key, each in values.items() if _is_counted(was.get(key), each)]
-                self._first.update({(number, key): was[key] for key in counted if (number, key) not in self._first})
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a counter has not been tried yet."""
-        return bool(self._first.keys() - self._known)
-
-    def take(self) -> list[tuple[int, str, Any, Any]]:
-        """Return the counters not tried yet: holder, key, first value and the value to try. Mark them as tried."""
-        found = [(*each, was, _far_of(was)) for each, was in self._first.items() if each not in self._known]
-        self._known |= self._first.keys()
-        return found
-
-    @contextmanager
-    def put(self, found: Sequence[tuple[int, str, Any, Any]]) -> Iterator[None]:
-        """Set these values within the context."""
-        kept = [(self._holders[holder].values, key, self._holders[holder].values.read()) for holder, key, _, _ in found]
-        for holder, key, _, far in found:
-            self._holders[holder].values.put(key, far)
-        try:
-            yield
-        finally:
-            for values, key, was in kept:
-                values.put(key, was[key])
-
-
-def _is_counted(was: Any, now: Any) -> bool:
-    """Whether this is an integer that has increased."""
-    if isinstance(was, Number) and isinstance(now, Number):
-        return not was.was.is_floating_point() and bool((now.was > was.was).all())
-    return type(was) is int and type(now) is int and now > was
-
-
-def _far_of(was: Any) -> Any:
-    if not isinstance(was, Number):
-        return FAR
-    far = copy(was)
-    kind = was.was.dtype
-    far.was = torch.full_like(was.was, True if kind == torch.bool else min(FAR, torch.iinfo(kind).max))
-    return far
-
-
 def find_holders(module: nn.Module, loss: Any) -> list[Holder]:
-    """Return everything that a script can set on a module and its loss."""
+    """Return everything that a script can set on a module, its hooks and its loss."""
     found: list[Holder] = []
     seen: set[int] = set()
-    waiting: deque[tuple[str, Any]] = deque()
+    waiting: list[tuple[str, Any]] = []
     for name, each in module.named_modules():
         seen.add(id(each))
         kind = type(each)
         found += _of_children(name, each)
+        waiting += [(name, hook) for hook in every_hook_of(each)]
+        # Functions in the place of methods, a forward too.
+        waiting += [(name, held) for held in vars(each).values() if isinstance(held, (FunctionType, partial))]
         if is_theirs(kind):
             found.append(Holder(name, _of_dictionary(vars(each), _OF_TORCH), name))
             buffers = buffer_slots(each)
             found += [Holder(name, _of_dictionary(buffers), name)] if buffers else []
-            waiting.extend((f"{name}.{key}".strip("."), held) for key, held in shared_by(each))
+            waiting += [(f"{name}.{key}".strip("."), held) for key, held in followed_in(each)]
             if id(kind) not in seen:
                 seen.add(id(kind))
                 found += [Holder(base.__name__, _of_class(base)) for base in kind.__mro__ if is_theirs(base)]
-                waiting.append((kind.__name__, getattr(kind, "forward", None)))
-    waiting.append(("", loss))
-    most = len(seen) + _MOST
+                waiting += _methods_of(kind)
+                waiting += _shared_by(kind)
+    return found + _held_from([*waiting, ("", loss)], seen)
+
+
+def find_holders_of_hooks(module: nn.Module) -> list[Holder]:
+    """Return everything that a script can set of what the hooks of parameters read."""
+    hooks = [
+        (name, hook)
+        for name, each in module.named_parameters()
+        for hook in (*gradient_hooks(each).values(), *accumulated_hooks(each).values())
+    ]
+    return _held_from(hooks, {id(each) for each in module.modules()}) if hooks else []
+
+
+def _held_from(roots: list[tuple[str, Any]], seen: set[int]) -> list[Holder]:
+    """Return what can be set within reach of these, other than of objects that were seen."""
+    found: list[Holder] = []
+    waiting = deque(roots)
+    most = len(seen) + len(roots) + _MOST
     files: dict[int, _File] = {}
     while waiting and len(seen) < most:
         name, each = waiting.popleft()
@@ -237,21 +88,59 @@ def find_holders(module: nn.Module, loss: Any) -> list[Holder]:
         seen.add(id(each))
         holder = _holder_of(name, each)
         found += [] if holder is None else [holder]
+        if isinstance(each, nn.Module):  # Terms that a script appends to a criterion.
+            found.append(Holder(name, _of_dictionary(submodules(each))))
         waiting.extend(_held_by(name, each))
     return found
 
 
-def shared_by(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return the objects held by a module that contain only plain values, such as a configuration."""
-    found = []
-    for key, held in vars(module).items():
-        if key not in _OF_TORCH and type(held) not in PLAIN:
-            inside = held.values() if type(held) is dict else held if type(held) is list else None
-            if inside is None and is_theirs(type(held)) and not isinstance(held, (nn.Module, type)):
-                inside = getattr(held, "__dict__", {}).values()
-            if inside and all(type(each) in PLAIN for each in inside):
-                found.append((key, held))
-    return found
+def followed_in(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the objects held by a module that a script may set something in: configurations, and objects of its own
+    classes. Long lists and dictionaries are data."""
+    held = [(key, each) for key, each in vars(module).items() if key not in _OF_TORCH and not isinstance(each, _LEAVES)]
+    return [(key, each) for key, each in held if _is_followed(each) and (_is_settings(each) or _is_scripts(each))]
+
+
+def _is_followed(held: Any) -> bool:
+    if isinstance(held, (nn.Module, type, FunctionType, MethodType)):
+        return False
+    return not isinstance(held, (dict, list, set)) or len(held) <= _MOST_ENTRIES
+
+
+def _is_scripts(held: Any) -> bool:
+    return type(held) in (dict, list, set) or isinstance(held, SPACES) or is_own(type(held))
+
+
+def _is_settings(held: Any, depth: int = 0) -> bool:
+    """Whether an object holds plain values only, at any depth, such as a configuration."""
+    if isinstance(held, _LEAVES):
+        return depth > 0
+    inside: Any = None
+    if type(held) in (dict, list, tuple, set):
+        inside = held.values() if type(held) is dict else held
+    elif (isinstance(held, SPACES) or is_theirs(type(held))) and not isinstance(held, nn.Module):
+        inside = getattr(held, "__dict__", {}).values()
+    return bool(inside) and depth < _DEEPEST and all(_is_settings(each, depth + 1) for each in inside)
+
+
+def _shared_by(kind: type) -> list[tuple[str, Any]]:
+    """Return the lists and dictionaries in a class: a registry, modes by name."""
+    held = [(key, each) for key, each in vars(kind).items() if type(each) in (dict, list, set) and _is_followed(each)]
+    return [(f"{kind.__name__}.{key}", each) for key, each in held if not key.startswith("__")]
+
+
+def _methods_of(kind: type) -> list[tuple[str, Any]]:
+    """Return the functions of a module's class that its forward names, and those that they name."""
+    named = _named_by_forward(kind)
+    return [(kind.__name__, each) for each in _functions_in(kind, is_theirs) if each.__name__ in named]
+
+
+def _functions_in(kind: type, is_read: Callable[[Any], bool]) -> Iterator[FunctionType]:
+    for base in kind.__mro__:
+        for held in vars(base).values() if is_read(base) else ():
+            made = getattr(held, "fget", None) or getattr(held, "__func__", held)
+            if isinstance(made, FunctionType):
+                yield made
 
 
 def _of_children(name: str, module: nn.Module) -> list[Holder]:
@@ -263,9 +152,10 @@ def _of_children(name: str, module: nn.Module) -> list[Holder]:
 
 def _of_class(kind: type) -> Values:
     def read() -> Mapping[str, Any]:
-        return {key: value for key, value in vars(kind).items() if type(value) in PLAIN and not key.startswith("__")}
+        held = ((key, value) for key, value in vars(kind).items() if not key.startswith("__"))
+        return {key: value for key, value in held if type(value) in PLAIN or isinstance(value, (FunctionType, Enum))}
 
-    return Values(read, lambda key, value: setattr(kind, key, value))
+    return Values(read, lambda key, value: setattr(kind, key, value), lambda key: delattr(kind, key))
 
 
 def _of_dictionary(held: dict[Any, Any], without: frozenset[str] = frozenset()) -> Values:
@@ -277,9 +167,33 @@ def _of_dictionary(held: dict[Any, Any], without: frozenset[str] = frozenset()) 
 
 def _of_list(held: list[Any]) -> Values:
     def write(key: str, value: Any) -> None:
-        held[int(key)] = value
+        held[int(key) : int(key) + 1] = [value]  # One that was appended comes back to the end.
 
-    return Values(lambda: {str(key): value for key, value in enumerate(held)}, write)
+    def drop(key: str) -> None:
+        del held[min(int(key), len(held) - 1)]
+
+    return Values(lambda: {str(key): value for key, value in enumerate(held)}, write, drop)
+
+
+def _of_set(held: set[Any]) -> Values:
+    def write(_: str, value: Any) -> None:
+        held.clear()
+        held.update(value)
+
+    return Values(lambda: {"entries": frozenset(held)}, write)
+
+
+def _of_context(variable: ContextVar[Any]) -> Values:
+    def read() -> Mapping[str, Any]:
+        try:
+            return {"value": variable.get()}
+        except LookupError:
+            return {}
+
+    def write(_: str, value: Any) -> None:
+        variable.set(value)
+
+    return Values(read, write)
 
 
 def _of_slots(owner: Any) -> Values:
@@ -356,12 +270,18 @@ def _holder_of(name: str, each: Any) -> Holder | None:
         return Holder(name, _of_dictionary(each))
     if type(each) is list:
         return Holder(name, _of_list(each))
+    if isinstance(each, ContextVar):
+        return Holder(name, _of_context(each))
+    if type(each) is set:
+        return Holder(name, _of_set(each)) if len(each) <= MOST_INSIDE else None
+    if isinstance(each, nn.Parameter):
+        return Holder(name, _of_dictionary(vars(each))) if vars(each) else None
     if isinstance(each, _File):
         return Holder(each.name, _of_file(each))
     if isinstance(each, FunctionType):
         return Holder(each.__name__, _of_dictionary(vars(each))) if is_theirs(each) else None
     if is_array(type(each)):
-        return Holder(name, _of_array(each)) if each.size <= _MOST_INSIDE and each.dtype.kind in "biuf" else None
+        return Holder(name, _of_array(each)) if each.size <= MOST_INSIDE and each.dtype.kind in "biuf" else None
     if is_theirs(type(each)) and not isinstance(each, type) and not hasattr(each, "__dict__"):
         return Holder(name, _of_slots(each)) if slots_of(each) is not None else None
     if isinstance(each, type):
@@ -387,14 +307,20 @@ def _held_by(name: str, each: Any) -> _Next:
         return (name, each.func), (name, each.args), (name, each.keywords)
     if isinstance(each, nn.Module):
         inside = [(f"{name}.{key}".strip("."), child) for key, child in each.named_children()]
-        return [*inside, *([(name, type(each).forward)] if is_theirs(type(each)) else [])]
+        return [*inside, *(_methods_of(type(each)) if is_theirs(type(each)) else [])]
     if isinstance(each, dict):
         return [(f"{name}[{key!r}]", value) for key, value in each.items()]
     if isinstance(each, (list, tuple)):
         return [(f"{name}[{key}]", value) for key, value in enumerate(each)]
     if _is_own(each):
         own = [(f"{name}.{key}".strip("."), value) for key, value in vars(each).items()]
-        return [*own, (name, getattr(type(each), "__call__", None))]  # noqa: B004 - the function is needed
+        called = [(name, getattr(type(each), "__call__", None))]  # noqa: B004 - the function is needed
+        return [*own, *called, *((name, method) for method in _functions_in(type(each), is_own))]
+    if isinstance(each, type) and is_own(each) and not issubclass(each, nn.Module):
+        shared = [
+            (f"{each.__name__}.{key}", held) for key, held in vars(each).items() if type(held) in (dict, list, set)
+        ]
+        return [*shared, *((each.__name__, method) for method in _functions_in(each, is_own))]
     return ()
 
 
@@ -406,7 +332,7 @@ def _held_by_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
         yield name, _File(name, file, names)
         for key in names:
             held = file.get(key)
-            is_followed = isinstance(held, (FunctionType, partial, nn.Module, dict, list, *SPACES))
+            is_followed = isinstance(held, (FunctionType, partial, nn.Module, dict, list, set, ContextVar, *SPACES))
             if is_followed or is_array(type(held)) or is_theirs(type(held)):
                 yield f"{name}.{key}".strip("."), held
             elif isinstance(held, type) and is_own(held):

@@ -26,6 +26,8 @@ GONE = dict.fromkeys(("zero=3", "offload.parameters", "recompute", "cp"), f"{WRI
 #: A teacher that follows is another one after each forward. Its distance is a mean, which parts of sequences are not.
 APART = {"cp": "a part of a sequence"}
 TWICE = {"pp": f"{WRITES}|on a second batch the 2 stages compute something else"} | APART
+#: A step of one process writes once.
+AGAIN = {"microbatches": f"{WRITES} .*so many times in a step"}
 MOVED = dict.fromkeys(("zero", "offload.optimizer"), "gives it other memory") | GONE
 
 
@@ -60,13 +62,13 @@ def taught(parallelize: Parallelize, move: Callable[[Tensor, Tensor], Any]) -> R
     return trained(engine)
 
 
-@program(GONE | TWICE)
+@program(GONE | TWICE | AGAIN)
 def a_teacher_that_follows(parallelize: Parallelize) -> Result:
     """An average of weights in the module, moved by its forward."""
     return taught(parallelize, lambda mine, other: mine.mul_(0.9).add_(other, alpha=0.1))
 
 
-@program(GONE | TWICE)
+@program(GONE | TWICE | AGAIN)
 def a_teacher_that_follows_through_data(parallelize: Parallelize) -> Result:
     """The same as many write it, of which autograd keeps no count."""
     return taught(parallelize, lambda mine, other: mine.data.mul_(0.9).add_(0.1 * other.data))
@@ -199,3 +201,21 @@ class Rolled(harness.Block):
 def factors_rolled_through_data(parallelize: Parallelize) -> Result:
     """What is written through `data` counts as no version: the trial of `tp` looks at numbers."""
     return trained(start(parallelize, small_net(block=Rolled)))
+
+
+def copied(parallelize: Parallelize, move: Callable[[Tensor, Tensor], Any]) -> Result:
+    model = Teacher(move).double()
+    model.teacher.load_state_dict(model.student.state_dict())
+    return trained(parallelize(model, loss=follow, optimizer=sgd, example=batch(0)))
+
+
+@program(GONE | TWICE | AGAIN)
+def a_teacher_that_begins_as_its_student(parallelize: Parallelize) -> Result:
+    """The first step does not move it, and several forwards of a later step would move it several times."""
+    return copied(parallelize, lambda mine, other: mine.mul_(0.9).add_(other, alpha=0.1))
+
+
+@program(GONE | TWICE | AGAIN)
+def such_a_teacher_through_data(parallelize: Parallelize) -> Result:
+    """The same through `data`, which `recompute` would do twice as well."""
+    return copied(parallelize, lambda mine, other: mine.data.mul_(0.9).add_(0.1 * other.data))

@@ -75,6 +75,8 @@ _ONE_TRIAL = [
     ("starting", "a_number_behind_a_gate", "pp=2"),
     ("starting", "a_distance_that_is_0_at_first", "dp=2"),
     ("starting", "a_penalty_of_each_token_on_the_blocks", "dp=2"),
+    ("rewriting", "a_teacher_that_begins_as_its_student", "dp=2,microbatches=2,zero=1"),
+    ("rewriting", "such_a_teacher_through_data", "dp=2,recompute=full"),
     ("asking", "a_buffer_set_by_what_a_rank_has_seen", "dp=2"),
     ("asking", "weights_scaled_by_what_a_rank_has_seen", "dp=2"),
     ("asking", "boxes_counted_over_ranks", "dp=2"),

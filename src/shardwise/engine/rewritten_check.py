@@ -14,7 +14,7 @@ from shardwise.stages.stage import Split
 
 _REMEDY = (
     "write it between steps: engine.load_state_dict, or in place in engine.module under dp with zero=0; what follows"
-    " other weights, or rows, may be a buffer of the unit that reads it"
+    " other weights, or rows, may be a buffer of the unit that reads it; microbatches=1 if it is written once in a step"
 )
 
 
@@ -56,6 +56,11 @@ def _reasons(each: Rewritten, plan: Plan) -> Iterator[str]:
         yield f"under cp={plan.cp} each rank's forward sees other tokens"
     if plan.recompute != "none" and not each.settles:
         yield f"under recompute={plan.recompute} a second forward would write to it again"
+    if plan.microbatches > 1 and each.moves:
+        yield (
+            f"under microbatches={plan.microbatches} it would be written so many times in a step, and each microbatch"
+            " be computed with other values"
+        )
     if each.how == "memory" and (plan.zero or plan.offload.optimizer):
         yield "gives it other memory (weight.data = ...), which its optimizer does not have"
     if plan.pp > 1 and each.in_glue:

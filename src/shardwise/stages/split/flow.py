@@ -36,7 +36,7 @@ from shardwise.stages.split.outline import (
     signature_of,
 )
 from shardwise.stages.split.python_state import PythonState, held_now
-from shardwise.stages.split.settled_writes import settled
+from shardwise.stages.split.settled_writes import write_again
 from shardwise.stages.split.sources import NOTHING, Drawn, HeldTensor, Hidden, Ledger, Made, Source, Sources, storage_of
 from shardwise.stages.split.switch import Inner, uncompiled, undisturbed
 from shardwise.stages.split.unit_flow import Left, UnitCall, UnitFlow
@@ -380,10 +380,13 @@ def watch(
             output = module(*args, **kwargs)
         traces, draws = bool(switch.noted.state.changed()), switch.noted.state.have_drawn()
         written = switch.noted.guard.written
-        through_data = [name for name, each in written.items() if each.how == "data"]
-        settles = settled(module, signature, example, through_data) if through_data else ()
+        again = write_again(module, signature, example, written)
         rewritten = {
-            name: each._replace(in_glue=name in watcher.in_glue, settles=name in settles)
+            name: each._replace(
+                in_glue=name in watcher.in_glue,
+                settles=each.how == "data" and name in again.settled,
+                moves=name in again.moving,
+            )
             for name, each in written.items()
         }
         slots = {name: (holder, key) for name, holder, key in switch.noted.state.assigned()} if records else {}

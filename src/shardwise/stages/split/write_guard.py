@@ -21,13 +21,15 @@ class Rewritten(NamedTuple):
     """A parameter that a forward wrote to, and the sum of its new values.
 
     `how` is `memory` (its storage was replaced), `in place`, or `data` (written through `.data`). `in_glue`: written
-    outside units. `settles`: written through `.data`, and later forwards write the same values again.
+    outside units. `settles`: written through `.data`, and later forwards write the same values again. `moves`: later
+    forwards write others, and compute something else with them.
     """
 
     how: str
     total: float
     in_glue: bool = False
     settles: bool = False
+    moves: bool = False
 
 
 class WriteGuard(EagerDispatchMode):  # type: ignore[no-untyped-call]

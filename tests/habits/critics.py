@@ -218,13 +218,28 @@ def distributions_in_a_forward(parallelize: Parallelize) -> Result:
     return fitted(parallelize, of_rows, _Likely())
 
 
+class _RowByRow(Rows):
+    def forward(self, x: Tensor) -> Any:
+        return vmap(lambda row: self.net(row[None])[0])(x)
+
+
+@program(
+    {"zero=3": "inside of torch.func", "offload.parameters": "inside of torch.func", "pp": "keeps together"},
+    but="cp",
+    whole=True,
+)
+def rows_by_vmap(parallelize: Parallelize) -> Result:
+    """Written for one row, and mapped over all: no gradient says when the backward of a layer begins."""
+    return fitted(parallelize, of_rows, _RowByRow())
+
+
 class _Slopes(Rows):
     def forward(self, x: Tensor) -> Any:
         return self.net(x), vmap(grad(lambda row: self.net(row).sum()))(x)
 
 
 @program(
-    {"zero=3": "inside of torch.func", "offload.parameters": "gradients are asked for", "recompute": "of torch.func"},
+    {"zero=3": "inside of torch.func", "offload.parameters": "inside of torch.func", "recompute": "of torch.func"},
     but="cp,tp",
     whole=True,
 )

@@ -29,7 +29,7 @@ from shardwise.states.buckets.make import HeldStages, Users, ZeroConfig
 from shardwise.states.buckets.offloaded_weights import OffloadedWeights, OffloadedWhole
 from shardwise.states.buckets.reducer import MAKES_GRADIENTS
 from shardwise.states.buckets.weights import Weights
-from shardwise.torch_private import backward_id, before_gradient, pytree
+from shardwise.torch_private import backward_id, before_gradient, is_wrapped, pytree
 
 _HALVES_OF_BACKWARD = (Kind.I, Kind.W)
 
@@ -66,6 +66,7 @@ class UnitPrefetch:
             if known is not None:
                 leaves += [each for each in tensors_left(given) if id(each) not in known]
             for leaf in leaves if torch.is_grad_enabled() else ():
+                self._check_is_announced(unit, leaf)
                 if isinstance(leaf, LazyLogits):
                     leaf.on_gradient(lambda _: self._go_back(unit))
                 elif leaf.requires_grad:
@@ -76,6 +77,15 @@ class UnitPrefetch:
             return output
 
         return run
+
+    def _check_is_announced(self, unit: str, leaf: Tensor) -> None:
+        """Refuse outputs inside of `torch.func.vmap`: no gradient of theirs tells that the unit's backward begins."""
+        if is_wrapped(leaf) and any(map(_goes, self.weights.get(unit, ()))):
+            raise ShardwiseError(
+                f"the forward calls {unit} inside of torch.func (vmap), where its backward is not announced, and its"
+                " weights come for a unit and go when it has been computed (zero=3, offload.parameters)",
+                remedy="zero=2 or less, without offload.parameters; or call it on all rows at once",
+            )
 
     def _go_back(self, unit: str) -> None:
         """Start a unit's backward: the gradient of one of its outputs has arrived."""

@@ -13,6 +13,8 @@ from shardwise.nets.transformer import Transformer
 from shardwise.serving import assemble
 from shardwise.serving.device_runner import DeviceRunner
 from shardwise.serving.engine import LLMEngine
+from shardwise.serving.sequence import Sequence
+from shardwise.serving.steps import needs_host
 from tests.serving.answers import FAMILIES, answer, ask, both, engine_over, expected, prompts, run, tokens_of
 
 
@@ -119,3 +121,27 @@ def test_what_prompts_cost_is_measured_also_where_nobody_waits_for_a_step(overla
     run(engine, [ask([1], "one", 6)])
     assert measured is not None
     assert engine.tiers.speeds.compute(8) == measured > 0, "of steps with prompts alone"
+
+
+def test_those_who_wait_cost_nothing_until_it_is_their_turn(overlapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of requests has them all wait at once: to look at all of them, for every one and in every step, took
+    longer than the answers."""
+    _, ours = both("llama")
+    engine, num_names, looked = overlapped(ours, max_running=2), 0, list[str]()
+
+    def name_of(sequence: Sequence) -> str:
+        nonlocal num_names
+        num_names += 1
+        return sequence.request.id
+
+    def look(sequence: Sequence) -> bool:
+        looked.append(sequence.request.id)
+        return needs_host(sequence)
+
+    monkeypatch.setattr(Sequence, "id", property(name_of))
+    monkeypatch.setattr("shardwise.serving.engine.needs_host", look)
+    for number in range(300):
+        engine.add(ask((1, 2, 3), f"r{number}", 2))
+    assert num_names < 3_000
+    engine.step()
+    assert looked == ["r0", "r1"]

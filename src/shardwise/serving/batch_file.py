@@ -27,6 +27,8 @@ _URLS: dict[str, tuple[dict[str, Any], Callable[..., Asked]]] = {
     "/v1/completions": (COMPLETION, asked_for_completion),
     CHAT_URL: (CHAT, asked_for_chat),
 }
+#: How often a line is begun whose replica fails.
+_MOST_ATTEMPTS = 3
 _EXAMPLE = '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}'
 
 
@@ -108,40 +110,52 @@ def answer_all(
     alike beside whatever others.
     """
     under_way: dict[str, _UnderWay] = {}
+
+    def begin(line: Line, attempt: int) -> None:
+        with _errors_of(line):
+            begun = _begin(engine, served, line, seed, attempt)
+            under_way.update(dict.fromkeys(begun.written, begun))
+
     for line in lines:
         if line.is_open:
-            with _errors_of(line):
-                begun = _begin(engine, served, line, seed)
-                under_way |= {each.request.id: begun for each in begun.written}
+            begin(line, 1)
     while engine.has_work():
         for token in engine.step():
-            begun_line = under_way.get(token.request)
-            if begun_line is None:
+            at = under_way.get(token.request)
+            if at is None:
                 continue
-            written = begun_line.by_name[token.request]
+            if token.finish == "failed":  # Its replica is gone; others may answer it.
+                for name in at.written:
+                    under_way.pop(name, None)
+                    engine.cancel(name)
+                if at.attempt < _MOST_ATTEMPTS:
+                    begin(at.line, at.attempt + 1)
+                else:
+                    at.line.error = ApiError(503, token.failure, code="engine_failed")
+                continue
+            written = at.written[token.request]
             written.add([token])
             if written.finish is None:
                 continue
             del under_way[token.request]
             if token.finish is None:  # The text has reached a stop string, which the engine does not know.
                 engine.cancel(token.request)
-            if begun_line.is_whole:
-                begun_line.line.answer = begun_line.form.whole(begun_line.written)
+            if at.is_whole:
+                at.line.answer = at.form.whole(list(at.written.values()))
                 if answered is not None:
-                    answered(begun_line.line)
+                    answered(at.line)
 
 
 class _UnderWay:
-    """A line while it is answered."""
+    """A line while it is answered: by the names of its requests, what is written."""
 
-    def __init__(self, line: Line, form: AnswerForm, requests: Iterable[Request]) -> None:
-        self.line, self.form = line, form
-        self.written = [Written(form.served.text, form.asked, request) for request in requests]
-        self.by_name = {each.request.id: each for each in self.written}
+    def __init__(self, line: Line, attempt: int, form: AnswerForm, requests: Iterable[Request]) -> None:
+        self.line, self.attempt, self.form = line, attempt, form
+        self.written = {each.id: Written(form.served.text, form.asked, each) for each in requests}
 
     @property
     def is_whole(self) -> bool:
-        return all(each.finish is not None for each in self.written)
+        return all(each.finish is not None for each in self.written.values())
 
 
 class _errors_of:  # noqa: N801 - reads as a phrase where it is used
@@ -171,18 +185,19 @@ def _check(line: Line) -> None:
         raise ApiError(400, "stream is true, and a file has whole answers", param="stream")
 
 
-def _begin(engine: Answering, served: Served, line: Line, seed: int | None) -> _UnderWay:
+def _begin(engine: Answering, served: Served, line: Line, seed: int | None, attempt: int) -> _UnderWay:
     """Submit all of a line's requests to the engine, or none of them."""
     asked = _URLS[line.url][1](line.body, served, client="")
     if seed is not None and asked.sampling.seed is None:
         drawn = blake2b(f"{seed} {line.custom_id}".encode(errors="surrogatepass"), digest_size=8).digest()
         asked = replace(asked, sampling=replace(asked.sampling, seed=int.from_bytes(drawn) >> 1))
-    begun = _UnderWay(line, make_form(line.url == CHAT_URL, asked, served), asked.requests(line.name, served.grammars))
+    requests = asked.requests(f"{line.name}-{attempt}", served.grammars)
+    begun = _UnderWay(line, attempt, make_form(line.url == CHAT_URL, asked, served), requests)
     try:
-        for name in begun.by_name:
-            engine.add(begun.by_name[name].request)
+        for request in requests:
+            engine.add(request)
     except ShardwiseError as error:
-        for name in begun.by_name:
+        for name in begun.written:
             engine.cancel(name)
         raise refused(error) from None
     return begun

@@ -89,7 +89,7 @@ class LLMEngine:
     def step(self) -> list[Token]:
         """Schedule, run, collect."""
         told, self._told = self._told, []
-        waits = not self.overlaps or any(map(needs_host, (*self.scheduler.running, *self.scheduler.waiting)))
+        waits = not self.overlaps or any(map(needs_host, self.scheduler.next_ones()))
         if waits:
             told += self._collect()
         pieces = self.scheduler.schedule()

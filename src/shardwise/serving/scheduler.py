@@ -11,7 +11,9 @@ is room for its longest answer, so the engine always makes progress.
 """
 
 from bisect import insort
+from collections.abc import Iterator
 from collections.abc import Sequence as Several
+from itertools import islice
 from time import perf_counter
 from typing import Literal, Protocol
 
@@ -46,6 +48,7 @@ class Scheduler:
         self.beneath = beneath
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._by_name: dict[str, Sequence] = {}
         self.num_preemptions = 0
         self.num_queried = self.num_hit = 0
         #: Of the last step: its pieces, what the first waiting sequence waits for, and the seconds of reloads.
@@ -54,16 +57,23 @@ class Scheduler:
         self.reload_seconds = 0.0
 
     def add(self, sequence: Sequence) -> None:
+        self._by_name[sequence.id] = sequence
         insort(self.waiting, sequence, key=lambda each: each.urgency)
         if self.beneath is not None:
             self.beneath.prefetch(self._find_shared(sequence)[1])
 
     def find(self, name: str) -> Sequence | None:
-        return next((each for each in (*self.running, *self.waiting) if each.id == name), None)
+        return self._by_name.get(name)
+
+    def next_ones(self) -> Iterator[Sequence]:
+        """Yield the sequences that the next step can compute, and perhaps more."""
+        yield from self.running
+        yield from islice(self.waiting, self.max_running)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended or was cancelled, and free its blocks at once."""
         sequence.is_gone = True
+        del self._by_name[sequence.id]
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._let_go(sequence)
 
@@ -71,6 +81,7 @@ class Scheduler:
         """Remove all sequences, and free all blocks."""
         self.waiting.clear()
         self.running.clear()
+        self._by_name.clear()
         self.pool.clear()
 
     def schedule(self) -> list[Piece]:

@@ -7,6 +7,7 @@ import pytest
 
 from shardwise.errors import ShardwiseError
 from shardwise.serving.batch_file import answer_all, read_lines, write_line
+from shardwise.serving.request import Token
 from tests.serving.http.repeating import RepeatingEngine
 from tests.serving.http.serving_here import served_by
 
@@ -55,6 +56,38 @@ def test_a_line_that_cannot_be_answered_says_why_and_the_others_are_answered(giv
     assert wrong["status_code"] == 400
     assert words in wrong["body"]["error"]["message"]
     assert right["body"]["choices"][0]["text"].strip() == "yes"
+
+
+class _Failing(RepeatingEngine):
+    """Two replicas, say, of which one fails as often as told, each time with all that runs."""
+
+    num_failures = 0
+
+    def step(self) -> list[Token]:
+        told = super().step()
+        if self.num_failures and len(told) > 1:
+            self.num_failures -= 1
+            return [
+                Token(request=each.request, token=None, finish="failed", failure="a replica has failed: killed")
+                for each in told
+            ]
+        return told
+
+
+@pytest.mark.parametrize(("num_failures", "status"), [(2, 200), (3, 503)])
+def test_what_a_replica_has_not_answered_others_answer_and_no_answer_is_half(num_failures: int, status: int) -> None:
+    engine = _Failing(slots=2)
+    engine.num_failures = num_failures
+    body = {"prompt": "say: a long one", "n": 2, "max_tokens": 30}
+    (line,) = read_lines(json.dumps({"custom_id": "a", "body": body}))
+    answer_all(engine, served_by(engine), [line])
+    response = json.loads(write_line(line))["response"]
+    assert response["status_code"] == status
+    if status == 200:
+        assert [each["text"].strip() for each in response["body"]["choices"]] == ["a long one"] * 2
+    else:
+        assert response["body"]["error"]["message"] == "a replica has failed: killed"
+    assert engine.load().num_used_blocks == 0
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,9 @@ def test_an_echo_has_the_prompts_log_probabilities_too(client: openai.OpenAI) ->
     assert more.text == "say: abab"
     assert more.logprobs is not None
     assert more.logprobs.text_offset == list(range(9))
+    wide = client.completions.create(model=NAME, prompt="é😀: a", echo=True, logprobs=1, max_tokens=1).choices[0]
+    assert wide.logprobs is not None
+    assert wide.logprobs.text_offset == [0, 0, 1, 1, 1, 1, 2, 3, 4, 5], "tokens of one character begin where it does"
 
 
 def test_the_async_client_has_many_answers_at_once(here: Running) -> None:

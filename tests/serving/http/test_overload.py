@@ -227,6 +227,8 @@ def test_metrics_have_vllms_names_after_the_prefix() -> None:
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",
         "prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
         "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
+        "kv_offload_load_bytes_total", "kv_offload_load_time_total", "kv_offload_store_bytes_total",
+        "kv_offload_store_time_total", "kv_offload_cpu_cache_usage_perc",
         "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket", "iteration_tokens_total_bucket",
     ):  # fmt: skip
         assert f"shardwise:{name}{{" in text, name

@@ -9,6 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ShardwiseError
+from shardwise.serving.http.asked import Served, asked_for_chat, asked_for_completion
+from shardwise.serving.http.written import Written
+from shardwise.serving.request import Token
 from shardwise.serving.text.chat_template import ChatTemplate
 from shardwise.serving.text.grammar import Grammars
 from shardwise.serving.text.text_stream import StopStrings, TextStream
@@ -43,6 +46,51 @@ def test_streamed_text_is_the_text_and_no_part_of_it_is_half_a_character(text: s
 
 
 LARGE = LibraryText(byte_level(), name="large")
+
+
+def sentencepiece() -> Any:
+    """A small tokenizer whose decoder drops the space that a text begins with, as Llama 2's and Mistral's do."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    mark = "\N{LOWER ONE EIGHTH BLOCK}"
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), mark, *"abis", f"{mark}a", f"{mark}i", f"{mark}is"]
+    merges = [(mark, "a"), (mark, "i"), (f"{mark}i", "s")]
+    vocab = {word: place for place, word in enumerate(words)}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend(mark), normalizers.Replace(" ", mark)])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace(mark, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return made
+
+
+@given(st.text(alphabet="a is é", max_size=12), st.text(alphabet="ab é", max_size=12), st.integers(0, 9))
+def test_a_text_that_is_continued_keeps_the_space_that_follows(begin: str, rest: str, cut: int) -> None:
+    tokenizer = LibraryText(sentencepiece(), name="pieces")
+    tokens = tokenizer.encode(f"{begin} {rest}")
+    before, after = tokens[:cut], tokens[cut:]
+    if tokenizer.decode(before).endswith("\ufffd"):
+        return  # Cut within a character.
+    stream = TextStream(tokenizer, before)
+    said = "".join(stream.add(token) for token in after) + stream.end()
+    assert tokenizer.decode(before) + said == tokenizer.decode(tokens)
+
+
+def test_a_completion_continues_its_prompt_and_a_chats_answer_begins_anew() -> None:
+    pieces = sentencepiece()
+    served = Served(
+        name="pieces", text=(text := LibraryText(pieces, name="pieces")), template=ChatTemplate(text), max_length=99,
+        grammars=Grammars(text, size=300, end_tokens=[]), vocabulary_size=300,
+    )  # fmt: skip
+    token = Token(request="0-0", token=pieces.token_to_id("\N{LOWER ONE EIGHTH BLOCK}is"), finish="length")
+    said = []
+    for asked in (
+        asked_for_completion({"prompt": "a"}, served, client=""),
+        asked_for_chat({"messages": [{"role": "user", "content": "a"}]}, served, client=""),
+    ):
+        (request,) = asked.requests("0", served.grammars)
+        said.append(Written(text, asked, request).add([token]).text)
+    assert said == [" is", "is"]
 
 
 def test_bytes_that_are_no_text_are_shown_as_such_and_hold_nothing_up() -> None:

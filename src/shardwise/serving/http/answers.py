@@ -9,6 +9,7 @@ from uuid import uuid4
 from shardwise.serving.http.asked import Asked, Served
 from shardwise.serving.http.written import Written, WrittenPart, chat_logprobs, completion_logprobs
 from shardwise.serving.request import Logprob
+from shardwise.serving.text.text_stream import TextStream
 
 
 def usage_of(asked: Asked, written: Sequence[Written]) -> dict[str, Any]:
@@ -96,10 +97,10 @@ class CompletionForm(AnswerForm):
             prompt = written.request.prompt
             begin = len(text.decode(prompt))
             if is_first and written.prompt_logprobs is not None:
-                offset = 0
+                offset, stream = 0, TextStream(text)
                 for token, each in zip(prompt, [None, *written.prompt_logprobs], strict=False):
                     found.append((each, token, offset))
-                    offset += len(text.bytes_of(token).decode(errors="ignore"))
+                    offset += len(stream.add(token))
         found += [(each, each.token, begin + offset) for each, offset in piece.logprobs]
         return completion_logprobs(text, found, num_top)
 

@@ -42,6 +42,8 @@ class Asked:
     has_usage_event: bool = False
     has_usage_in_events: bool = False
     echo: bool = False
+    #: Whether an answer goes on with the text of its prompt, as completions do.
+    continues: bool = False
     #: Only the prompt is wanted: `max_tokens` is 0.
     is_prompt_alone: bool = False
     return_token_ids: bool = False
@@ -92,7 +94,7 @@ def asked_for_completion(body: Mapping[str, Any], served: Served, *, client: str
         )  # fmt: skip
     prompt_logprobs = logprobs if echo else None
     return replace(
-        asked, echo=echo, is_prompt_alone=fields.get("max_tokens") == 0,
+        asked, echo=echo, continues=True, is_prompt_alone=fields.get("max_tokens") == 0,
         sampling=replace(asked.sampling, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
     )  # fmt: skip
 

@@ -14,8 +14,17 @@ _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
 _WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 #: Monotonic fields of the engine's load.
-_COUNTERS = ("num_preemptions", "prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
-_RENAMED = {"num_running": "num_requests_running", "num_waiting": "num_requests_waiting"}
+_COUNTERS = (
+    "num_preemptions", "prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits",
+    "kv_offload_load_bytes", "kv_offload_store_bytes", "kv_offload_load_seconds", "kv_offload_store_seconds",
+)  # fmt: skip
+_RENAMED = {
+    "num_running": "num_requests_running",
+    "num_waiting": "num_requests_waiting",
+    "kv_offload_load_seconds": "kv_offload_load_time",
+    "kv_offload_store_seconds": "kv_offload_store_time",
+    "kv_offload_host_usage": "kv_offload_cpu_cache_usage_perc",
+}
 _SHOWN_OTHERWISE = ("num_blocks", "num_used_blocks")
 
 

@@ -40,7 +40,8 @@ class Written:
 
     def __init__(self, text: Text, asked: Asked, request: Request) -> None:
         self.request, self._asked = request, asked
-        self._stream, self._stops = TextStream(text), StopStrings(asked.stops)
+        self._stream = TextStream(text, request.prompt if asked.continues else ())
+        self._stops = StopStrings(asked.stops)
         self._calls = ToolCallStream(asked.tool_names) if asked.tool_names else None
         self._total, self._num_characters = _Total(), 0
         self.finish: str | None = None

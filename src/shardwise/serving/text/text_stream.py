@@ -9,6 +9,8 @@ from shardwise.serving.text.tokenizer import Text
 
 #: A UTF-8 character has at most 4 bytes. What is not a character after 4 more tokens never becomes one.
 _MOST_TOKENS_OF_A_CHARACTER = 4
+#: A token's text depends on fewer tokens before it.
+_MOST_TOKENS_BEFORE = 5
 _REPLACED = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -20,11 +22,16 @@ class TextStream:
 
         tokens   ... a b c | d e | f        begin: where decoding begins; shown: up to where text was returned
                      begin   shown
+
+    With `after`, they continue the text of those tokens, so that the space with which they may begin is kept.
     """
 
-    def __init__(self, text: Text) -> None:
-        self._text, self._tokens = text, list[int]()
-        self._begin = self._shown = 0
+    def __init__(self, text: Text, after: Sequence[int] = ()) -> None:
+        before = list(after[-_MOST_TOKENS_BEFORE:])
+        if text.decode(before).endswith(_REPLACED):  # They may end within a character.
+            before = []
+        self._text, self._tokens = text, before
+        self._begin, self._shown = 0, len(before)
 
     def add(self, token: int) -> str:
         self._tokens.append(token)

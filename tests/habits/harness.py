@@ -186,6 +186,8 @@ def _tried(one: Program, plan: str) -> str | None:
     try:
         came = one.run(under_plan)
     except ShardwiseError as error:
+        for each in open_engines:
+            _close(each)  # While the error is there: another rank may have none, and is told of this one's.
         said = str(error)
         if expected is None:
             return f"refused: {said}"

@@ -23,7 +23,7 @@ from tests.habits.harness import (
 
 PIECES = "whether .* can update a piece|would see"
 IN_PIECES = dict.fromkeys(("zero=1", "zero=2", "zero=3", "tp"), PIECES)
-GONE = "cannot be read or written on this rank|cannot be drawn anew|rank . is gone"
+GONE = "cannot be read or written on this rank|cannot be drawn anew"
 PARTS = "a part of a sequence gives other numbers"
 
 

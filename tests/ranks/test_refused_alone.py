@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import ShardwiseError
@@ -49,3 +50,26 @@ def test_the_others_are_told_by_a_rank_that_refuses_alone(two: Ranks) -> None:
     assert own == "no optimizer today"
     # Not that nobody has answered for as long as these wires wait.
     assert told == "rank 0 failed: no optimizer today"
+
+
+def read_alone() -> str:
+    """What came of a script that prints a norm between steps, of a layer that one rank has."""
+    engine = parallelize(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "pp=2", loss=lambda output, _: output.square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), example={"input": torch.ones(4, 4)},
+    )  # fmt: skip
+    try:
+        for _ in range(2):
+            engine.train_step({"input": torch.ones(4, 4)})
+            next(engine.module.parameters()).norm()
+    except ShardwiseError as error:
+        engine.close()
+        return str(error).partition("\n")[0]
+    return "trained"
+
+
+def test_the_others_are_told_what_ended_a_rank_between_two_steps(two: Ranks) -> None:
+    other, own = two.run(read_alone)
+    assert own == "0.weight cannot be read or written on this rank: it is on another stage of the pipeline (pp=2)"
+    # Not that rank 1 is gone, with a broken connection.
+    assert other == f"rank 1 failed: {own}"

@@ -18,6 +18,7 @@ stderr and in the store.
 """
 
 import atexit
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -56,6 +57,13 @@ def _is_of_another(error: BaseException) -> bool:
         "connection reset by",
     )
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
+
+
+def _error_at_end() -> BaseException | None:
+    """Return the error of the script that closes its engine, or ends this process: one of this rank alone, perhaps."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    is_own = isinstance(error, Exception) and not isinstance(error, RankError)
+    return error if is_own else None
 
 
 class Waitable(Protocol):
@@ -230,15 +238,19 @@ class Watch:
         """Raise the reason of a broken connection. If none is published in time, a rank died silently."""
         alone = environment.place_under_torchrun() is not None
         if not self._lookout.settle(_SETTLE_ALONE_SECONDS if alone else SETTLE_SECONDS):
-            places = self._lookout.places()
-            if peer is None:
-                peer = max(places, key=lambda place: (place.rank != self.rank, place.silent_seconds)).rank
-            told = [f"rank {peer} is gone: its connection to rank {self.rank} broke at {self.place}"]
-            told += [*map(str, places), f"({str(error).partition(chr(10))[0]})"]
-            self._lookout.publish(RankError("\n  ".join(told), rank=peer))
+            self._lookout.publish(self._lookout.find_left() or self._gone(error, peer))
             self._lookout.settle(SETTLE_SECONDS)
         self.check()
         raise error
+
+    def _gone(self, error: BaseException, peer: int | None) -> RankError:
+        """Return the error of a rank that left nothing but a broken connection."""
+        places = self._lookout.places()
+        if peer is None:
+            peer = max(places, key=lambda place: (place.rank != self.rank, place.silent_seconds)).rank
+        told = [f"rank {peer} is gone: its connection to rank {self.rank} broke at {self.place}"]
+        told += [*map(str, places), f"({str(error).partition(chr(10))[0]})"]
+        return RankError("\n  ".join(told), rank=peer)
 
     def guard(self, group: dist.ProcessGroup | Pair) -> None:
         """End waits for work of this group, and with it all its connections, when a rank fails."""
@@ -246,8 +258,12 @@ class Watch:
             self.guarded.append(group)
 
     def close(self) -> None:
-        """Stop the side thread and report the end, unless the store no longer answers."""
+        """Stop the side thread and report the end, and the error that is its reason, unless the store no longer
+        answers."""
         self._lookout.move("the end")
+        error = _error_at_end()
+        if error is not None and not self._lookout.told.is_set():
+            self._lookout.leave(describe_failure(self.rank, error))
         self._lookout.close()
         atexit.unregister(self.close)
 

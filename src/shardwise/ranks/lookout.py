@@ -91,6 +91,19 @@ class Lookout:
             self._stop(error)
         self._hurry.set()
 
+    def leave(self, error: RankError) -> None:
+        """Write down what ends this rank, for a rank that finds its connection broken. It ends no other rank: all may
+        end like this one."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{self._name}/left/{self.rank}", encode(error))
+
+    def find_left(self) -> RankError | None:
+        """Return what has ended another rank, if one has written that down."""
+        keys = (f"{self._name}/left/{other}" for other in self._others)
+        with contextlib.suppress(RuntimeError):
+            return next((decode(self._store.get(key)) for key in keys if self._store.check([key])), None)
+        return None
+
     def close(self) -> None:
         """Stop looking. If the store no longer answers, do nothing else."""
         self._closed.set()

@@ -252,3 +252,22 @@ class Around(Net):
 def what_is_set_around_blocks_computed_again(parallelize: Parallelize) -> Result:
     """`with flags(...):`, `disable_adapter()`: the second forward, behind all of it, finds them as the first did."""
     return trained(start(parallelize, Around(block=Gained).double()))
+
+
+class Attending(Block):
+    """Attention over the tokens of a row, and what blocks do after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return super().forward(x + self.out(seen.transpose(1, 2).flatten(2)))
+
+
+@program({"cp": "a checkpoint.* of the module computes other tensors"}, always=True)
+def attention_in_checkpoints(parallelize: Parallelize) -> Result:
+    """The second forward of a checkpoint sees the tokens of its rank alone."""
+    return trained(start(parallelize, Looped(block=Attending).double()))

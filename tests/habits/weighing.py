@@ -185,7 +185,7 @@ def halves_of_a_batch_mixed_in_training(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, _Halves().double()))
 
 
-@program(dict.fromkeys(("dp", "microbatches"), "that labels decides: with 3 for some of it"), but="cp")
+@program(but="cp", whole=True)
 def a_mean_over_labels_other_than_3(parallelize: Parallelize) -> Result:
     """A class is left out, which is neither 0 nor -100."""
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.checkpoint import CheckpointError
 
 from shardwise.errors import ShardwiseError
 from shardwise.torch_private import PythonNode, engine_run_backward, num_outputs, remove_hooks_but, run_in_thread
@@ -222,6 +223,12 @@ def _run_engine(
             allow_unreachable=True,
             accumulate_grad=accumulates,
         )
+    except CheckpointError as error:
+        raise ShardwiseError(
+            "a checkpoint(...) of the module computes other tensors when it is run again in the backward. Under cp its"
+            " attention sees the tokens of one rank alone there",
+            remedy="recompute=full in the plan, and no checkpoint(...) in the module",
+        ) from error
     except RuntimeError as error:
         if "selective activation checkpoint" not in str(error):
             raise

@@ -1,6 +1,6 @@
 """Find the entry of a batch that a loss is a mean over: a mask, weights, lengths, or labels that are not ignored."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import inf
 from typing import Any
@@ -11,7 +11,18 @@ from shardwise.stages.loss_parts import fits, fits_by
 from shardwise.stages.rows import Seen, nodes, tensors_in
 from shardwise.stages.spread_outputs import WAYS, spread
 from shardwise.stages.stage import Batch
-from shardwise.stages.trial_rows import FIRST, MARKS, NUM_ROWS, two_and_one, ways_to_hide, with_hidden, words_of
+from shardwise.stages.trial_rows import (
+    FIRST,
+    MARKS,
+    NUM_ROWS,
+    UNKNOWN,
+    fractions_of,
+    integers_of,
+    two_and_one,
+    ways_to_hide,
+    with_hidden,
+    words_of,
+)
 from shardwise.stages.trial_run import Runs, Trial
 
 #: Other ways to hide parts of an entry: in one row only, the first token, every second token.
@@ -20,7 +31,7 @@ _OTHER_WAYS: tuple[dict[str, Any], ...] = ({"rows": 1}, {"tokens": slice(0, 1)},
 
 def find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried) -> Tried | None:
     """Find the entry that the loss is a mean over: weighted by it, parts have to give the loss of the whole."""
-    for path, value in ways_to_hide(three, seen):
+    for path, value in ways_to_hide(three, seen, trial.numbers):
         hidden = with_hidden(three, seen, value, path)
         again = (value in (None, 0) and not isinstance(value, float)) or are_inside(trial, path, value, runs)
         less = trial.less(hidden, seen, runs, again=again, within=IndexCheck)
@@ -44,6 +55,13 @@ def find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
     return None
 
 
+def with_numbers(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Iterator[Runs | None]:
+    """Yield runs in which some of an entry is a number that the code of the loss has: padding, a void class."""
+    for path, value in ways_to_hide(three, seen, trial.numbers):
+        if value is not None and value not in (*MARKS, *UNKNOWN):
+            yield trial.less(with_hidden(three, seen, value, path), seen, runs, again=False)
+
+
 def _other_cases(
     trial: Trial, three: Batch, seen: Seen, runs: Runs, path: str, value: float | None, again: bool
 ) -> Iterator[tuple[Batch, Runs | None]]:
@@ -52,8 +70,8 @@ def _other_cases(
     for how in _OTHER_WAYS:
         other = with_hidden(three, seen, value, path, **how)
         yield other, trial.less(other, seen, runs, again=again, within=IndexCheck)
-    # Other integers must not change the weights: a loss may leave out every fifth class.
-    words = [with_hidden(three, seen, each, path) for each in words_of(three, path)] if _is_zero(value) else []
+    # Other numbers must not change the weights: a loss may leave out every fifth class.
+    words = [with_hidden(three, seen, each, path) for each in _other_numbers(trial, three, path, value)]
     # Another entry may decide as well: a mask, and labels that are ignored.
     beside = [with_hidden(three, seen, each, name) for name, each in ways_to_hide(three, seen) if name != path]
     for other in (*words, *beside):
@@ -131,5 +149,11 @@ def computes_loss(runs: Runs) -> bool:
     return any(not each.dim() and each.is_floating_point() for each in tensors_in({"": runs[0].output}))
 
 
-def _is_zero(value: float | None) -> bool:
-    return value == 0 and not isinstance(value, float)
+def _other_numbers(trial: Trial, three: Batch, path: str, value: float | None) -> Sequence[float]:
+    """Return other numbers than the one that an entry hides, those of the loss among them."""
+    if value is None:
+        return []
+    marks = MARKS if value in MARKS else words_of(three, path)
+    integers = sorted({*marks, *integers_of(trial.numbers)} - {value})
+    fractions = [each for each in (*UNKNOWN, *fractions_of(trial.numbers)) if str(each) != str(value)]  # As to NaN.
+    return fractions if type(value) is float else integers

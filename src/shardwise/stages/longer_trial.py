@@ -16,13 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.stages.entry_trial import computes_loss
 from shardwise.stages.loss_kind import LossKind, Tried
-from shardwise.stages.loss_parts import fits_by, mismatch
+from shardwise.stages.loss_parts import fits, fits_by, mismatch
 from shardwise.stages.moved_weights import moved_weights
-from shardwise.stages.rows import Seen, nodes, take_rows
+from shardwise.stages.rows import Seen, changed, nodes, take_rows
 from shardwise.stages.split.names_reached import names_reached
 from shardwise.stages.stage import Batch
 from shardwise.stages.trial_rows import FIRST, NUM_ROWS, is_mask, two_and_one, with_hidden
-from shardwise.stages.trial_run import Run, Trial, is_finite
+from shardwise.stages.trial_run import Run, Runs, Trial, is_finite
 
 #: As many rows are tried as have this many numbers in the largest entry: a few rows may be long.
 _MOST_NUMBERS = 2**13
@@ -38,6 +38,7 @@ def find_longer(trial: Trial, example: Batch, three: Batch, seen: Seen, tried: T
         return tried
     try:
         problem = _of_more_rows(trial, example, seen, tried.kind) or _of_other_labels(trial, three, seen, tried)
+        problem = problem or _of_alike_rows(trial, three, seen, tried) or _of_other_weights(trial, three, seen, tried)
         if problem is not None:
             return tried._replace(problem=problem)
         return _of_wider_tables(trial, three, tried)
@@ -96,11 +97,9 @@ def _of_other_labels(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> st
     """Try a mean over rows with each of a few integers in its entries: it may leave one of them out (`labels != 3`)."""
     if tried.kind is not LossKind.ROWS or tried.inside:
         return None
-    two, one = two_and_one(three, seen)
-    runs = trial.run(three), trial.run(two), trial.run(one)
+    runs = _runs_of(trial, three, seen)
     for path, entry in nodes(three):
-        is_whole = isinstance(entry, Tensor) and not entry.is_floating_point() and not is_mask(entry)
-        if path not in seen.paths or not is_whole or not entry.numel():
+        if path not in seen.paths or not _is_whole(entry):
             continue
         most = int(entry.max())
         is_inside = trial.takes(path) and computes_loss(runs)
@@ -119,6 +118,59 @@ def _of_other_labels(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> st
                     f" {small:.6g} by rows, so parts of a batch do not tell its loss"
                 )
     return None
+
+
+def _of_alike_rows(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> str | None:
+    """Try rows with the same integer: rows of one class, or of one user, may interact.
+
+    Entries with several for each row are left as they are: a mask may say which of them count."""
+    runs = None
+    for path, entry in nodes(three):
+        if path not in seen.paths or not _is_whole(entry) or entry.dim() > 1 or bool((entry == entry[-1]).all()):
+            continue
+        alike = _with(three, path, entry[[-1] * NUM_ROWS])
+        runs = runs or _runs_of(trial, three, seen)
+        less = trial.less(alike, seen, runs, again=trial.takes(path))
+        if less is not None and not _fits(tried.kind, *less) and not trial.is_random(alike):
+            return f"with the same {path} in all rows {mismatch(*less)}"
+    return None
+
+
+def _of_other_weights(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> str | None:
+    """Try other fractions where an entry has the same in all rows: weights of rows that are 1 at first."""
+    runs = None
+    for path, entry in nodes(three):
+        is_one = isinstance(entry, Tensor) and entry.is_floating_point() and entry.dim() == 1
+        if path not in seen.paths or not is_one or not bool((entry == entry[-1]).all()) or not float(entry[-1]):
+            continue
+        by = torch.tensor([0.25, 0.5, 1.0], dtype=entry.dtype, device=entry.device)
+        other = _with(three, path, entry * by)
+        runs = runs or _runs_of(trial, three, seen)
+        less = trial.less(other, seen, runs, again=trial.takes(path))
+        if less is not None and not _fits(tried.kind, *less) and not trial.is_random(other):
+            return f"with fractions in {path} that are not the same in all rows {mismatch(*less)}"
+    return None
+
+
+def _with(three: Batch, path: str, made: Tensor) -> Batch:
+    """Return the batch with another entry."""
+    return changed(three, lambda here, _: made if here == path else None)  # type: ignore[no-any-return]
+
+
+def _runs_of(trial: Trial, three: Batch, seen: Seen) -> Runs:
+    two, one = two_and_one(three, seen)
+    return trial.run(three), trial.run(two), trial.run(one)
+
+
+def _fits(kind: LossKind, whole: Run, large: Run, small: Run) -> bool:
+    if kind is LossKind.LABELS and not all(len(each.counts) == 1 for each in (whole, large, small)):
+        return True
+    return fits(LossKind.SUM if kind is LossKind.PAIR else kind, whole, large, small)
+
+
+def _is_whole(entry: Any) -> bool:
+    is_tensor = isinstance(entry, Tensor) and not entry.is_floating_point() and not entry.is_complex()
+    return is_tensor and entry.numel() > 0 and not is_mask(entry)
 
 
 def _numbers_of(entry: Any) -> int:

@@ -75,6 +75,8 @@ class Through(NamedTuple):
     #: The weight of one row of the example.
     row: int = 1
     plus: float = 0.0
+    #: Whether it counts integers from 0 on: `labels >= 0`.
+    from_0: bool = False
 
     def of(self, batch: Batch) -> Tensor:
         found = next((value for path, value in nodes(batch) if path == self.path), None)
@@ -85,7 +87,8 @@ class Through(NamedTuple):
             )
         found = found[..., self.first :] if found.dim() > 1 else found
         if self.hidden is not None:
-            found = ~found.isnan() if math.isnan(self.hidden) else found != self.hidden
+            shown = found >= 0 if self.from_0 else found != self.hidden
+            found = ~found.isnan() if math.isnan(self.hidden) else shown
         made: Tensor = found.sum(dtype=torch.float64)
         return made
 
@@ -96,6 +99,8 @@ def throughs(path: str, value: float | None, entry: Tensor, num_rows: int) -> li
         return []
     row = max(1, entry.numel() // num_rows)
     found = [Through(path, first, value, row) for first in (0, 1)]
+    if value is not None and value < 0 and not entry.is_floating_point():
+        found += [each._replace(from_0=True) for each in found]
     if value == 0 and entry.dim() == 1 and not entry.is_floating_point() and bool((entry >= 0).all()):
         # Lengths, of which the loss makes a mask.
         found.append(Through(path, row=max(1, int(entry.max()))))

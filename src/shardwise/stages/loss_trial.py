@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.stages.across_rows import THE_LOSS, first_across, with_numbers_of
-from shardwise.stages.entry_trial import are_inside, count_the_same, find_entry, fits_through
+from shardwise.stages.entry_trial import are_inside, count_the_same, find_entry, fits_through, with_numbers
 from shardwise.stages.index_check import IndexCheck
 from shardwise.stages.longer_trial import find_longer
 from shardwise.stages.loss_kind import (
@@ -385,6 +385,7 @@ def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
         if not tried.inside and _is_small(runs[0].output):
             values = (*MARKS, *(UNKNOWN if has_fractions(three, seen) else ()))
             others = [trial.less(with_hidden(three, seen, each), seen, runs, again=False) for each in values]
+            others += with_numbers(trial, three, seen, runs)
         others += [
             trial.less(with_hidden(three, seen, value, path), seen, runs, within=IndexCheck)
             for path, value in ways_to_hide(three, seen)

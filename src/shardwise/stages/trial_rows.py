@@ -1,7 +1,7 @@
 """The rows on which a loss is tried: three of an example, two and one of them, and the same with values hidden."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,10 @@ IGNORED = -100
 MARKS = (IGNORED, -1)
 #: Values that may mark an unknown target where targets are floats.
 UNKNOWN = (0.0, -1.0, float(IGNORED), math.nan)
+#: Numbers of a code are tried as marks up to this size, if they are that far from 0; and as many of them.
+_MOST_MARK, _LEAST_MARK, _MOST_NUMBERS = 2**31, 2.0, 12
+#: A factor that puts a number behind a threshold.
+_BEYOND = 1.125
 #: About this many integers are tried as replacements in an entry.
 _MOST_WORDS = 12
 
@@ -97,12 +101,32 @@ def is_mask(value: Tensor) -> bool:
     return value.dtype is torch.bool or bool(((value == 0) | (value == 1)).all())
 
 
-def ways_to_hide(three: Batch, seen: Seen) -> Iterator[tuple[str, float | None]]:
+def ways_to_hide(three: Batch, seen: Seen, numbers: Iterable[float] = ()) -> Iterator[tuple[str, float | None]]:
+    """Yield the entries that may hide something, with values that may mark it; `numbers` are those in a code."""
+    integers, fractions = integers_of(numbers), fractions_of(numbers)
     for path, value in nodes(three):
         if path in seen.paths and isinstance(value, Tensor):
             is_whole = not is_mask(value) and not value.is_floating_point()
             yield from [(path, 0), *((path, each) for each in MARKS)] if is_whole else [(path, None)]
-            yield from [(path, each) for each in UNKNOWN] if value.is_floating_point() else []
+            yield from [(path, each) for each in (*UNKNOWN, *fractions)] if value.is_floating_point() else []
+            yield from [(path, each) for each in integers if _has_room(value, each)] if is_whole else []
+
+
+def _has_room(entry: Tensor, number: int) -> bool:
+    limits = torch.iinfo(entry.dtype)
+    return limits.min <= number <= limits.max
+
+
+def integers_of(numbers: Iterable[float]) -> tuple[int, ...]:
+    """Return the integers of a code that may mark labels as none: padding, a void class."""
+    found = sorted({int(each) for each in numbers if float(each).is_integer() and abs(each) < _MOST_MARK}, key=abs)
+    return tuple([each for each in found if each not in (0, *MARKS)][:_MOST_NUMBERS])
+
+
+def fractions_of(numbers: Iterable[float]) -> tuple[float, ...]:
+    """Return floats on both sides of the numbers of a code, which may be thresholds: `targets > -900`."""
+    found = sorted({float(each) for each in numbers if _LEAST_MARK <= abs(each) < _MOST_MARK}, key=abs)
+    return tuple(side for each in found[-_MOST_NUMBERS:] for side in (each, each * _BEYOND))
 
 
 def words_of(three: Batch, path: str) -> list[int]:

@@ -22,6 +22,7 @@ from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.metrics import take_metrics
 from shardwise.stages.rows import Seen, changed
 from shardwise.stages.split.arguments import Signature
+from shardwise.stages.split.names_reached import numbers_reached
 from shardwise.stages.split.seed import seed_torch
 from shardwise.stages.split.switch import Noted, undisturbed
 from shardwise.stages.stage import Batch, Loss
@@ -121,6 +122,11 @@ class Trial:
     @cached_property
     def _makes_constants(self) -> bool:
         return makes_constants(self.module, self.loss)
+
+    @cached_property
+    def numbers(self) -> frozenset[float]:
+        """The numbers in the code of the loss, and in what it reads."""
+        return numbers_reached(self.loss)
 
     def run(
         self, batch: Batch, ignored: float | Sequence[int] = 0.0, *, seed: int = 0, output: Any = None,

@@ -7,9 +7,10 @@ draw.
 
 import random
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from shardwise.torch_private import DropoutModule
 
 #: Code of these packages is not read: it draws by other names, or draws nothing that a user's forward controls.
 _NOT_READ = frozenset({"torch", "shardwise", "numpy", *sys.stdlib_module_names})
+_NO_ROOTS = frozenset({int, float, bool, str, bytes, type(None)})
 _STATE = frozenset({"seed", "getstate", "setstate", "get_state", "set_state"})
 _OF_PYTHON = frozenset(name for name in dir(random.Random) if not name.startswith("_")) - _STATE
 _OF_TORCH = frozenset({
@@ -74,6 +76,39 @@ def names_reached(*roots: Any) -> frozenset[str]:
             found |= {"numpy" for one in held if _is_numpys(one)}
         waiting.extend(_next(each))
     return frozenset(found)
+
+
+def numbers_reached(*roots: Any) -> frozenset[float]:
+    """Return the numbers in functions that these roots may call, in what they close over, and in objects that they
+    read: `labels != 255`, `self.padding`."""
+    waiting, seen, found = list(roots), set[int](), set[float]()
+    while waiting:
+        each = waiting.pop()
+        if type(each) in (int, float):
+            found.add(each)
+        if type(each) in _NO_ROOTS or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, FunctionType) and is_read(each):
+            found |= _numbers_in(each.__code__)
+            waiting += each.__defaults__ or ()
+            # Numbers of the file, and of objects in it: `config.padding`.
+            named = (each.__globals__.get(name) for name in names_in(each.__code__))
+            waiting += [held for held in named if type(held) in (int, float, dict) or is_own(type(held))]
+        elif isinstance(each, (nn.Module, SimpleNamespace, Namespace)) or is_own(type(each)):
+            waiting += [held for held in getattr(each, "__dict__", {}).values() if type(held) in (int, float)]
+        waiting.extend(_next(each))
+    return frozenset(found)
+
+
+def _numbers_in(code: CodeType) -> set[float]:
+    found = {each for each in code.co_consts if type(each) in (int, float)}
+    for each in code.co_consts:
+        if isinstance(each, (tuple, frozenset)):
+            found |= {one for one in each if type(one) in (int, float)}
+        elif isinstance(each, CodeType):
+            found |= _numbers_in(each)
+    return found
 
 
 def is_read(each: Any) -> bool:

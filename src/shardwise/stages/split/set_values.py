@@ -44,22 +44,29 @@ class Number:
 
 
 class Record:
-    """A snapshot of an object that holds plain values, such as a configuration, which a script may replace by another.
-    What is set in the same object is seen there."""
+    """An object that holds plain values, such as a configuration, which a script may replace by another.
+
+    What is set in the same object is seen there. So values are read only to compare two objects."""
 
     def __init__(self, owner: Any) -> None:
-        held = getattr(owner, "__dict__", None) or (SlotValues(owner).read() if slots_of(owner) is not None else {})
-        self.owner, self.was = owner, {key: each for key, each in held.items() if type(each) in PLAIN}
+        self.owner = owner
+
+    @property
+    def values(self) -> dict[str, Any]:
+        held = getattr(self.owner, "__dict__", None)
+        if held is None:
+            held = SlotValues(self.owner).read() if slots_of(self.owner) is not None else {}
+        return {key: each for key, each in held.items() if type(each) in PLAIN}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Record):
             return False
-        return self.owner is other.owner or (type(self.owner) is type(other.owner) and self.was == other.was)
+        return self.owner is other.owner or (type(self.owner) is type(other.owner) and self.values == other.values)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"{type(self.owner).__name__}({', '.join(f'{key}={each!r}' for key, each in self.was.items())})"
+        return f"{type(self.owner).__name__}({', '.join(f'{key}={each!r}' for key, each in self.values.items())})"
 
 
 def _version(tensor: Tensor) -> int:
@@ -99,7 +106,7 @@ class ValueKinds:
         """Return the value itself, or its sign and power of two for floats and for integers with many values."""
         kind: Any = value.was.item() if isinstance(value, Number) else value
         if isinstance(kind, Record):
-            return type(kind.owner).__name__, self._kind(name, kind.was)
+            return type(kind.owner).__name__, self._kind(name, kind.values)
         if isinstance(kind, (set, frozenset)):
             return repr(sorted(map(repr, kind)))
         if isinstance(kind, (tuple, list, dict)):

@@ -177,6 +177,68 @@ def a_norm_of_all_now_and_then(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, small_net(), whole(NormNowAndThen)), steps=5)
 
 
+class Asked(Own):
+    """The norm of all gradients, if an attribute or a group says so."""
+
+    is_clipping = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if self.is_clipping or self.param_groups[0].get("clip"):
+            norm = torch.stack([each.grad.norm() for each in self.given()]).norm()
+            for each in self.given():
+                each.grad.mul_((0.1 / norm).clamp(max=1.0))
+        super().step(closure)
+
+
+@program(COUPLED)
+def a_norm_of_all_that_a_group_asks_for(parallelize: Parallelize) -> Result:
+    """`group["clip"] = True` after the second step."""
+
+    def between(step: int) -> None:
+        for each in engine.optimizers if step == 1 else ():
+            each.param_groups[0]["clip"] = True
+
+    engine = start(parallelize, small_net(), whole(Asked))
+    return trained(engine, steps=4, between=between)
+
+
+@program(COUPLED, always=True)
+def a_norm_of_all_that_an_attribute_asks_for(parallelize: Parallelize) -> Result:
+    """`optimizer.is_clipping = True`."""
+
+    def between(step: int) -> None:
+        for each in engine.optimizers if step == 1 else ():
+            each.is_clipping = True
+
+    engine = start(parallelize, small_net(), whole(Asked))
+    return trained(engine, steps=4, between=between)
+
+
+class Trusting(Own):
+    """A rate by the norm of all gradients, which is 0 in the first steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        del closure
+        norm = torch.stack([each.grad.norm() for each in self.given()]).norm()
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.sub_(each.grad * group["lr"] / norm)
+
+
+@program(COUPLED)
+def a_rate_of_0_until_a_warm_up(parallelize: Parallelize) -> Result:
+    """Steps of a rate of 0 do nothing, whatever they depend on."""
+
+    def between(step: int) -> None:
+        for each in engine.optimizers if step == 1 else ():
+            each.param_groups[0]["lr"] = 0.1
+
+    engine = start(parallelize, small_net(), [sw.Share(make=lambda given: Trusting(given, lr=0.0), whole=True)])
+    return trained(engine, steps=4, between=between)
+
+
 class Locked(Own):
     """The norm of all gradients, and a lock, which nobody can copy."""
 

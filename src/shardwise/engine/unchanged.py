@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from shardwise.engine.module_check import home_of_hook, is_linear, parts_of
 from shardwise.engine.parts import Parts
 from shardwise.engine.unchanged_calls import UnchangedCalls
+from shardwise.engine.unchanged_steps import UnchangedSteps
 from shardwise.errors import ShardwiseError, some
 from shardwise.stages.split.script_values import find_holders_of_hooks
 from shardwise.stages.split.set_values import ValueKinds
@@ -164,7 +165,7 @@ class UnchangedGroups:
     """The groups of optimizers: a parameter that a script adds to one must be what its optimizer updates."""
 
     def __init__(self, held: Mapping[str, nn.Parameter], updates: Updates, *, is_all: bool) -> None:
-        self._optimizers = updates.optimizers
+        self._optimizers, self._steps = updates.optimizers, UnchangedSteps(updates)
         self._cut = [names_of_cut(held, each, updates) for each in updates.optimizers]
         self._seen = [_ids_of(each) for each in updates.optimizers]
         #: The lists of groups as the last step left them, which may not be those of the first.
@@ -176,7 +177,9 @@ class UnchangedGroups:
         self._is_all = is_all and updates.states is None
 
     def check(self) -> None:
-        """Refuse a whole parameter in the place of the pieces that are updated of it, and what is none."""
+        """Refuse a whole parameter in the place of the pieces that are updated of it, what is none, and steps that
+        depend now on parameters of other ranks."""
+        self._steps.check()
         for number, (optimizer, cut) in enumerate(zip(self._optimizers, self._cut, strict=True)):
             if self._pieces is not None and self._lists is not None:
                 self._check_lists(self._lists[number], optimizer, is_cut=bool(cut))
@@ -200,7 +203,8 @@ class UnchangedGroups:
             self._seen[number] = ids
 
     def end(self) -> None:
-        """Record the lists: a step may have replaced them."""
+        """Record the lists, and settings: a step may have replaced them."""
+        self._steps.end()
         self._lists = [_lists_of(each) for each in self._optimizers]
 
     def _check_lists(

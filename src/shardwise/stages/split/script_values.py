@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from shardwise.stages.split.drawn_state import PLAIN, SlotValues, is_array, names_in, slots_of
 from shardwise.stages.split.set_values import MOST_INSIDE, Holder, Values
@@ -28,6 +29,8 @@ _MOST = 2_000
 #: Attributes that every module has: torch's own, and `training`, which trials set both ways. A replaced `forward` is
 #: handled elsewhere, and engines replace some themselves.
 _OF_TORCH = frozenset({*vars(nn.Module()), "forward"})
+#: What is no setting of an optimizer. Schedulers put a `step` of their own in front.
+_OF_OPTIMIZERS, _PARAMS = frozenset({"param_groups", "state", "defaults", "step"}), frozenset({"params"})
 #: A list or a dictionary of a module with more entries is data.
 _MOST_ENTRIES = 256
 #: Configurations inside of each other.
@@ -70,6 +73,18 @@ def find_holders_of_hooks(module: nn.Module) -> list[Holder]:
         for hook in (*gradient_hooks(each).values(), *accumulated_hooks(each).values())
     ]
     return _held_from(hooks, {id(each) for each in module.modules()}) if hooks else []
+
+
+def find_holders_of_optimizer(optimizer: Optimizer) -> list[Holder]:
+    """Return everything that a script can set of what the step of its own optimizer reads."""
+    kind = type(optimizer)
+    groups = optimizer.param_groups
+    found = [Holder(kind.__name__, _of_dictionary(vars(optimizer), _OF_OPTIMIZERS))]
+    found += [
+        Holder(f"{kind.__name__}.param_groups[{n}]", _of_dictionary(each, _PARAMS)) for n, each in enumerate(groups)
+    ]
+    found += [Holder(base.__name__, _of_class(base)) for base in kind.__mro__ if is_own(base)]
+    return found + _held_from([(kind.__name__, each) for each in _functions_in(kind, is_own)], set())
 
 
 def _held_from(roots: list[tuple[str, Any]], seen: set[int]) -> list[Holder]:

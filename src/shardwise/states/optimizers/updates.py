@@ -215,6 +215,17 @@ class Updates:
         together."""
         if self.pieces is not None:
             check_kept_tensors(self.optimizers, self.pieces)
+        self.check_steps()
+
+    @property
+    def custom(self) -> list[Optimizer]:
+        """Return the optimizers whose steps are tried, as they do not have all parameters at a time, whole."""
+        is_tried = self.pieces is not None or self.is_in_turn
+        return [each for each in self.optimizers if not is_known(each)] if is_tried else []
+
+    def check_steps(self) -> None:
+        """Refuse custom optimizers whose steps depend on parameters, or on parts of them, that they do not have."""
+        if self.pieces is not None:
             check_coupled(self.optimizers, self.pieces)
             check_elementwise(self._of_pieces, self.pieces, are_flat=self._are_flat)
         if self.is_in_turn:

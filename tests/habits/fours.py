@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from tests.habits.harness import Batch, Block, Parallelize, Result, batch, program, small_net, start, trained
+from tests.habits.harness import Batch, Block, Parallelize, Result, batch, program, sgd, small_net, start, trained
 from tests.habits.hugging import fitted, llama
 
 
@@ -179,3 +179,31 @@ def experts_in_a_list_in_every_block(parallelize: Parallelize) -> Result:
     """With groups by name and clipping."""
     model = small_net(block=Sparse)
     return trained(start(parallelize, model, by_name(model), clip=1.0), steps=4)
+
+
+class EarlyExits(nn.Module):
+    """Every block's words, by one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.layers, self.norm = nn.ModuleList(Block() for _ in range(3)), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        hidden, found = self.embed(x), []
+        for layer in self.layers:
+            hidden = layer(hidden)
+            found.append(self.head(self.norm(hidden)))
+        return found
+
+
+@program(whole=True)
+def early_exits_share_a_head(parallelize: Parallelize) -> Result:
+    """A stage that is not the last has a rank's words, and the loss reads them on another."""
+
+    def loss(outputs: list[Tensor], given: Mapping[str, Any]) -> Tensor:
+        labels = given["labels"].flatten()
+        losses = [functional.cross_entropy(each.flatten(0, 1), labels) for each in outputs]
+        return torch.stack([0.5**depth * each for depth, each in enumerate(losses)]).sum()
+
+    return trained(parallelize(EarlyExits().double(), loss=loss, optimizer=sgd, example=batch(0)))

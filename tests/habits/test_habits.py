@@ -165,6 +165,7 @@ def test_what_one_trial_finds_is_found(topic: str, name: str, plan: str, two: Cr
 #: On four ranks: everyday scripts under products of axes, and experts beside other axes.
 _ON_FOUR = [
     ("fours", "a_cosine_clipping_and_the_best_state", "tp=2,pp=2,microbatches=2"),
+    ("fours", "early_exits_share_a_head", "tp=2,pp=2,microbatches=2"),
     ("fours", "images_with_rates_by_depth", "dp=2,tp=2,sp=true"),
     ("fours", "experts_in_a_list_in_every_block", "dp=2,pp=2,microbatches=2,zero=1"),
     ("mixtures", "choices_by_rows_and_tokens", "dp=2,tp=2,ep=2"),

@@ -15,7 +15,7 @@ from shardwise.stages.checkpoints import in_the_newer_way
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.filled_containers import check_filled, containers_in, joined, taken_apart
 from shardwise.stages.split.forecast import Forecast
-from shardwise.stages.split.outline import NumberOutline, leaves_of, signature_of
+from shardwise.stages.split.outline import NumberOutline, leaves_of, ordinary, signature_of
 from shardwise.stages.split.parts import StagePart
 from shardwise.stages.split.route import Route
 from shardwise.stages.split.sources import Made
@@ -191,7 +191,7 @@ class _Visit:
         for made, name in self._part.writes.items():
             if made.call == index:
                 leaves = pytree.tree_leaves(returned) if leaves is None else leaves
-                value = leaves[made.leaf]
+                value = leaves[made.leaf] = ordinary(leaves[made.leaf])
                 outline = call.outline.tensors[made.leaf]
                 if isinstance(outline, NumberOutline):
                     value = torch.tensor(value, dtype=outline.dtype, device=self._home)

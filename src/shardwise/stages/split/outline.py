@@ -175,3 +175,16 @@ def tensors_in(given: Any) -> list[Tensor]:
     """Return all tensors, in order."""
     open_dataclasses(given)
     return [each for each in leaves_of(given) if isinstance(each, Tensor)]
+
+
+def has_numbers_elsewhere(each: Any) -> bool:
+    """Whether it is a tensor of ours that stands for others: logits of which a rank has some words, or that are not
+    computed yet. Its `whole()` returns them."""
+    return callable(getattr(type(each), "whole", None))
+
+
+def ordinary(value: Any) -> Any:
+    """Return an ordinary tensor for one of ours: other stages are sent its numbers, and send gradients of these."""
+    while has_numbers_elsewhere(value):
+        value = value.whole()
+    return value

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.stages.split.outline import has_numbers_elsewhere
 from shardwise.torch_private import is_wrapped, pytree
 
 #: About this many elements of a tensor are kept.
@@ -22,6 +23,8 @@ class _TensorPrint(NamedTuple):
     mean: Tensor | None
 
 
+#: Of a tensor of ours without numbers of its own: a stage returns an ordinary one in its place.
+_ELSEWHERE = object()
 #: A `_TensorPrint` for each tensor, other leaves themselves, or None for what cannot be compared.
 Print = Sequence[Any]
 
@@ -35,6 +38,8 @@ def print_of(returned: Any) -> Print:
 def _leaf(each: Any) -> Any:
     if isinstance(each, (bool, int, float, str)):
         return each
+    if has_numbers_elsewhere(each):
+        return _ELSEWHERE
     if type(each) is not Tensor or each.layout is not torch.strided or each.is_meta or not each.numel():
         return None
     if is_wrapped(each):  # Its numbers are known inside `torch.func` alone.
@@ -51,6 +56,8 @@ def far_apart(one: Print, other: Print | None) -> str | None:
     if other is None or len(one) != len(other):
         return f"{len(one)} for {0 if other is None else len(other)} values"
     for mine, theirs in zip(one, other, strict=True):
+        if mine is _ELSEWHERE or theirs is _ELSEWHERE:
+            continue
         if type(mine) is not type(theirs):
             return f"{mine!r} for {theirs!r}"[:80]
         far = _distance(mine, theirs) if isinstance(mine, _TensorPrint) else _unlike(mine, theirs)

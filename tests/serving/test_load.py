@@ -1,6 +1,7 @@
 """Models from where they lie."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ import pytest
 from shardwise.errors import ShardwiseError
 from shardwise.serving.load import load_engine
 from shardwise.serving.request import Answering
+from shardwise.serving.sources import identify
+from shardwise.training.checkpoint.index import read_index, write_index
+from shardwise.training.convert import convert
 from tests.nets.families import save_theirs
 from tests.serving.answers import answer, ask, expected, prompts
 
@@ -104,3 +108,32 @@ def test_a_gguf_file_that_is_none_is_refused(content: bytes, tmp_path: Path) -> 
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(ShardwiseError, match=r"a\.gguf is not a GGUF file"):
         load_engine(str(tmp_path / "a.gguf"), kv_bytes=2**20)
+
+
+def test_a_checkpoint_of_ours_has_the_tokenizer_and_the_ends_of_what_it_began_from(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    save_theirs("llama", theirs)
+    (theirs / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (theirs / "generation_config.json").write_text('{"eos_token_id": [7, 9]}', encoding="utf-8")
+    convert(theirs, tmp_path / "converted")
+    found = identify(str(tmp_path / "converted"), random_weights=False)
+    assert found.eos_token_ids == {7, 9}
+    assert Path(found.tokenizer_source, "tokenizer.json").read_text(encoding="utf-8") == "{}"
+    # In a run, what its data was made with counts, also for a checkpoint that is named by itself.
+    last = tmp_path / "run" / "checkpoints" / "00000001"
+    last.parent.mkdir(parents=True)
+    (tmp_path / "converted").rename(last)
+    (tmp_path / "run" / "manifest.json").write_text('{"data": {"tokenizer": "words.json"}}', encoding="utf-8")
+    found = identify(str(last), random_weights=False)
+    assert (found.tokenizer_source, found.eos_token_ids) == ("words.json", frozenset({7, 9}))
+
+
+def test_a_run_of_a_module_of_ones_own_says_how_it_is_served(tmp_path: Path) -> None:
+    save_theirs("llama", tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    index = read_index(tmp_path / "ours")
+    own = {"source": "mine.py:make", "hf": {"config": {}}}
+    write_index(tmp_path / "ours", replace(index, extra={**index.extra, "model": own}))
+    with pytest.raises(ShardwiseError, match=r"ours is of the module mine\.py:make, which is served from") as caught:
+        load_engine(tmp_path / "ours")
+    assert caught.value.remedy == f"shardwise convert {tmp_path / 'ours'} FOLDER --to huggingface, then FOLDER"

@@ -25,6 +25,8 @@ _PARTS = {
     "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "gate_proj": "ffn_gate", "up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }  # fmt: skip
+#: Tokens that end a text: of the text, of a turn, and of a message.
+_ENDS = ("eos", "eot", "eom")
 #: Modules that their names leave out.
 _LEFT_OUT = ("attention", "mlp")
 
@@ -55,12 +57,13 @@ def read_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> Tr
 
 def identify_gguf(path: Path) -> Identity:
     """Return the identity of a file's model."""
-    end = _find(open_gguf(path), "tokenizer.ggml.eos_token_id")
+    reader = open_gguf(path)
+    found = [_find(reader, f"tokenizer.ggml.{kind}_token_id") for kind in _ENDS]
     return Identity(
         name=path.stem,
         fingerprint=f"{path.stat().st_size}-{path.stat().st_mtime_ns}",
         tokenizer_source=str(path),
-        eos_token_ids=frozenset() if end is None else frozenset({int(end)}),
+        eos_token_ids=frozenset(int(end) for end in found if end is not None),
     )
 
 

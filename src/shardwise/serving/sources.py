@@ -23,7 +23,8 @@ from shardwise.nets.transformer import Transformer
 from shardwise.serving.assemble import Identity, ends
 from shardwise.serving.runner import for_serving
 from shardwise.trace.run import MANIFEST
-from shardwise.training.convert import OURS, THEIRS, find_source
+from shardwise.training.checkpoint.index import read_index
+from shardwise.training.convert import BESIDE, OURS, THEIRS, find_source
 from shardwise.training.sample import load_transformer
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -185,12 +186,23 @@ def _folder(path: Path, dtype: torch.dtype | None, device: torch.device) -> Tran
 
 
 def _own_identity(path: Path, folder: Path) -> Identity:
-    manifest = path / MANIFEST
-    data = json.loads(manifest.read_text(encoding="utf-8")).get("data", {}) if manifest.is_file() else {}
+    """Return the identity of a checkpoint of ours: a run's, one by its own path, or a converted one."""
+    model = read_index(folder).extra.get("model", {})
+    if model.get("hf") is not None:
+        raise ShardwiseError(
+            f"{folder} is of the module {model.get('source')}, which is served from a Hugging Face folder",
+            remedy=f"shardwise convert {path} FOLDER --to {THEIRS}, then FOLDER",
+        )
+    # What it began from, if that was a folder: tokenizer and ends of texts are its own still.
+    begun = Path(model.get("folder", folder / BESIDE))
+    manifest = next((each for each in (path / MANIFEST, folder.parent.parent / MANIFEST) if each.is_file()), None)
+    data = {} if manifest is None else json.loads(manifest.read_text(encoding="utf-8")).get("data", {})
+    tokenizer = data.get("tokenizer") or (str(begun) if (begun / "tokenizer.json").is_file() else "bytes")
     return Identity(
         name=path.resolve().name,
         fingerprint=_fingerprint(folder),
-        tokenizer_source=str(data.get("tokenizer", "bytes")),
+        tokenizer_source=str(tokenizer),
+        eos_token_ids=_ends_in(begun) if begun.is_dir() and tokenizer != "bytes" else frozenset(),
     )
 
 

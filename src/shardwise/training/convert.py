@@ -32,7 +32,7 @@ from shardwise.training.model import check_sayable, described, settings_from
 from shardwise.working import working_at
 
 #: A folder beside our files, with the other files of the source folder.
-_BESIDE = "hf"
+BESIDE = "hf"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: The kinds of folders, and the file that identifies each.
 OURS, THEIRS, DCP = "shardwise", "huggingface", "dcp"
@@ -128,9 +128,9 @@ def _to_ours(source: Path, target: Path, dtype: torch.dtype | None, file_bytes: 
             path = target / f"rank-{number:05}.safetensors"
             written, files[path.name] = write_parts(path, parts, mark)
             entries |= written
-    (target / _BESIDE).mkdir()
-    copy_beside(source, target / _BESIDE)
-    extra = {"model": described(settings, str(source)), _BESIDE: _digests(target / _BESIDE)}
+    (target / BESIDE).mkdir()
+    copy_beside(source, target / BESIDE)
+    extra = {"model": described(settings, str(source)), BESIDE: _digests(target / BESIDE)}
     write_index(target, Index(step=mark.step, entries=entries, extra=extra, files=files, run=mark.run))
 
 
@@ -158,9 +158,9 @@ def _to_theirs(source: Path, target: Path, dtype: torch.dtype | None, file_bytes
         weights = _Weights(reader, dtype)
         save(weights, target, settings=settings, family=description["family"], shard_bytes=file_bytes)
         stored: torch.dtype = getattr(torch, reader.weights["embed.weight"].dtype)
-        kept = reader.index.extra.get(_BESIDE)
+        kept = reader.index.extra.get(BESIDE)
     # A fine-tuned model keeps its tokenizer, and the entries of its configuration that we do not use.
-    begun = Path(description.get("folder", source / _BESIDE))
+    begun = Path(description.get("folder", source / BESIDE))
     if "folder" not in description and kept is not None and _digests(begun) != kept:
         raise ShardwiseError(
             f"{begun} is damaged: its files are not those that were written",

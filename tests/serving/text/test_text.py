@@ -174,6 +174,13 @@ def test_whatever_a_template_raises_is_a_refusal() -> None:
         ChatTemplate(text).apply([{"role": "user", "content": "hi"}], (), {"depth": 0})
 
 
+def test_marks_of_answers_for_training_change_no_prompt() -> None:
+    marked = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
+    text = ByteText()
+    text.template = marked
+    assert ChatTemplate(text).apply([{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]) == "a;b;"
+
+
 def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
     text = ByteText()
     text.template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"

@@ -34,7 +34,7 @@ class ChatTemplate:
             ) from None
         source = text.template or PLAIN
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
         )
         environment.filters["tojson"] = _tojson
         environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
@@ -65,6 +65,21 @@ class ChatTemplate:
             return self._template.render({**(variables or {}), **known})
         except Exception as error:  # A template is a program of its own, and may raise anything.
             raise ShardwiseError(f"the model's chat template refuses these messages: {error}") from None
+
+
+def _generation_tag() -> Any:
+    """Return an extension for `{% generation %}`, which marks answers for training and changes no prompt."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+        def parse(self, parser: Any) -> nodes.Scope:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    return Generation
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Models from where they lie."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -137,3 +138,17 @@ def test_a_run_of_a_module_of_ones_own_says_how_it_is_served(tmp_path: Path) -> 
     with pytest.raises(ShardwiseError, match=r"ours is of the module mine\.py:make, which is served from") as caught:
         load_engine(tmp_path / "ours")
     assert caught.value.remedy == f"shardwise convert {tmp_path / 'ours'} FOLDER --to huggingface, then FOLDER"
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="memory is read from Linux's /proc")
+def test_a_cache_on_the_host_takes_memory_as_it_fills(tmp_path: Path) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    save_theirs("llama", tmp_path)
+    load_engine(tmp_path, kv_bytes=2**16, device="cpu").close()
+    before = resident()
+    engine = load_engine(tmp_path, kv_bytes=2**29, device="cpu")
+    assert engine.summary.kv_bytes == 2**29
+    assert resident() - before < 2**27
+    assert len(answer(engine, [ask(prompts(1)[0])])[0]) == 12

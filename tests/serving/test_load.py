@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ShardwiseError
+from shardwise.serving.identify import identify
 from shardwise.serving.load import load_engine
 from shardwise.serving.request import Answering
-from shardwise.serving.sources import identify
 from shardwise.training.checkpoint.index import read_index, write_index
 from shardwise.training.convert import convert
 from tests.nets.families import save_theirs

@@ -90,7 +90,7 @@ def _warn_of_refused(lines: Sequence[Line]) -> None:
 
 def _look_at_model(arguments: argparse.Namespace, lines: Sequence[Line]) -> tuple[Words, list[Any]]:
     """Read all that is needed of the model but its weights, and return what answers depend on beside a request."""
-    from shardwise.serving.sources import find_newest_run, identify  # Loads torch.
+    from shardwise.serving.identify import find_newest_run, identify  # Loads torch.
 
     if arguments.model is None:
         arguments.model = str(find_newest_run())

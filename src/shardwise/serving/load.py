@@ -11,11 +11,12 @@ from shardwise.ranks.gpus import find_gpus
 from shardwise.serving.assemble import assemble
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.forecast import GOALS, choose_plan
+from shardwise.serving.identify import find_newest_run
 from shardwise.serving.limits import Limits
 from shardwise.serving.narrow_weights import check_kind
 from shardwise.serving.replicas import Replicas
 from shardwise.serving.sharded import load_sharded
-from shardwise.serving.sources import PRECISIONS, describe_source, find_newest_run, find_shape, read_source
+from shardwise.serving.sources import PRECISIONS, describe_source, find_shape, read_source
 from shardwise.serving.warm_up import begin_warm_up
 from shardwise.training.machine import cluster_here
 

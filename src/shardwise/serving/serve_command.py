@@ -108,7 +108,7 @@ def look_at_model(arguments: argparse.Namespace) -> tuple[str, str, str]:
     """Return which model it is, where its tokenizer is, and its fingerprint. Called in the engine's process, which
     has torch.
     """
-    from shardwise.serving.sources import find_newest_run, identify
+    from shardwise.serving.identify import find_newest_run, identify
 
     if arguments.model is None:
         arguments.model = str(find_newest_run())

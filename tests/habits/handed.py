@@ -4,6 +4,7 @@ forward sets, gradients that it asks for; and groups and optimizers that are tak
 # mypy: disable-error-code="no-untyped-call,no-any-return,assignment,override,arg-type,index,union-attr,operator"
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -355,3 +356,105 @@ def a_buffer_of_a_block_in_the_loss(parallelize: Parallelize) -> Result:
         example=batch(0),
     )
     return trained(engine)
+
+
+class Handing(Net):
+    """A net that makes something, gives it to every block, and reads it at the end."""
+
+    def __init__(self, block: type[nn.Module], make: Any, read: Any) -> None:
+        super().__init__(block=block)
+        self.layers.extend([block(), block()])
+        self.make, self.read = make, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, hidden = self.make(), self.embed(x)
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden, held, number)
+        return self.head(self.norm(hidden) + self.read(held))
+
+
+class Cache:
+    """A class of one's own, as caches and recorders are."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+        self.seen = 0
+
+    def update(self, found: Tensor) -> Tensor:
+        self.kept.append(found)
+        self.seen += 1
+        return self.kept[0] * self.seen
+
+
+@program()
+def an_object_of_ones_own_that_blocks_fill(parallelize: Parallelize) -> Result:
+    """Each block keeps something in it, and reads what the first has kept."""
+
+    class Caching(Block):
+        def forward(self, x: Tensor, cache: Cache, number: int) -> Tensor:
+            return super().forward(x) + cache.update(x.mean(-1, keepdim=True)) * number
+
+    return trained(start(parallelize, Handing(Caching, Cache, lambda held: held.kept[1] * held.seen).double()))
+
+
+@dataclass
+class Sums:
+    term: Any = None
+    count: int = 0
+
+
+@program()
+def a_dataclass_that_blocks_add_to(parallelize: Parallelize) -> Result:
+    """A term is None at first, and blocks return something else."""
+
+    class Adding(Block):
+        def forward(self, x: Tensor, sums: Sums, _: int) -> Tensor:
+            found = x.mean(-1, keepdim=True)
+            sums.term = found if sums.term is None else sums.term + found
+            sums.count += 1
+            return super().forward(x)
+
+    return trained(start(parallelize, Handing(Adding, Sums, lambda held: held.term / held.count).double()))
+
+
+@program()
+def a_namespace_that_blocks_add_to(parallelize: Parallelize) -> Result:
+    """`SimpleNamespace()`, with attributes that come one by one."""
+
+    class Adding(Block):
+        def forward(self, x: Tensor, held: SimpleNamespace, number: int) -> Tensor:
+            held.term = getattr(held, "term", 0) + (1 + number) * x.mean(-1, keepdim=True)
+            return super().forward(x)
+
+    return trained(start(parallelize, Handing(Adding, SimpleNamespace, lambda held: held.term).double()))
+
+
+@program()
+def a_set_that_blocks_fill(parallelize: Parallelize) -> Result:
+    """The numbers of blocks that have run."""
+
+    class Noting(Block):
+        def forward(self, x: Tensor, seen: set[int], number: int) -> Tensor:
+            seen.add(number % 3)
+            return super().forward(x) * len(seen)
+
+    return trained(start(parallelize, Handing(Noting, set, lambda held: 0.1 * len(held)).double()))
+
+
+@program()
+def a_cache_of_transformers(parallelize: Parallelize) -> Result:
+    """`DynamicCache`, of which each block reads its own entry."""
+    from transformers import DynamicCache
+
+    class Attending(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x: Tensor, cache: DynamicCache, number: int) -> Tensor:
+            query, key, value = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+            key, value = cache.update(key, value, number)
+            made = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return super().forward(x + made.transpose(1, 2).flatten(2))
+
+    return trained(start(parallelize, Handing(Attending, DynamicCache, lambda _: 0.0).double()))

@@ -1,7 +1,7 @@
 """Tensors that a unit leaves in containers among its arguments, in addition to or instead of its return value.
 
 `cache[i] = h`, `state.kept.append(h)`, `state.h = h`: dictionaries, lists, and objects of the user's own that are
-passed from block to block.
+passed from block to block. Caches of transformers are such objects too.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.stages.split.theirs import is_theirs
 
+_CACHES = "transformers.cache_utils"
 #: Containers are searched to this depth.
 _DEPTH = 4
 
@@ -22,7 +23,8 @@ def _inside(held: Any) -> list[Any] | None:
         return list(held.values())
     if isinstance(held, (list, tuple)):
         return list(held)
-    if is_theirs(type(held)) and not isinstance(held, (Tensor, nn.Module, type)) and hasattr(held, "__dict__"):
+    is_open = is_theirs(type(held)) or type(held).__module__ == _CACHES
+    if is_open and not isinstance(held, (Tensor, nn.Module, type)) and hasattr(held, "__dict__"):
         return list(vars(held).values())
     return None
 

@@ -17,7 +17,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.stages.batch import home_of
 from shardwise.stages.checkpoints import nothing_recomputed
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.filled_containers import Filling, containers_in, taken_apart
+from shardwise.stages.split.filled_containers import Filling, containers_in, opened, taken_apart
 from shardwise.stages.split.lines import checkpoint_around, compiled_around, line_of, line_of_error
 from shardwise.stages.split.meta import (
     Guesses,
@@ -156,7 +156,7 @@ class FlowWatch(EagerDispatchMode):  # type: ignore[no-untyped-call]
             self.flags.update((name, (holder, key)) for name, holder, key in self.start.set_now())
         if self.notes_glue and self.start is not None:
             self.assigns = self.assigns or bool(held_now(self.start) - self._left_by_calls)
-        arguments, tree = pytree.tree_flatten((args, kwargs))
+        arguments, tree = pytree.tree_flatten(opened(args, kwargs))
         index, times = len(self.calls), self._times_called.get(unit, 0)
         self._times_called[unit] = times + 1
         name = f"{unit}#{times}" if times else unit

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
-from shardwise.stages.split.filled_containers import filling
+from shardwise.stages.split.filled_containers import filling, opened
 from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.split.meta import call_on_meta, is_on_meta, meta_twin, on_meta
 from shardwise.stages.split.outline import Outline, TensorOutline, leaves_of, outline_of, signature_of
@@ -45,14 +45,14 @@ class Forecast:
         self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, shapes: Any
     ) -> StandIn:
         """Return what the call would return for these arguments. `shapes` is the `signature_of` the batch."""
-        signature = signature_of(leaves_of((args, kwargs)))
+        signature = signature_of(leaves_of(opened(args, kwargs)))
         key = call.name, device, signature, shapes
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()  # Python numbers are part of the key, and may differ in every call.
             is_example = shapes == self._example and signature == call.signature
-            outline = call.outline if is_example else self._find(call, *pytree.tree_flatten((args, kwargs)))
+            outline = call.outline if is_example else self._find(call, *pytree.tree_flatten(opened(args, kwargs)))
             made = {leaf: each for leaf, each in outline.tensors.items() if leaf not in call.overwritten}
             # Placeholders are reused, so they must not be inference tensors, which autograd rejects.
             with torch.inference_mode(False):

@@ -13,7 +13,7 @@ from shardwise.stages.activation_bytes import Kept
 from shardwise.stages.batch import home_of
 from shardwise.stages.checkpoints import in_the_newer_way
 from shardwise.stages.split.arguments import Signature
-from shardwise.stages.split.filled_containers import check_filled, containers_in, joined, taken_apart
+from shardwise.stages.split.filled_containers import check_filled, containers_in, joined, opened, taken_apart
 from shardwise.stages.split.forecast import Forecast
 from shardwise.stages.split.outline import NumberOutline, leaves_of, ordinary, signature_of
 from shardwise.stages.split.parts import StagePart
@@ -212,7 +212,7 @@ class _Visit:
             outline, tensors = known.outline, {**known.tensors, **tensors}
             for leaf in call.overwritten.difference(tensors):
                 tensors[leaf] = outline.tensors[leaf].placeholder(self._home, writable=True)
-        arguments = leaves_of((args, kwargs)) if outline.passes else []
+        arguments = leaves_of(opened(args, kwargs)) if outline.passes else []
         made = outline.filled(tensors, arguments)
         if call.filled:
             made = taken_apart(made, containers_in(args, kwargs), call.filled)

@@ -436,3 +436,18 @@ def classes_that_were_chosen(parallelize: Parallelize) -> Result:
         return -(output.log_softmax(-1)[..., : wanted.shape[-1]] * wanted).sum(-1).mean()
 
     return tried(parallelize, loss, plain_batch)
+
+
+@program(always=True)
+def double_precision_of_a_head_in_single(parallelize: Parallelize) -> Result:
+    """`cross_entropy(output.double(), labels)`, where the output has been rounded to float32."""
+
+    class Head(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).float()
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(output.double().flatten(0, 1), given["labels"].flatten())
+
+    engine = parallelize(Head().double(), loss=loss, optimizer=sgd, example=plain_batch(0))
+    return {f"loss {step}": engine.train_step(plain_batch(step)) for step in range(3)}

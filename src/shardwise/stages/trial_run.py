@@ -20,7 +20,7 @@ from shardwise.stages.decisions import Decisions, find_decision
 from shardwise.stages.full_precision import full_precision
 from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.metrics import take_metrics
-from shardwise.stages.rows import Seen, changed
+from shardwise.stages.rows import Seen, changed, tensors_in
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.names_reached import numbers_reached
 from shardwise.stages.split.seed import seed_torch
@@ -89,7 +89,8 @@ class Trial:
         #: The modes (is it training?) in which nothing was run yet.
         self._unknown = {False, True}
         self._signature = Signature(module)
-        self._is_half = any(each.dtype in (torch.bfloat16, torch.float16) for each in module.parameters())
+        self._dtypes = {each.dtype for each in module.parameters()}
+        self._is_half = not self._dtypes.isdisjoint((torch.bfloat16, torch.float16))
         #: The snapshot before the first run, restored after each.
         self._noted: Noted | None = None
         #: Whether the loss reads the means over labels that the module computes. HF models compute one of any labels.
@@ -187,10 +188,8 @@ class Trial:
             for each in were_training:
                 _set_mode(each, True)
         total, number = result if isinstance(result, tuple) else (result, None)
-        # A GPU may use another kernel for another number of rows, with another order of sums.
-        tolerance = {torch.float64: 1e-9, torch.float32: 1e-4 if total.is_cuda else 1e-5}.get(total.dtype, _OF_16_BITS)
-        if (is_rounded or self._is_half) and not in_full:
-            tolerance = _OF_16_BITS
+        is_rounded = (is_rounded or self._is_half) and not in_full
+        tolerance = _OF_16_BITS if is_rounded else self._tolerance(total, output)
         return Run(
             float(total.detach()), None if number is None else float(torch.as_tensor(number).detach()),
             [float(each.number) for each in counts.found], inside,
@@ -198,6 +197,14 @@ class Trial:
             isinstance(number, Tensor) and number.requires_grad, writes, has_drawn, has_left, left,
             left_out=counts.left_out,
         )  # fmt: skip
+
+    def _tolerance(self, total: Tensor, output: Any) -> float:
+        made = {each.dtype for each in tensors_in({"": output}) if each.is_floating_point()}
+        # A loss in double precision is no better than what it is computed of.
+        is_single = total.dtype == torch.float64 and torch.float32 in self._dtypes | made
+        dtype = torch.float32 if is_single else total.dtype
+        # A GPU may use another kernel for another number of rows, with another order of sums.
+        return {torch.float64: 1e-9, torch.float32: 1e-4 if total.is_cuda else 1e-5}.get(dtype, _OF_16_BITS)
 
     def begin(self, batch: Batch) -> Run:
         """Run for the first time, and find whether the loss reads what the module computes of labels, if it does."""

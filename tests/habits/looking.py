@@ -294,6 +294,25 @@ def a_parameter_replaced(parallelize: Parallelize) -> Result:
     return trained(engine)
 
 
+@program({"all": "head is another module than the engine was made with"}, always=True)
+def a_layer_replaced(parallelize: Parallelize) -> Result:
+    """A new head, for other classes."""
+    engine = start(parallelize, small_net())
+    engine.train_step(batch(0))
+    engine.module.head = nn.Linear(8, 12, bias=False).double()
+    return trained(engine)
+
+
+@program({"all": "layers.0 is another module than the engine was made with"})
+def blocks_exchanged(parallelize: Parallelize) -> Result:
+    """Two blocks change places."""
+    engine = start(parallelize, small_net())
+    engine.train_step(batch(0))
+    layers = engine.module.layers
+    layers[0], layers[1] = layers[1], layers[0]
+    return trained(engine)
+
+
 @program({"all": "what is new would never be trained"})
 def an_adapter_added_later(parallelize: Parallelize) -> Result:
     """LoRA injected after `parallelize`."""

@@ -32,10 +32,10 @@ class Unchanged:
         #: The holder of each parameter, its key there, its name in the module, the parameter, and whether it is
         #: trained.
         self._kept: list[tuple[Mapping[str, Any], str, str, nn.Parameter, bool]] = []
-        self._sizes: list[tuple[str, Mapping[str, Any], int, Mapping[str, Any], int]] = []
+        self._sizes: list[tuple[str, Mapping[str, Any], int, Mapping[str, nn.Module], list[nn.Module]]] = []
         for prefix, owner in module.named_modules():
             slots, below = parameter_slots(owner), submodules(owner)
-            self._sizes.append((prefix, slots, len(slots), below, len(below)))
+            self._sizes.append((prefix, slots, len(slots), below, list(below.values())))
             self._kept += [
                 (slots, key, f"{prefix}.{key}" if prefix else key, each, each.requires_grad)
                 for key, each in slots.items()
@@ -52,12 +52,25 @@ class Unchanged:
                 )
             if parameter.requires_grad and not was_trained:
                 raise self._unfrozen()
-        for prefix, slots, count, below, number in self._sizes:
-            if len(slots) != count or len(below) != number:
+        for prefix, slots, count, below, were in self._sizes:
+            if len(slots) != count or len(below) != len(were):
                 raise ShardwiseError(
                     f"{prefix or 'the module'} has {len(slots)} parameters and {len(below)} submodules, and had {count}"
-                    f" and {number} when the engine was made: what is new would never be trained",
+                    f" and {len(were)} when the engine was made: what is new would never be trained",
                     remedy=_AGAIN,
+                )
+            if [*below.values()] != were:
+                self._check_others(prefix, below, were)
+
+    def _check_others(self, prefix: str, below: Mapping[str, nn.Module], were: list[nn.Module]) -> None:
+        """Refuse submodules in the place of others. Those with the same parameters (compiled ones), and functions with
+        none, compute what the module computes now."""
+        for (key, one), other in zip(below.items(), were, strict=True):
+            if one is not other and _state_of(one) != _state_of(other):
+                raise ShardwiseError(
+                    f"{prefix}.{key}".strip(".") + " is another module than the engine was made with, which"
+                    " would go on with the parameters of the old one",
+                    remedy=f"load_state_dict into the module that was there; or {_AGAIN}",
                 )
 
     def _unfrozen(self) -> ShardwiseError:
@@ -68,6 +81,10 @@ class Unchanged:
             remedy=f"{_AGAIN}. Or requires_grad_() before the first sw.parallelize, and a group with lr=0.0 until it is"
             " their turn",
         )
+
+
+def _state_of(module: nn.Module) -> set[int]:
+    return {id(each) for each in (*module.parameters(), *module.buffers())}
 
 
 class UnchangedHooks:

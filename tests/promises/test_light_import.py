@@ -45,3 +45,15 @@ for name in {names}:
 def test_the_overview_loads_no_command() -> None:
     loaded = modules_loaded_by("from shardwise.cli import main; main([])")
     assert loaded.isdisjoint(command.module for command in COMMANDS)
+
+
+def test_a_model_is_served_by_one_process_without_what_ranks_and_training_need() -> None:
+    """It took longer to load than torch itself, at every start."""
+    size = "Settings(vocabulary=8, width=8, num_layers=1, length=8, attention=Heads(num_heads=1, num_kv_heads=1, "
+    shape = f"{size}head_dim=8), mlp=Mlp(width=8), rope=Rope())"
+    imports = "import torch, shardwise.serving.load; from shardwise.nets.settings import *; "
+    program = f"{imports}from shardwise.nets.transformer import Transformer; "
+    program += f"torch.set_default_device('meta'); Transformer({shape})"
+    loaded = modules_loaded_by(program)
+    assert "torch" in loaded
+    assert loaded.isdisjoint({"torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo", "sympy"})

@@ -24,6 +24,14 @@ class Output(NamedTuple):
     auxiliary: Tensor
 
 
+def _table(num_rows: int, width: int) -> nn.Embedding:
+    """Return a table of vectors. On the meta device none are drawn, for which torch would load its compiler (2 s)."""
+    if not torch.empty(0).is_meta:
+        return nn.Embedding(num_rows, width)
+    made: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(num_rows, width), freeze=False)  # type: ignore[no-untyped-call]
+    return made
+
+
 class Transformer(nn.Module):
     """A causal language model. Built under `torch.device("meta")` it takes no memory; then `initialise` or `hf.load`
     materialises the parameters that a process needs."""
@@ -31,8 +39,8 @@ class Transformer(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.settings = settings
-        self.embed = nn.Embedding(settings.vocabulary, settings.width)
-        self.positions = nn.Embedding(settings.length, settings.width) if settings.rope is None else None
+        self.embed = _table(settings.vocabulary, settings.width)
+        self.positions = _table(settings.length, settings.width) if settings.rope is None else None
         self.rotary = Rotary(settings.rope, settings.rotated_dim) if settings.rope is not None else None
         self.dropout = make_dropout(settings.dropout.embedding)
         self.layers = nn.ModuleList(Block(settings, layer) for layer in range(settings.num_layers))

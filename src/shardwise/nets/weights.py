@@ -40,7 +40,8 @@ def place(module: nn.Module, name: str, *, device: torch.device | str | None = N
     target = torch.device(device) if device is not None else torch.device("cpu") if old.is_meta else old.device
     if not old.is_meta and old.device == target:
         return old
-    new = torch.empty_like(old, device=target, requires_grad=False)
+    # Not `empty_like`: of a tensor on the meta device it loads sympy (half a second).
+    new = torch.empty(old.shape, dtype=old.dtype, device=target)
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, old.requires_grad)
     _replace(module, old, new)

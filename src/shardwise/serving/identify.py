@@ -10,7 +10,7 @@ from shardwise.nets.hf.entries import CONFIG, read_table
 from shardwise.serving.assemble import Identity, ends
 from shardwise.trace.run import MANIFEST
 from shardwise.training.checkpoint.index import read_index
-from shardwise.training.convert import BESIDE, OURS, THEIRS, find_source
+from shardwise.training.kinds import BESIDE, OURS, THEIRS, find_source
 
 _GENERATION = "generation_config.json"
 #: The files of a model: weights, tables, a chat template.

@@ -15,7 +15,6 @@ from shardwise.serving.identify import find_newest_run
 from shardwise.serving.limits import Limits
 from shardwise.serving.narrow_weights import check_kind
 from shardwise.serving.replicas import Replicas
-from shardwise.serving.sharded import load_sharded
 from shardwise.serving.sources import PRECISIONS, describe_source, find_shape, read_source
 from shardwise.serving.warm_up import begin_warm_up
 from shardwise.training.machine import cluster_here
@@ -74,6 +73,8 @@ def load_engine(
         settings, _, _ = describe_source(named, random_weights=random_weights, dtype=dtype)
         chosen = choose_plan(settings, on or cluster_here(num_gpus), goal, max_length)
     if chosen is not None:
+        from shardwise.serving.sharded import load_sharded  # Loads what ranks need, as much as torch.
+
         return load_sharded(
             named, chosen, limits, random_weights=random_weights, dtype=dtype, seed=seed, cluster=cluster
         )

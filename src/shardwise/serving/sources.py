@@ -17,8 +17,7 @@ from shardwise.nets.transformer import Transformer
 from shardwise.serving.assemble import Identity
 from shardwise.serving.identify import identify
 from shardwise.serving.runner import for_serving
-from shardwise.training.convert import THEIRS, find_source
-from shardwise.training.sample import load_transformer
+from shardwise.training.kinds import THEIRS, find_source
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -116,5 +115,7 @@ def _folder(path: Path, dtype: torch.dtype | None, device: torch.device) -> Tran
     folder, kind = find_source(path)
     if kind == THEIRS:
         return load_model(folder, dtype=dtype, device=device)
+    from shardwise.training.sample import load_transformer  # Loads what training needs, half as much as torch.
+
     model = load_transformer(folder).to(device)
     return model if dtype is None else model.to(dtype)

@@ -21,22 +21,17 @@ from shardwise.nets.hf import Checkpoint, save
 from shardwise.nets.hf.entries import CONFIG
 from shardwise.nets.hf.save import in_shards
 from shardwise.output import refuse_link
-from shardwise.training.checkpoint.index import INDEX, SAVING, Entry, FileOutline, Index, find_last, write_index
+from shardwise.training.checkpoint.index import SAVING, Entry, FileOutline, Index, write_index
 from shardwise.training.checkpoint.parts import Part, whole_part
 from shardwise.training.checkpoint.read import Reader
 from shardwise.training.checkpoint.write import Mark, write_parts
-from shardwise.training.convert_dcp import METADATA, copy_beside, from_dcp, to_dcp
+from shardwise.training.convert_dcp import copy_beside, from_dcp, to_dcp
 from shardwise.training.convert_own import own_to_theirs
-from shardwise.training.folder import CHECKPOINTS
+from shardwise.training.kinds import BESIDE, DCP, KINDS, OURS, THEIRS, find_source
 from shardwise.training.model import check_sayable, described, settings_from
 from shardwise.working import working_at
 
-#: A folder beside our files, with the other files of the source folder.
-BESIDE = "hf"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: The kinds of folders, and the file that identifies each.
-OURS, THEIRS, DCP = "shardwise", "huggingface", "dcp"
-KINDS = {OURS: INDEX, DCP: METADATA, THEIRS: CONFIG}
 
 
 def convert(
@@ -76,26 +71,6 @@ def convert(
         shutil.rmtree(making, ignore_errors=True)
     num_bytes = sum(path.stat().st_size for path in target.iterdir() if path.suffix in (".safetensors", ".distcp"))
     return goal, num_bytes
-
-
-def find_source(source: Path) -> tuple[Path, str]:
-    """Return the folder to read, and its kind. For a run it is the last checkpoint."""
-    if not source.exists():
-        raise ShardwiseError(
-            f"{source} does not exist", remedy="a run, one of its checkpoints, or a Hugging Face folder"
-        )
-    if (source / CHECKPOINTS).is_dir():
-        last = find_last(source / CHECKPOINTS)
-        if last is None:
-            raise ShardwiseError(f"the run {source} has no checkpoint yet", remedy="a run that has saved one")
-        source = last
-    for kind, file in KINDS.items():
-        if (source / file).is_file():
-            return source, kind
-    raise ShardwiseError(
-        f"{source} has neither {INDEX} nor {CONFIG} nor {METADATA}, so it is not a checkpoint that Shardwise can read",
-        remedy="a run, one of its checkpoints, or a Hugging Face folder",
-    )
 
 
 def _convert(

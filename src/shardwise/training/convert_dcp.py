@@ -28,9 +28,9 @@ from shardwise.nets.hf.files import Files
 from shardwise.nets.hf.save import write_shards
 from shardwise.nets.weights import shapes_of
 from shardwise.training.dcp_metadata import read_metadata
+from shardwise.training.kinds import METADATA
 from shardwise.working import working_at
 
-METADATA = ".metadata"
 _BESIDE = (".json", ".txt", ".model", ".jinja")
 
 #: The shape and type of a tensor.

@@ -391,7 +391,10 @@ class Packed(Net):
         return self.head(self.norm(hidden))
 
 
-@program({"pp": "cannot be foreseen", "tp": "does not run on the meta device"}, but="cp")
+IN_TP = r"meta device, at calling.py:\d+ \(packed = [\s\S]*padded sequences and a mask"
+
+
+@program({"pp": "cannot be foreseen", "tp": IN_TP}, but="cp")
 def sequences_packed_in_the_forward(parallelize: Parallelize) -> Result:
     """`pack_padded_sequence`, and back to the length of the batch."""
 

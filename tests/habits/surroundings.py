@@ -532,7 +532,7 @@ class Clusters(nn.Module):
         return self.scores(hidden.flatten(0, 1), labels.flatten()).loss
 
 
-@program({"tp": "does not run on the meta device"}, but="cp")
+@program({"tp": r"meta device, at surroundings.py:\d+ [\s\S]*a loss of scores and labels"}, but="cp")
 def a_softmax_over_clusters(parallelize: Parallelize) -> Result:
     """`nn.AdaptiveLogSoftmaxWithLoss`: which of its parts run depends on the labels, and it is one unit."""
     engine = parallelize(Clusters().double(), loss=lambda output, _: output, optimizer=sgd, example=batch(0))

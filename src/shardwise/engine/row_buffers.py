@@ -55,6 +55,12 @@ def find_row_buffers(module: nn.Module, example: Batch, seen: Seen, precision: C
 
 def check_row_buffers(found: RowBuffers, num_replicas: int, how: str | None) -> None:
     """Refuse buffers that replicas cannot have alike; `how` is what the user wants of those that differ."""
+    if found.counters and how is None:
+        raise ShardwiseError(
+            f"the forward counts the rows that it is given in the buffer {some(found.counters)}: each of"
+            f" {num_replicas} replicas has its own rows, and counts those alone",
+            remedy='count batches; or buffers="first", if the rows of one replica are meant',
+        )
     if found.no_means:
         raise ShardwiseError(
             f"the forward writes to the buffer {some(found.no_means)}, and {num_replicas} replicas have {num_replicas}"
@@ -62,12 +68,6 @@ def check_row_buffers(found: RowBuffers, num_replicas: int, how: str | None) -> 
             " would have",
             remedy="write it between steps on every rank, by engine.predict(batch), which has all rows; or"
             ' buffers="first", those of the first replica, as DDP broadcasts them',
-        )
-    if found.counters and how is None:
-        raise ShardwiseError(
-            f"the forward counts the rows that it is given in the buffer {some(found.counters)}: each of"
-            f" {num_replicas} replicas has its own rows, and counts those alone",
-            remedy='count batches; or buffers="first", if the rows of one replica are meant',
         )
 
 

@@ -29,8 +29,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardwise.errors import ShardwiseError
 from shardwise.sharding.tensor.channel_labels import Labels, UnionFind, distinct
 from shardwise.sharding.tensor.channel_rules import LabelFlow, Operation, ParameterChannels
+from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.split.meta import run_or_guess, tensors_of
 from shardwise.stages.split.without_gradients import without_gradients_explained
 from shardwise.torch_private import EagerDispatchMode
@@ -82,14 +84,24 @@ def trace(
     twin: nn.Module, layers: Mapping[str, nn.Module], arguments: tuple[Any, ...], keywords: Mapping[str, Any],
     *, labelled: Mapping[str, int] | None = None,
 ) -> ChannelTrace:  # fmt: skip
-    """Run a module on the meta device and follow the channels of some of its layers.
+    """Run a module on the meta device and follow the channels of some of its layers, or refuse it.
 
     `labelled`, if given, maps layers to how many of their first channels get labels. Other layers get none.
     """
     run = _LabelMode(twin, layers, labelled)
     attends = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-    with without_gradients_explained(), torch.no_grad(), run.watching(), attends:
-        returned = twin(*arguments, **keywords)
+    try:
+        with without_gradients_explained(), torch.no_grad(), run.watching(), attends:
+            returned = twin(*arguments, **keywords)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise ShardwiseError(
+            f"{type(twin).__name__} does not run on the meta device, at {line_of_error(error)}, so it is not known what"
+            f" can be split: {error}",
+            remedy="a forward that does not read values of tensors there (padded sequences and a mask in place of"
+            " packed ones, a loss of scores and labels outside of the module); or dp, pp or cp in place of tp",
+        ) from error
     run.seen.output = returned
     # Hugging Face outputs are a subclass of OrderedDict.
     tensors = tensors_of(dict(returned) if isinstance(returned, dict) else returned)

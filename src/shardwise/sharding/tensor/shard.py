@@ -187,7 +187,7 @@ def find(
         layers = {
             name: each for name, each in twin.named_modules() if name not in reasons and _may_be_cut(name, each, plan)
         }
-        seen = _trace(twin, layers, arguments)
+        seen = trace(twin, layers, *arguments)
         # Layers whose weights are read elsewhere: by a second head, a penalty, a product with all words.
         read = {**read_by_loss(seen.output), **dict.fromkeys(seen.used_outside, READ_OUTSIDE)}
         if read.keys().isdisjoint(layers):
@@ -195,7 +195,7 @@ def find(
         reasons |= read
 
     def again(labelled: Mapping[str, int]) -> ChannelTrace:
-        return _trace(twin, layers, arguments, labelled)
+        return trace(twin, layers, *arguments, labelled=labelled)
 
     rows = [name for name, kind in plan.kinds.items() if kind == "row"] if plan.only else None
     said = [name for name, kind in plan.kinds.items() if kind == "vocabulary"]
@@ -211,21 +211,6 @@ def find(
         found.whole |= dict.fromkeys((*region.columns, *region.rows), f"{held} has a gradient hook")
         found.kept |= {*region.columns, *region.rows}
     return found, seen
-
-
-def _trace(
-    twin: nn.Module, layers: Mapping[str, nn.Module], arguments: Arguments, labelled: Mapping[str, int] | None = None
-) -> ChannelTrace:
-    """Run the channel-group analysis; refuse a module that does not run on the meta device."""
-    try:
-        return trace(twin, layers, *arguments, labelled=labelled)
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        raise ShardwiseError(
-            f"{type(twin).__name__} does not run on the meta device, so it is not known what can be split: {error}",
-            remedy="a forward that does not read values of tensors, or tp=1",
-        ) from error
 
 
 def _may_be_cut(name: str, module: nn.Module, plan: TensorPlan) -> bool:

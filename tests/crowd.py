@@ -1,6 +1,7 @@
 """Ranks that stay up and are shared by all tests that want as many."""
 
 import gc
+import os
 import sys
 import threading
 import time
@@ -60,6 +61,8 @@ def _afresh(is_untried: bool, fn: Callable[..., Any], *args: Any) -> Any:
     # What was imported stays: to look through all of torch takes the collector 0.3 s of a core. To freeze again costs
     # nothing; to ask how much is frozen costs 35 ms, as all of it is counted.
     gc.freeze()
+    # Set if a test of kernels was running when the ranks began.
+    os.environ.pop("TRITON_INTERPRET", None)
     with settings_kept(), untried() if is_untried else nullcontext():
         torch.manual_seed(0)
         result = fn(*args)

@@ -74,19 +74,17 @@ def with_a_head_that_is_cut() -> list[tuple[float, str]]:
 
 def stepped(plans: list[str], dtype: torch.dtype) -> list[tuple[float, int, str]]:
     """Each plan with fused AdamW: how far weights are from those of torch's steps, launches, and what is said."""
-    launcher = import_module("shardwise.kernels.adamw_triton")
-    launch, found = launcher.launch_adamw, []
-    for plan in plans:
-        with (
-            interpreted(), patch.dict("os.environ", {"TRITON_INTERPRET": "1"}), np.errstate(all="ignore"),
-            patch.object(launcher, "launch_adamw", side_effect=launch) as counted,
-        ):  # fmt: skip
-            with patch("shardwise.engine.make_states.use_kernels", lambda *_: None):
-                plain = _stepped(plan, dtype)[0]
-            assert not counted.called
-            mine, said = _stepped(plan, dtype)
-        worst = max(float((mine[key] - each).abs().max()) for key, each in plain.items())
-        found.append((worst, counted.call_count, said))
+    found = []
+    with interpreted(), patch.dict("os.environ", {"TRITON_INTERPRET": "1"}), np.errstate(all="ignore"):
+        launcher = import_module("shardwise.kernels.adamw_triton")
+        for plan in plans:
+            with patch.object(launcher, "launch_adamw", wraps=launcher.launch_adamw) as counted:
+                with patch("shardwise.engine.make_states.use_kernels", lambda *_: None):
+                    plain = _stepped(plan, dtype)[0]
+                assert not counted.called
+                mine, said = _stepped(plan, dtype)
+            worst = max(float((mine[key] - each).abs().max()) for key, each in plain.items())
+            found.append((worst, counted.call_count, said))
     return found
 
 

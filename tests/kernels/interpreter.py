@@ -23,8 +23,20 @@ def interpreted() -> Iterator[None]:
     before = [(room, name, value) for room in rooms for name, value in vars(room).items() if type(value) is JITFunction]
     for room, name, value in before:
         setattr(room, name, made.setdefault(id(value), InterpretedFunction(value.fn)))
+    try:
+        _import_kernels()
+        with _patched_once_a_launch(), _nothing_for_nobody():
+            yield
+    finally:
+        for room, name, value in before:
+            setattr(room, name, value)
+
+
+def _import_kernels() -> None:
+    """Make all kernels while the setting is there."""
     with patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
-        from shardwise.kernels import (  # noqa: F401 - made while the setting is there
+        from shardwise.kernels import (  # noqa: F401
+            adamw_triton,
             cache_write_triton,
             compact_states_triton,
             cross_entropy_triton,
@@ -46,10 +58,6 @@ def interpreted() -> Iterator[None]:
             step_inputs_triton,
             widen_triton,
         )
-    with _patched_once_a_launch(), _nothing_for_nobody():
-        yield
-    for room, name, value in before:
-        setattr(room, name, value)
 
 
 @contextmanager

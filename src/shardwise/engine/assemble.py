@@ -115,6 +115,8 @@ def from_parts(parts: Parts, optimizers: Sequence[MadeOptimizer], *, owns_wires:
     parts = replace(parts, schedule=schedule)
     states = make_states(parts, optimizers, sharing)
     engine = Engine(parts, make_execution(parts, states), states, owns_wires=owns_wires)
+    if owns_wires:
+        parts.wires.belong_to(engine)
     with engine.shown.open():
         engine.execution.batches.first.begin()
     return engine

@@ -258,5 +258,4 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
+        self.close() if kind is None else self.wires.abandon()

@@ -172,7 +172,8 @@ def check_gradient_hooks(module: nn.Module, plan: Plan) -> None:
         if any(home_of_hook(each).startswith("shardwise.") for each in late):
             raise ShardwiseError(
                 f"{name} is trained by another engine, and two engines would each step on it",
-                remedy="engine.close() of the other one first; or one module of both, and one engine",
+                remedy="engine.close() of the other one first, or the module made anew if that one is lost; or one"
+                " module of both, and one engine",
             )
         if late or (hooks and not is_linear(hooks, parameter)):
             which = "register_post_accumulate_grad_hook" if late else "register_hook"

@@ -105,7 +105,7 @@ def parallelize(
         with forgotten(module, loss):
             return assemble(
                 module, chosen, loss=loss, optimizer=optimizer, example=example, options=options,
-                wires=wires or make_wires(chosen, watch), owns_wires=wires is None,
+                wires=wires or make_wires(chosen, watch, for_engine=True), owns_wires=wires is None,
             )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.stages.weak_hook import when_accumulated
 from shardwise.torch_private import version_of, without_subclasses
 
 #: The number of watched parameters: a script that changes gradients changes all, and a hook takes 3 microseconds.
@@ -120,8 +121,7 @@ class GradientPlaces:
             for name, each in self._watched.items():
                 if each.requires_grad:
                     self._left.append(_Left(name, each, each.grad, version_of(each)))
-                    handle = each.register_post_accumulate_grad_hook(self._meet)  # type: ignore[no-untyped-call]
-                    self._handles.append(handle)
+                    self._handles.append(when_accumulated(each, self._meet))
 
     def forget(self) -> None:
         """Stop watching."""

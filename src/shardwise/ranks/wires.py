@@ -9,9 +9,11 @@ gather returns the one input, and no process has to be notified of an error.
     wires.close()                                         an engine closes wires that it has made itself
 """
 
+import gc
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -97,6 +99,13 @@ class Wires:
         """Return the seconds to add to this process's clock to get the shared clock."""
         return 0.0
 
+    def belong_to(self, owner: object) -> None:
+        """Keep these wires for the engine that has made them: if it is gone when all ranks make others, they close."""
+
+    def abandon(self) -> None:
+        """Leave these wires, if an engine has made them, to be closed when all ranks make others: an error has ended
+        what used them here, and other ranks may be at work."""
+
     def close(self) -> None:
         """Close the connections between the processes."""
 
@@ -120,6 +129,7 @@ class ManyProcesses(Wires):
         self._patience: float | None = None
         # Creating a group cannot be interrupted if a rank does not come: so make sure that all are there first.
         self.mesh = make_mesh(plan, watch)
+        _close_abandoned()
         self.rank = watch.rank
         self.ranks = (self.mesh.coordinates["pp"],)
         # Sums and gathers over all ranks have a group of their own: aborting one must not break another's.
@@ -230,8 +240,16 @@ class ManyProcesses(Wires):
         assert self._clock is not None, "the wires are closed"
         return self._clock.correction()
 
+    def belong_to(self, owner: object) -> None:
+        _OPEN[self] = weakref.ref(owner)
+
+    def abandon(self) -> None:
+        if self in _OPEN:
+            _OPEN[self] = _nobody
+
     def close(self) -> None:
-        """Stop the watch, and destroy the groups: each has a thread and a connection for each other rank."""
+        """Stop the watch, and destroy the groups: each has two threads and a connection for each other rank."""
+        _OPEN.pop(self, None)
         self.watch.close()
         groups = [*self.mesh.groups.values(), *self._of_replicas(), *self._ties]
         handles: list[object] = [each.handle for each in groups]
@@ -244,18 +262,41 @@ class ManyProcesses(Wires):
         for handle in {id(each): each for each in handles if isinstance(each, dist.ProcessGroup)}.values():
             # Destroying an aborted group would wait for ranks that are gone. It ends with this process.
             if not self.watch.has_stopped or find_gpu_backend(handle) is None:
-                dist.destroy_process_group(handle)
+                with suppress(ValueError):  # The script has ended torch.distributed, and with it all groups.
+                    dist.destroy_process_group(handle)
         # A group's threads end with the last reference to it, and sharded layers keep theirs.
         for group in groups:
             group.handle = None
 
 
+def _nobody() -> None:
+    """Stand in for the reference to an engine that needs its wires no more."""
+
+
+#: The wires of this process that engines have made and not closed, and these engines. There is none if it was refused.
+_OPEN: dict[ManyProcesses, Callable[[], object | None]] = {}
+
+
+def _close_abandoned() -> None:
+    """Close wires whose engines are gone. All ranks have come to make others, so none of them uses these."""
+    if _OPEN:
+        gc.collect()  # An engine is in cycles.
+    for wires in [each for each, owner in _OPEN.items() if owner() is None]:
+        wires.close()
+
+
 def make_wires(
-    plan: Plan, watch: Watch | None = None, *, limit_seconds: float = LIMIT_SECONDS
+    plan: Plan, watch: Watch | None = None, *, limit_seconds: float = LIMIT_SECONDS, for_engine: bool = False
 ) -> OneProcess | ManyProcesses:
     """Return the wires of this process: `ManyProcesses` if `torch.distributed` has several ranks, else `OneProcess`.
 
-    They use `watch`, if one was started before them.
+    They use `watch`, if one was started before them. Those for an engine close, at the latest, when it is gone and all
+    ranks make others.
     """
     watch = watch or find_watch(limit_seconds=limit_seconds)
-    return OneProcess(plan) if watch is None else ManyProcesses(plan, watch)
+    if watch is None:
+        return OneProcess(plan)
+    wires = ManyProcesses(plan, watch)
+    if for_engine:
+        _OPEN[wires] = _nobody
+    return wires

@@ -8,7 +8,6 @@ its stage is done is summed with zeros in the gaps.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -16,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.errors import ShardwiseError
 from shardwise.schedule.instruction import Instruction, Kind
 from shardwise.schedule.schedule import Schedule
+from shardwise.stages.weak_hook import when_accumulated
 from shardwise.states.buckets.bucket import Bucket
 
 #: The computations that make gradients of weights.
@@ -71,11 +71,9 @@ class Reducer:
         self._is_last = False
         self._handles: list[RemovableHandle] = []
         if listens:
-            for bucket in buckets:
+            for place, bucket in enumerate(buckets):
                 for number, parameter in enumerate(bucket.weights.parameters):
-                    arrived = partial(self._arrived, bucket, number)
-                    handle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
-                    self._handles.append(handle)
+                    self._handles.append(when_accumulated(parameter, self._arrived, place, number))
 
     def begin_step(self) -> None:
         """Reset at the start of a step."""
@@ -135,9 +133,10 @@ class Reducer:
         """End a step: all of its gradients are there."""
         self._is_open = False
 
-    def _arrived(self, bucket: Bucket, number: int, _: Tensor) -> None:
+    def _arrived(self, place: int, number: int, _: Tensor) -> None:
         if not self._is_open:
             return
+        bucket = self._buckets[place]
         if bucket in self._started and self._is_final(bucket):
             raise ShardwiseError(
                 f"the gradient of {bucket.layout.slots[number].name} was added to after it was complete: a backward"

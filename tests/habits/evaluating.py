@@ -125,3 +125,54 @@ def two_heads_and_their_mean(parallelize: Parallelize) -> Result:
         return torch.stack(losses).mean()
 
     return evaluated(parallelize(Distilled().double(), loss=loss, optimizer=sgd, example=batch(0)))
+
+
+class Retrieves(nn.Module):
+    """Two towers, trained on the score of each pair. Asked without a target, it returns those of all pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Block(), Block()
+
+    def forward(self, x: Tensor, found: Tensor, is_whole: bool = False) -> Tensor:
+        one, other = self.one(x), self.other(found)
+        scores: Tensor = one @ other.T if is_whole else (one * other).sum(-1)
+        return scores
+
+
+def pairs(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(3, 4, 8, generator=generator, dtype=torch.float64)
+    return {"x": numbers[0], "found": numbers[1], "labels": numbers[2, :, 0]}
+
+
+@program({"dp": r"of shapes \(4, 4\), \(2, 2\), \(2, 2\)", "microbatches=2": r"of shapes \(4, 4\)"}, but="cp")
+def scores_of_all_pairs(parallelize: Parallelize) -> Result:
+    """Retrieval is evaluated by a matrix of all rows against all: parts of a batch have pieces of its diagonal."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        return functional.mse_loss(output, given["labels"])
+
+    engine = parallelize(Retrieves().double(), loss=loss, optimizer=sgd, example=pairs(0))
+    found = {"first": engine.train_step(pairs(0)), "outputs": engine.predict({**pairs(1), "is_whole": False})}
+    return {**found, "all": engine.predict({**pairs(1), "is_whole": True})}
+
+
+class OwnLoss(Net):
+    """Its own loss beside its scores, as transformers' models have it."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        scores = super().forward(x)
+        loss = None if labels is None else functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "scores": scores}
+
+
+@program(but="cp", whole=True)
+def its_own_loss_of_held_out_rows(parallelize: Parallelize) -> Result:
+    """`engine.predict(batch)["loss"]`, of rows that ignore different numbers of labels; one ignores all."""
+    engine = parallelize(OwnLoss().double(), loss=lambda output, _: output["loss"], optimizer=sgd, example=batch(0))
+    held_out = [{name: each.clone() for name, each in batch(number).items()} for number in (1, 2)]
+    held_out[1]["labels"][0, 1:] = held_out[1]["labels"][3] = -100
+    found = {f"{number}": engine.predict(each) for number, each in enumerate(held_out)}
+    made = {f"{number} {name}": value for number, each in found.items() for name, value in each.items()}
+    return {**made, "first": engine.train_step(batch(3)), "scores": engine.predict({"x": batch(4)["x"]})["scores"]}

@@ -162,7 +162,7 @@ class Odd(nn.Module):
             with torch.no_grad():
                 self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
                 self.num_seen += len(x)
-        return Answer(hidden=x - self.mean, penalty=x.square().mean())
+        return Answer(hidden=x, penalty=x.square().mean())
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,8 +1,10 @@
 """What a loss is a mean over, found with numbers: from outside, by what `tests/habits/losses.py` trains."""
 
+import random
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -363,3 +365,69 @@ def test_lengths_of_which_the_loss_makes_a_mask_weigh_parts(longest: int) -> Non
     assert (tried.kind, tried.through and tried.through.path) == (LossKind.ENTRY, "lengths")
     assert tried.through is not None
     assert float(tried.through.of(given)) == float(given["lengths"].sum())
+
+
+class Mixed(nn.Module):
+    """Rows are mixed in training alone; in which order, and how much, is drawn."""
+
+    def __init__(self, order: Any, share: Any = lambda: 0.6) -> None:
+        super().__init__()
+        self.layer, self.order, self.share = nn.Linear(6, 8), order, share
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x).tanh()
+        if not self.training:
+            return made
+        share = self.share()
+        return share * made + (1 - share) * made[self.order(len(made))]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Mixed(torch.randperm, lambda: np.random.beta(2.0, 2.0)),
+        Mixed(lambda number: torch.rand(number).argsort()),
+        Mixed(lambda number: torch.from_numpy(np.random.permutation(number))),
+        Mixed(lambda number: torch.tensor(random.sample(range(number), number))),
+        Mixed(lambda number: torch.randint(number, (number,))),
+    ],
+    ids=["share", "sorted", "numpy", "python", "integers"],
+)
+def test_rows_that_are_mixed_at_random_are_refused(module: nn.Module) -> None:
+    tried = try_loss(module, tokens, {**example(8), "x": example(8)["input"]}, RowRule({"x": None}), num_parts=2)
+    assert tried.problem is not None
+    assert "rows of a batch meet where random numbers are drawn" in tried.problem or "training" in tried.problem
+
+
+def test_rows_that_are_drawn_as_negatives_are_refused() -> None:
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        negatives = output[torch.randint(len(output), (len(output),))]
+        return functional.softplus((output * (negatives - batch["input"].mean())).sum((1, 2))).mean()
+
+    tried = try_loss(nn.Linear(6, 8), loss, example(8), RowRule({"input": None}), num_parts=2)
+    assert tried.problem is not None
+    assert "rows of a batch meet where random numbers are drawn" in tried.problem
+
+
+class Noisy(nn.Module):
+    """Every row draws its own, and some what all share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop, self.leaky = nn.Linear(6, 8), nn.Dropout(0.2), nn.RReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.leaky(self.layer(self.drop(x)))
+        if self.training:
+            hidden = hidden * torch.rand(len(hidden), 1, 1).round() + 0.1 * torch.randn(8)
+            hidden = hidden + torch.poisson(torch.full_like(hidden, 2.0)) * random.random() * np.random.rand()
+        return hidden
+
+
+@pytest.mark.parametrize("loss", [tokens, by_mask])
+def test_rows_that_draw_by_themselves_are_right(loss: Any) -> None:
+    given = example(8)
+    given = {**given, "labels": given["labels"].masked_fill(torch.arange(8)[:, None] % 3 == 0, -100)}
+    given = {**given, "mask": (torch.arange(5) < 1 + torch.arange(8)[:, None] % 4).float(), "x": given["input"]}
+    tried = try_loss(Noisy(), loss, given, RowRule({"x": None}), num_parts=2)
+    assert tried.problem is None

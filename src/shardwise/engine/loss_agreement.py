@@ -42,7 +42,7 @@ def agree_on_loss(
         num_parts = plan.microbatches * (1 if options.is_local else plan.dp)
         # Under cp a loss has to be a pair, or a mean over labels, which are counted.
         attempt = partial(
-            try_loss if plan.cp == 1 else try_tokens, meets=_has_capacity(module), num_parts=num_parts,
+            try_loss if plan.cp == 1 else try_tokens, meets=has_capacity(module), num_parts=num_parts,
             in_turn=plan.microbatches > 1,
         )  # fmt: skip
         precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
@@ -90,7 +90,7 @@ def _tried(attempt: Callable[..., _Found], options: Options, wires: Wires) -> tu
     return (tried, max(buffers for _, buffers in found)), False
 
 
-def _has_capacity(module: nn.Module) -> bool:
+def has_capacity(module: nn.Module) -> bool:
     """Whether experts of ours drop tokens where many come: those of a part, as is said of them."""
     return any(isinstance(each, MoE) and each.mixture.capacity is not None for each in module.modules())
 

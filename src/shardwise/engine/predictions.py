@@ -5,11 +5,13 @@ microbatch ── output of a last stage ── words of all ranks (tp) ── s
 batch      ── rows of all microbatches and replicas (dp), without those that were added to divide them
 
 A batch may have any number of rows: its last row is repeated until all microbatches are full, and the outputs of the
-added rows are dropped. In evaluation mode rows do not influence each other.
+added rows are dropped. In evaluation mode rows must not influence each other: a few rows of the first batch of each
+kind are computed together and in two parts, and compared (`stages/rows_apart.py`).
 """
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,14 +20,16 @@ from torch import Tensor
 
 from shardwise.engine.make_execution import Execution
 from shardwise.engine.parts import Parts
+from shardwise.engine.told_outputs import ToldOutputs
 from shardwise.errors import ShardwiseError
 from shardwise.execution.executor import Executor
 from shardwise.sharding.context.sequence_shards import LocalBatch
 from shardwise.sharding.tensor.lazy_gather import LazyGather
 from shardwise.sharding.tensor.vocabulary import VocabParallelLogits
 from shardwise.sharding.zigzag import zigzag_unshard
-from shardwise.stages.batch import length_of, padded
+from shardwise.stages.batch import length_of, padded, shapes_of
 from shardwise.stages.outputs import Joint
+from shardwise.stages.rows_apart import Counting, LabelsCounted, Returned, Way
 from shardwise.stages.split.outline import open_dataclasses
 from shardwise.stages.stage import Batch
 from shardwise.torch_private import pytree
@@ -64,6 +68,32 @@ class Predictions:
     def __init__(self, parts: Parts, execution: Execution) -> None:
         self._parts, self._execution = parts, execution
         self._executor: Executor | None = None
+        self._ways = ToldOutputs(parts)
+
+    @property
+    def _num_parts(self) -> int:
+        return self._parts.plan.microbatches * (1 if self._parts.options.is_local else self._parts.plan.dp)
+
+    def run(self, batch: Batch, *, shapes_by_data: bool) -> Any:
+        """Return the output for the whole batch."""
+
+        def compute(some: Batch, counting: Counting | None) -> list[Returned]:
+            return self._parts_of(self._cut(some), counting, shapes_by_data=shapes_by_data)
+
+        rule = self._execution.batches.rule
+        ways = self._ways.ways_of(batch, rule.look(batch), compute, num_parts=self._num_parts)
+        given = self._cut(batch)
+        counting = Counting() if "labels" in ways.values() else None
+        return self._join(self._parts_of(given, counting, shapes_by_data=shapes_by_data), given, ways)
+
+    def _parts_of(self, given: "Given", counting: Counting | None, *, shapes_by_data: bool) -> list[Returned]:
+        """Return the outputs of all microbatches of all replicas, in the order of their rows."""
+        first = self._parts.wires.mesh.coordinates.get("dp", 0) * self._parts.plan.microbatches
+        for interpreter in self.executor.interpreters:
+            interpreter.counting = lambda number: nullcontext() if counting is None else counting(first + number)
+        signature = None if shapes_by_data else ("predict", shapes_of(given.batch))
+        self.executor.run(given.microbatches, signature=signature)
+        return self._joined(given, counting)
 
     @property
     def executor(self) -> Executor:
@@ -72,29 +102,41 @@ class Predictions:
             self._executor = self._execution.make_predictor()
         return self._executor
 
-    def cut(self, batch: Batch) -> Given:
+    def _cut(self, batch: Batch) -> Given:
         """Return this process's part of a batch."""
-        batches, plan = self._execution.batches, self._parts.plan
+        batches = self._execution.batches
         seen = batches.rule.look(batch)
         if not seen.length:
             raise ShardwiseError("the batch has no row", remedy="a batch of at least 1")
-        num_parts = plan.microbatches * (1 if self._parts.options.is_local else plan.dp)
-        whole = padded(batch, seen, -(-seen.length // num_parts) * num_parts)
+        whole = padded(batch, seen, -(-seen.length // self._num_parts) * self._num_parts)
         return Given(whole, batches.cut(whole, "prediction", predicts=True), seen.length)
 
-    def joined(self, given: Given) -> Any:
-        """Return the output for the whole batch, from those of the microbatches that were run last."""
+    def _joined(self, given: Given, counting: Counting | None) -> list[Returned]:
+        """Return the outputs of all microbatches that were run last, with all of their words and tokens."""
         mine: dict[_Place, Any] = {}
+        counted: dict[_Place, LabelsCounted] = {}
         axes = self._parts.wires.mesh.coordinates
         for interpreter in self.executor.interpreters:
             for number, output in sorted(interpreter.outputs.items()):
                 open_dataclasses(output)
-                mine[_Place(axes.get("dp", 0), number, axes.get("cp", 0))] = pytree.tree_map(_whole, output)
+                place = _Place(axes.get("dp", 0), number, axes.get("cp", 0))
+                mine[place] = pytree.tree_map(_whole, output)
+                if counting is not None:
+                    counted[place] = counting.of(place.replica * self._parts.plan.microbatches + number)
             interpreter.outputs.clear()
         outputs = mine if self._parts.wires.watch is None else self._told(mine, has_first=axes["tp"] == 0)
+        if self._parts.wires.watch is not None and counting is not None:
+            counted = {place: each for told in self._parts.wires.gather(counted) for place, each in told.items()}
         if self._parts.options.is_local:  # Other replicas have their own batches.
             outputs = {place: each for place, each in outputs.items() if place.replica == axes["dp"]}
-        return self._join(outputs, given)
+        made = []
+        for place in sorted(outputs):
+            if place.piece == 0:
+                pieces = [outputs[place._replace(piece=piece)] for piece in range(self._parts.plan.cp)]
+                output = pieces[0] if len(pieces) == 1 else _join_tokens(pieces, given.microbatches[0])
+                length = length_of(given.batch) // self._num_parts
+                made.append(Returned(output, length, counted.get(place, LabelsCounted())))
+        return made
 
     def _told(self, mine: dict[_Place, Any], *, has_first: bool) -> dict[_Place, Any]:
         """Return the outputs of all processes. Ranks of a tensor parallel group have the same, and the first sends
@@ -120,21 +162,17 @@ class Predictions:
                 found[place] = pytree.tree_unflatten(leaves, tree)
         return found
 
-    def _join(self, outputs: dict[_Place, Any], given: Given) -> Any:
-        """Join the outputs of replicas, microbatches and context parallel ranks to one."""
-        by_rows: list[Any] = []
-        for place in sorted(outputs):
-            if place.piece == 0:
-                pieces = [outputs[place._replace(piece=piece)] for piece in range(self._parts.plan.cp)]
-                by_rows.append(pieces[0] if len(pieces) == 1 else _join_tokens(pieces, given.microbatches[0]))
+    def _join(self, made: Sequence[Returned], given: Given, ways: Mapping[int, Way]) -> Any:
+        """Join the outputs of replicas and microbatches to one."""
+        by_rows, length = [each.output for each in made], length_of(given.batch)
         if len(by_rows) > 1:
             _check_plain(by_rows)
-        length = length_of(given.batch)
-        joint = Joint(by_rows, [length // len(by_rows)] * len(by_rows))
+        labels = [each.counted.labels for each in made]
+        joint = Joint(by_rows, [each.num_rows for each in made], ways, labels)
         tensors = {number: joint.joined(number, self._parts.device) for number in joint.tensors}
         if given.num_rows < length:
             for number, leaf in joint.tensors.items():
-                if leaf.how == "mean":
+                if leaf.how not in ("rows", "same"):
                     raise ShardwiseError(
                         f"the module returns one number for a microbatch (number {number + 1} of its output), and the"
                         f" batch of {given.num_rows} rows does not divide into {len(by_rows)} equal ones",

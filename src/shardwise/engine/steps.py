@@ -135,12 +135,9 @@ class Steps:
             with self._in_step():
                 self._settings.check_evaluation(batch)
         with self._in_evaluation_mode():
-            given = self._predictions.cut(batch)
-            predictor = self._predictions.executor
-            signature = None if self._shapes_by_data else ("predict", shapes_of(given.batch))
-            predictor.run(given.microbatches, signature=signature)
+            found = self._predictions.run(batch, shapes_by_data=self._shapes_by_data)
             self._sharded.check_attention(self._module, self._wires)
-            return self._predictions.joined(given)
+            return found
 
     @contextmanager
     def _in_evaluation_mode(self) -> Iterator[None]:

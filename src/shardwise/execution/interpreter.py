@@ -116,8 +116,9 @@ class Interpreter:
         #: Values and gradients in transit to and from the stages of this rank.
         self.io = StageIO(rank, schedule.placement, split)
         self._microbatches: dict[int, Batch] = {}
-        #: The module's output for each microbatch, if there is no loss.
+        #: The module's output for each microbatch, if there is no loss; and the context that it is computed in.
         self.outputs: dict[int, Any] = {}
+        self.counting: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext()
         #: Called with a step before its weights are used, if there are several versions of them.
         self.select_weights: Callable[[int], None] | None = None
         #: Called with a microbatch and a stage before the stage runs, if dropout masks depend on the rows in it.
@@ -136,8 +137,7 @@ class Interpreter:
         self.before: Callable[[Instruction], None] | None = None
         #: Called after a forward was recomputed, with the rank, the backward that needed it, start and end.
         self.note_again: Callable[[int, Instruction, float, float], None] | None = None
-        #: The computation now running.
-        self._now: Instruction | None = None
+        self._now: Instruction | None = None  # The computation that is running.
         self._handlers: dict[Kind, Callable[[Instruction], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -274,6 +274,7 @@ class Interpreter:
         with (
             nullcontext() if self.policy.autocast is None else self.policy.precision(home_of(batch)),
             nullcontext() if weighed is None else weighed.watching(),
+            self.counting(microbatch) if stage in self._lasts else nullcontext(),
         ):
             made, output = self._stages[stage].run(inputs, batch)
             if stage not in self._lasts:

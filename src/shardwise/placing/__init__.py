@@ -1,6 +1,13 @@
 """A module over several devices of one process.
 
-Read `place.py`, `moving.py` (the simple case), then `microbatch_pass.py`.
+place, placed     a module, and what is used like it
+      |
+arrange, layout   what lives on which place, by room and speed (loads, host, offload_planner)
+      |
+moving            layer by layer: inputs follow their weights
+pipeline          in microbatches: batch_rows -> told_outputs -> microbatch_pass
+      |
+rng_state, activation_offload    random numbers of a stage; activations on the host
 """
 
 from shardwise.placing.place import place

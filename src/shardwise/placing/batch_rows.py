@@ -34,6 +34,27 @@ def cut_rows(batch: Batch, num_microbatches: int) -> list[Batch]:
     return found
 
 
+def few_rows(batch: Batch, number: int) -> tuple[Batch, list[Batch]]:
+    """Return about `number` rows of a batch together, and in two parts."""
+    length = rows_of(batch)
+    halves = cut_rows(batch, max(2, 2 * length // number))[:2]
+    every, tree = _flat(batch)
+    parts = [list(_flat(each)[0].values()) for each in halves]
+
+    def together(whole: Any, one: Any, other: Any) -> Any:
+        if not is_cut(whole, one):
+            return whole
+        return torch.cat((one, other)) if isinstance(whole, Tensor) else type(whole)((*one, *other))
+
+    leaves = [together(*each) for each in zip(every.values(), *parts, strict=True)]
+    return pytree.tree_unflatten(leaves, tree), halves
+
+
+def is_cut(whole: Any, part: Any) -> bool:
+    """Whether an entry of a microbatch is a part of that of the batch."""
+    return isinstance(whole, Tensor) and whole.dim() > 0 and len(part) != len(whole)
+
+
 def inputs_with_gradient(batch: Batch) -> list[str]:
     """Return the entries that require a gradient."""
     for name, entry in batch.items():

@@ -30,6 +30,7 @@ from shardwise.placing.rng_state import RngState
 from shardwise.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.outputs import Joint
+from shardwise.stages.rows_apart import Counting, Returned, Way
 from shardwise.stages.split.outline import leaves_of
 from shardwise.stages.stage import Batch, Split, Stage, Values
 from shardwise.states.tiers.streamed_gradients import give
@@ -94,7 +95,9 @@ class MicrobatchPass:
         num_threads: int,
         rng: RngState | None,
         activations: PlacedActivationOffload | None = None,
+        counting: Counting | None = None,
     ) -> None:
+        """`counting` counts the labels of microbatches, if that is wanted."""
         self.schedule, self.places, self._activations = schedule, places, activations
         self._rows = [rows_of(each) for each in microbatches]
         self._num_threads = num_threads
@@ -118,17 +121,28 @@ class MicrobatchPass:
         ]
         here = replace(split, stages=tuple(stages))
         self._interpreters = [Interpreter(rank, schedule, here, None) for rank in range(schedule.num_ranks)]
+        self._counting = counting
+        if counting is not None:
+            for interpreter in self._interpreters:
+                interpreter.counting = counting
         self._microbatches = microbatches
         self.joint: Joint | None = None
 
-    def forward(self) -> Joint:
-        """Run every forward of the schedule, and return what came out."""
+    def forward(self, ways: Mapping[int, Way]) -> Joint:
+        """Run every forward of the schedule, and return what came out; `ways` are those of its numbers."""
+        made = self.outputs()
+        labels = [each.counted.labels for each in made]
+        self.joint = Joint([each.output for each in made], self._rows, ways, labels)
+        return self.joint
+
+    def outputs(self) -> list[Returned]:
+        """Run every forward of the schedule, and return what came out of each microbatch."""
         self._run(_FORWARD)
         outputs = {number: each for one in self._interpreters for number, each in one.outputs.items()}
+        counting = self._counting or Counting()
         for interpreter in self._interpreters:
             interpreter.outputs.clear()
-        self.joint = Joint([outputs[number] for number in range(len(self._rows))], self._rows)
-        return self.joint
+        return [Returned(outputs[number], rows, counting.of(number)) for number, rows in enumerate(self._rows)]
 
     def backward(self, gradients: dict[int, Tensor]) -> None:
         """Run every backward of the schedule, from the gradients of the joined output's leaves."""

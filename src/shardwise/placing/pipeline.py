@@ -24,9 +24,11 @@ from shardwise.placing.batch_rows import cut_rows, home_of, inputs_with_gradient
 from shardwise.placing.microbatch_pass import MicrobatchPass
 from shardwise.placing.places import Place, PlaceOptions
 from shardwise.placing.rng_state import RngState
+from shardwise.placing.told_outputs import ToldOutputs
 from shardwise.planner.plan import Plan
 from shardwise.schedule.schedule import Schedule
 from shardwise.stages.outputs import Joint
+from shardwise.stages.rows_apart import Counting, Returned
 from shardwise.stages.stage import Batch, Split
 
 
@@ -47,6 +49,7 @@ class Pipeline:
         self._schedules: dict[int, tuple[Schedule, Schedule]] = {}
         #: Whether stages draw random numbers, by the modes that their modules are in.
         self._draws: dict[tuple[Any, ...], bool] = {}
+        self._told = ToldOutputs(module, self._outputs)
 
     def run(self, batch: Batch) -> Any:
         """Return the module's output for a batch; its backward runs on the places too."""
@@ -56,6 +59,7 @@ class Pipeline:
         microbatches = _cut(batch, min(self._options.microbatches, rows_of(batch)), given if trains else [])
         schedule, forwards = self._schedule(len(microbatches))
         modes = self._modes()
+        ways = self._told.ways_of(batch, modes) if len(microbatches) > 1 else {}
         rng = RngState(trains=trains) if self._draws.get(modes, True) else None
         microbatch_pass = MicrobatchPass(
             schedule if trains else forwards,
@@ -65,8 +69,9 @@ class Pipeline:
             num_threads=max(1, torch.get_num_threads() // max(1, self._num_host)),
             rng=rng,
             activations=self._activations,
+            counting=Counting() if "labels" in ways.values() else None,
         )
-        joint, home = microbatch_pass.forward(), home_of(batch)
+        joint, home = microbatch_pass.forward(ways), home_of(batch)
         if rng is not None:
             self._draws[modes] = rng.have_drawn
             if not rng.have_drawn:
@@ -74,6 +79,13 @@ class Pipeline:
         if not trains:
             return joint.filled({number: joint.joined(number, home) for number in joint.tensors})
         return _InFlight(microbatch_pass, microbatches, {name: batch[name] for name in given}, home).output(joint)
+
+    def _outputs(self, microbatches: Sequence[Batch], counting: Counting, rng: RngState) -> list[Returned]:
+        """Return what comes out of microbatches, without gradients."""
+        forwards = self._schedule(len(microbatches))[1]
+        return MicrobatchPass(
+            forwards, self.split, self.places, microbatches, num_threads=1, rng=rng, counting=counting
+        ).outputs()
 
     def _schedule(self, count: int) -> tuple[Schedule, Schedule]:
         if count not in self._schedules:

@@ -1,5 +1,6 @@
 """Cut a batch into microbatches; its length and device."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -62,6 +63,19 @@ def padded(batch: Batch, seen: Seen, length: int) -> Batch:
         return np.concatenate((entry, entry[-1:].repeat(more, 0)))
 
     return changed(batch, fill) if more else batch
+
+
+def picked(batch: Batch, seen: Seen, places: Sequence[int]) -> Batch:
+    """Return these rows of a batch, in this order, without marks."""
+
+    def take(path: str, value: Any) -> Any:
+        if path not in seen.paths:
+            return None
+        if isinstance(value, Tensor):
+            return value[torch.tensor(places, device=value.device)]
+        return type(value)(value[each] for each in places) if isinstance(value, (list, tuple)) else value[list(places)]
+
+    return changed(take_rows(batch, seen, 0, seen.length), take)  # type: ignore[no-any-return]
 
 
 def _rows(batch: Batch, seen: Seen, first: int, end: int, kind: type[Microbatch] = Microbatch) -> Microbatch:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from shardwise.stages.drawn_trial import find_met
 from shardwise.stages.entry_trial import computes_loss
 from shardwise.stages.loss_kind import LossKind, Tried
 from shardwise.stages.loss_parts import fits, fits_by, mismatch
@@ -32,8 +33,16 @@ _SLACK = 10.0
 _WORDS = 12
 
 
-def find_longer(trial: Trial, example: Batch, three: Batch, seen: Seen, tried: Tried) -> Tried:
-    """Return the finding from three rows, with a problem if it does not hold for more rows."""
+def find_longer(
+    trial: Trial, example: Batch, three: Batch, seen: Seen, tried: Tried, *, is_drawn: bool = False
+) -> Tried:  # fmt: skip
+    """Return the finding from three rows, with a problem if it does not hold for more rows; or, also of a loss that
+    `is_drawn` at random, if rows meet where something is drawn."""
+    found = tried if is_drawn else _of_longer(trial, example, three, seen, tried)
+    return find_met(trial, three, seen, found)
+
+
+def _of_longer(trial: Trial, example: Batch, three: Batch, seen: Seen, tried: Tried) -> Tried:
     if trial.meets or tried.apart or tried.kind not in (LossKind.ROWS, LossKind.LABELS, LossKind.SUM, LossKind.PAIR):
         return tried
     try:
@@ -44,6 +53,22 @@ def find_longer(trial: Trial, example: Batch, three: Batch, seen: Seen, tried: T
         return _of_wider_tables(trial, three, tried)
     except Exception:  # If something is wrong, the run of the whole example will report it.
         return tried
+
+
+def find_in_pairs(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:
+    """Refuse rows that interact in pairs if a part has an odd number of rows. The first two of three rows are a
+    pair."""
+    if tried.kind not in (LossKind.ROWS, LossKind.LABELS, LossKind.SUM):
+        return tried
+    try:
+        parts = [take_rows(three, Seen(NUM_ROWS, seen.paths), *each) for each in ((0, 2), (0, 1), (1, 2))]
+        runs = trial.run(parts[0]), trial.run(parts[1]), trial.run(parts[2])
+    except Exception:
+        return tried
+    adds_up = fits_by(1, 1, *runs) if tried.kind is LossKind.ROWS else fits(tried.kind, *runs)
+    if adds_up or not all(map(is_finite, runs)) or trial.run(parts[0], seed=1).total != runs[0].total:
+        return tried
+    return tried._replace(problem=mismatch(*runs, 2, 1))
 
 
 def _of_more_rows(trial: Trial, example: Batch, seen: Seen, kind: LossKind) -> str | None:

@@ -43,6 +43,12 @@ REMEDY_OF_BENT = (
     "hooks and functions whose gradient is a multiple of the one they are given; clip= to clip gradients; or a plan"
     " without dp, cp and microbatches"
 )
+#: Of a loss that draws from other generators than torch's in evaluation mode too.
+DRAWN = ": each draws other numbers from Python's or NumPy's generators"
+REMEDY_OF_DRAWN = (
+    "numbers that are drawn for each row by torch (torch.randint, torch.randn), which are tried with the same ones for"
+    " each row; or as an entry of the batch; or return total, number"
+)
 REMEDY_OF_LEARNED = "number.detach(), if it is not to be learned; or a plan without dp, cp and microbatches"
 
 

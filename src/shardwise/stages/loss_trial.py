@@ -25,12 +25,14 @@ from torch import nn
 from shardwise.stages.across_rows import THE_LOSS, first_across, with_numbers_of
 from shardwise.stages.entry_trial import are_inside, count_the_same, find_entry, fits_through, with_numbers
 from shardwise.stages.index_check import IndexCheck
-from shardwise.stages.longer_trial import find_longer
+from shardwise.stages.longer_trial import find_in_pairs, find_longer
 from shardwise.stages.loss_kind import (
+    DRAWN,
     LEARNED_NUMBER,
     OWN_BACKWARD,
     REMEDY,
     REMEDY_OF_BENT,
+    REMEDY_OF_DRAWN,
     REMEDY_OF_LEARNED,
     REMEDY_OF_MEANS,
     REMEDY_OF_OWN,
@@ -89,7 +91,7 @@ def try_loss(
     first = _outcome(trial, three, seen)
     drawn = _with_draws(trial, three, seen, first)
     if drawn is not None and drawn.problem is None:
-        return drawn
+        return find_longer(trial, example, three, seen, drawn, is_drawn=True) if num_parts > 1 else drawn
     first = drawn or first
     if first.problem is None:
         # Another trial: this one has a snapshot of the weights as they are.
@@ -98,7 +100,7 @@ def try_loss(
             return moved
         first = moved
     if first.problem is None and seen.length // num_parts % 2:
-        first = _in_pairs(trial, three, seen, first)
+        first = find_in_pairs(trial, three, seen, first)
     if first.problem is None and trial.is_rounded:
         first = _in_full(trial, three, seen, first)
     if first.problem is None and num_parts > 1:
@@ -157,22 +159,6 @@ def _in_full(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:
     if is_random or not all(map(is_finite, now)) or _fits_as(tried, three, seen, now):
         return tried
     return tried._replace(problem=mismatch(*now))
-
-
-def _in_pairs(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:
-    """Refuse rows that interact in pairs if a part has an odd number of rows. The first two of three rows are a
-    pair."""
-    if tried.kind not in (LossKind.ROWS, LossKind.LABELS, LossKind.SUM):
-        return tried
-    try:
-        parts = [take_rows(three, Seen(NUM_ROWS, seen.paths), *each) for each in ((0, 2), (0, 1), (1, 2))]
-        runs = trial.run(parts[0]), trial.run(parts[1]), trial.run(parts[2])
-    except Exception:
-        return tried
-    adds_up = fits_by(1, 1, *runs) if tried.kind is LossKind.ROWS else fits(tried.kind, *runs)
-    if adds_up or not all(map(is_finite, runs)) or trial.run(parts[0], seed=1).total != runs[0].total:
-        return tried
-    return tried._replace(problem=mismatch(*runs, 2, 1))
 
 
 def at_first(for_all: bool) -> Context:
@@ -400,6 +386,8 @@ def _with_less(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
         is_random = trial.run(three, seed=1).total != runs[0].total
         if is_random:
             return tried
+        if any(each.has_drawn for each in runs):
+            return tried._replace(kind=LossKind.ROWS, problem=f"{mismatch(*runs)}{DRAWN}", remedy=REMEDY_OF_DRAWN)
         where = first_across(trial.module, trial.run, three, two_and_one(three, seen)[1], runs[0].tolerance)
         remedy = REMEDY_OF_MEANS if where == THE_LOSS else REMEDY
         problem = f"{mismatch(*runs)} (rows see each other in {where})"

@@ -2,16 +2,21 @@
 
 rows      a tensor with a row for each of the microbatch's: concatenated
 mean      a number, such as a loss: the mean, weighted by rows
+labels    a number that is a mean over labels: the mean, weighted by labels
+sum       a number that is a sum: the sum
 same      a tensor that is the same for all: the first one
+
+Which of them a number is, a few rows have told (`rows_apart.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
+from shardwise.stages.rows_apart import Way
 from shardwise.stages.split.outline import open_dataclasses
 from shardwise.torch_private import pytree
 
@@ -19,15 +24,21 @@ from shardwise.torch_private import pytree
 class _Leaf(NamedTuple):
     """One tensor of the output, from each microbatch."""
 
-    how: Literal["rows", "mean", "same"]
+    how: Literal["rows", "same"] | Way
     parts: list[Tensor]
 
 
 class Joint:
-    """The outputs of all microbatches of a pass. `tensors` are the tensor leaves, by index."""
+    """The outputs of all microbatches of a pass. `tensors` are the tensor leaves, by index.
 
-    def __init__(self, outputs: Sequence[Any], rows: Sequence[int]) -> None:
-        self._rows = rows
+    `ways` says how numbers are joined, by index; means by rows if it does not. `labels` are the numbers of labels of
+    the microbatches; None of one that computed no mean over labels, or several."""
+
+    def __init__(
+        self, outputs: Sequence[Any], rows: Sequence[int], ways: Mapping[int, Way] | None = None,
+        labels: Sequence[float | None] = (),
+    ) -> None:  # fmt: skip
+        self._rows, self._ways, self._labels = rows, ways or {}, labels
         open_dataclasses(outputs[0])
         flat = [pytree.tree_flatten(each) for each in outputs]
         self._leaves, self._tree = flat[0]
@@ -55,8 +66,8 @@ class Joint:
         values = [each.detach() for each in parts]
         if how == "rows":
             return torch.cat(values).to(device)
-        if how == "mean":
-            weighed = [value * (rows / sum(self._rows)) for value, rows in zip(values, self._rows, strict=True)]
+        if how != "same":
+            weighed = [value * weight for value, weight in zip(values, self._weights(how), strict=True)]
             return torch.stack(weighed).sum().to(device)
         return values[0].to(device, copy=True)
 
@@ -71,18 +82,33 @@ class Joint:
         gradient = gradient.to(parts[0].device)
         if how == "rows":
             gradients = list(torch.split(gradient, list(self._rows)))
-        elif how == "mean":
-            gradients = [gradient * (rows / sum(self._rows)) for rows in self._rows]
+        elif how != "same":
+            gradients = [gradient * weight for weight in self._weights(how)]
         else:
             gradients = [gradient, *(torch.zeros_like(gradient) for _ in parts[1:])]
         pairs = zip(parts, gradients, strict=True)
         return [(part, each.contiguous()) if part.requires_grad else None for part, each in pairs]
 
+    def _weights(self, way: Way) -> list[float]:
+        """Return the weight of each microbatch in a number."""
+        if way == "sum":
+            return [1.0] * len(self._rows)
+        if way == "mean":
+            return [rows / sum(self._rows) for rows in self._rows]
+        labels = [each for each in self._labels if each is not None]
+        if len(labels) < len(self._rows):
+            raise ShardwiseError(
+                "the module returns a mean over labels for the first batch, and now some microbatches have none, or"
+                " several such means: their weights are not told",
+                remedy="a loss that is computed from the module's scores; or microbatches=1",
+            )
+        return [each / (sum(labels) or float("nan")) for each in labels]
+
     def _leaf(self, number: int, parts: list[Tensor]) -> _Leaf:
         if all(each.dim() and len(each) == rows for each, rows in zip(parts, self._rows, strict=True)):
             return _Leaf("rows", parts)
         if all(not each.dim() and each.is_floating_point() for each in parts):
-            return _Leaf("mean", parts)
+            return _Leaf(self._ways.get(number, "mean"), parts)
         if all(torch.equal(each, parts[0]) for each in parts[1:]):
             return _Leaf("same", parts)
         raise ShardwiseError(

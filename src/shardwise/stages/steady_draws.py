@@ -30,8 +30,8 @@ class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, *, turns: bool = False, has_seed: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._turns, self._has_seed = turns, has_seed
-        #: Whether anything but dropout was drawn.
-        self.has_drawn = False
+        #: Whether anything but dropout was drawn; and whether something was that is left random (`poisson`, `rrelu`).
+        self.has_drawn = self.is_random = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -52,6 +52,7 @@ class SteadyDraws(EagerDispatchMode):  # type: ignore[no-untyped-call]
             if made.is_floating_point() and (self._has_seed or kwargs.get("generator") is not None):
                 return made.copy_(torch.arange(made.numel(), device=made.device).mul(0.7).sin().view(made.shape))
             return made.fill_(1 if name.startswith("bernoulli") else 0.5 if made.is_floating_point() else 0)
+        self.is_random = True
         return made
 
 
@@ -173,10 +174,10 @@ def _with_argument(
 
 
 @contextmanager
-def steady() -> Iterator[None]:
+def steady() -> Iterator[SteadyDraws]:
     """Combine all: draws are deterministic, nothing is dropped or recomputed, and shuffles reverse the order."""
-    with nothing_recomputed(), SteadyDropout(), SteadyDraws(turns=True):
-        yield
+    with nothing_recomputed(), SteadyDropout(), SteadyDraws(turns=True) as draws:
+        yield draws
 
 
 def sets_seed(module: nn.Module) -> bool:
@@ -184,6 +185,6 @@ def sets_seed(module: nn.Module) -> bool:
     return names_in_classes(module, "manual_seed")
 
 
-def steady_for(module: nn.Module) -> AbstractContextManager[None]:
+def steady_for(module: nn.Module) -> AbstractContextManager[SteadyDraws | None]:
     """Return `steady()`, unless a module sets the seed itself: then its draws are the same in every call anyway."""
     return nothing_recomputed() if sets_seed(module) else steady()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.stages.batch import picked
 from shardwise.stages.rows import Seen, changed, nodes, take_rows
 from shardwise.stages.stage import Batch
 
@@ -32,16 +33,7 @@ def three_rows(example: Batch, seen: Seen) -> Batch:
     other = _most_unlike(example, seen)
     order = [0, other, *(number for number in range(1, seen.length) if number != other)]
     places = [order[min(number, seen.length - 1)] for number in range(NUM_ROWS)]
-
-    def take(path: str, value: Any) -> Any:
-        if path not in seen.paths:
-            return None
-        if isinstance(value, Tensor):
-            return value[torch.tensor(places, device=value.device)]
-        return type(value)(value[each] for each in places) if isinstance(value, (list, tuple)) else value[places]
-
-    plain = take_rows(example, seen, 0, seen.length)
-    return changed(plain, take)  # type: ignore[no-any-return]
+    return picked(example, seen, places)
 
 
 def _most_unlike(example: Batch, seen: Seen) -> int:

@@ -54,7 +54,8 @@ class Run(NamedTuple):
     is_learned: bool = False
     #: Whether the forward wrote to buffers. A comparison of buffers tells what that means for parts.
     writes: bool = False
-    #: Whether Python's or NumPy's generators were drawn from: other rows may get other draws.
+    #: Whether Python's or NumPy's generators were drawn from, or torch's in a way that no trial makes alike: other rows
+    #: may get other draws.
     has_drawn: bool = False
     #: Whether the forward or the loss called backward itself and left gradients in parameters.
     has_left: bool = False
@@ -104,11 +105,14 @@ class Trial:
         bent: list[str | None] = []
         gradients: dict[str, tuple[float, float]] = {}
         hooks = SeenHooks()
+        is_random = False
 
         @contextmanager
         def steadily() -> Iterator[None]:
-            with steady_for(self.module), hooks:
+            nonlocal is_random
+            with steady_for(self.module) as draws, hooks:
                 yield
+            is_random = draws is not None and draws.is_random
 
         def look(total: Tensor, number: Any) -> None:
             del number
@@ -118,7 +122,8 @@ class Trial:
                 gradients.update(gradients_told(self.module, total))
 
         found = self.run(batch, training=True, within=steadily, look=look)
-        return found._replace(output=None, gradients=gradients), bent[0]
+        drawn = found.has_drawn or is_random
+        return found._replace(output=None, gradients=gradients, has_drawn=drawn), bent[0]
 
     @cached_property
     def _makes_constants(self) -> bool:

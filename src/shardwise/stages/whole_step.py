@@ -80,9 +80,9 @@ def whole_step(
 
     def differentiate(total: Tensor, number: Any) -> None:
         nonlocal leaves, draws
-        drawn, leaves = _generators(), trial.has_changed()
+        drawn, leaves = generators(), trial.has_changed()
         seed_torch(0)
-        draws = any(not torch.equal(one, other) for one, other in zip(drawn, _generators(), strict=True))
+        draws = any(not torch.equal(one, other) for one, other in zip(drawn, generators(), strict=True))
         mean = total if number is None else total / number
         if not (in_turn and leaves) and mean.requires_grad:
             found.append(torch.autograd.grad(mean, list(parameters.values()), allow_unused=True))
@@ -102,7 +102,8 @@ def whole_step(
     return WholeStep(loss_of_all, gradients, leaves=leaves, draws=draws)
 
 
-def _generators() -> list[Tensor]:
+def generators() -> list[Tensor]:
+    """Return the states of torch's generators."""
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else states  # type: ignore[no-untyped-call]
 

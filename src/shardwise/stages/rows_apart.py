@@ -1,0 +1,173 @@
+"""Whether the outputs of parts of a batch tell that of the whole: tried on a few rows, together and in two parts.
+
+A loss is tried when an engine is made (`loss_trial.py`). What a module returns to the script itself is joined from
+parts too, by `engine.predict` and by `sw.place` with microbatches. Rows may see each other there (`u @ v.T` over a
+batch), and a number may be a sum, or a mean over labels of which parts have different numbers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardwiseError
+from shardwise.stages.label_counts import LabelCounts
+from shardwise.stages.split.outline import open_dataclasses
+from shardwise.torch_private import pytree
+
+#: How a number without dims is joined: the parts' mean by rows, their sum, or their mean by labels.
+Way = Literal["mean", "sum", "labels"]
+#: So many rows are tried, and half of them in each part.
+NUM_ROWS = 4
+#: This part of the labels is ignored in a second try, if the module computes a mean over labels.
+IGNORED = 0.25
+#: Differences that are rounding, relative to the largest number and absolute, by dtype. A GPU may multiply in TF32.
+_NEAR = {torch.float64: (1e-6, 1e-9), torch.complex128: (1e-6, 1e-9), torch.float32: (1e-3, 1e-5)}
+_NEAR_OTHERWISE = (5e-2, 1e-2)
+#: Rounding may change some indices of largest values, and no more than this part of them.
+_INDICES = 0.1
+
+
+class LabelsCounted(NamedTuple):
+    """The means over labels that a module computed in one forward: how many, the number of labels if it is one, and how
+    many labels of each were ignored on purpose."""
+
+    num_means: int = 0
+    labels: float | None = None
+    left_out: Sequence[int] = ()
+
+
+class Counting:
+    """Makes what counts the labels of each part, of which a fraction or so many of each mean are `ignored`."""
+
+    def __init__(self, ignored: Callable[[int], float | Sequence[int]] = lambda _: 0.0) -> None:
+        self._ignored = ignored
+        self._counts: dict[int, LabelCounts] = {}
+
+    def __call__(self, part: int) -> LabelCounts:
+        made = self._counts[part] = LabelCounts(self._ignored(part))
+        return made
+
+    def of(self, part: int) -> LabelsCounted:
+        """Return what was counted in a part."""
+        counts = self._counts.get(part)
+        if counts is None:
+            return LabelsCounted()
+        number = float(counts.found[0].number) if len(counts.found) == 1 else None
+        return LabelsCounted(len(counts.found), number, tuple(counts.left_out))
+
+
+class Returned(NamedTuple):
+    """What a module returned for some rows, and the means over labels that it computed for it."""
+
+    output: Any
+    num_rows: int
+    counted: LabelsCounted = LabelsCounted()
+
+
+class DrawnError(Exception):
+    """Something was drawn at random: parts draw their own, and nothing is told."""
+
+
+#: Computes rows together, or in two parts, and counts their labels.
+Compute = Callable[[bool, Counting], list[Returned]]
+
+
+def find_ways(compute: Compute, remedy: str, *, takes_all: bool = False) -> Mapping[int, Way]:
+    """Return how the numbers of an output are joined, by place. Refuse an output that its parts do not tell; but if it
+    `takes_all`, a number that they do not tell is the mean of theirs."""
+    (whole,), halves = compute(True, Counting()), compute(False, Counting())
+    ways = _ways(whole, halves, remedy, takes_all=takes_all)
+    if not ways or not whole.counted.num_means:
+        return ways
+    (whole,) = compute(True, Counting(lambda _: IGNORED))
+    left_out = whole.counted.left_out
+    halves = compute(False, Counting(lambda part: 0.0 if part % 2 else left_out))
+    found = _ways(whole, halves, remedy, takes_all=takes_all)
+    # A number that labels do not decide is a mean by rows in both.
+    return {number: "mean" if "mean" in (ways[number], way) else way for number, way in found.items()}
+
+
+def _ways(whole: Returned, halves: Sequence[Returned], remedy: str, *, takes_all: bool) -> dict[int, Way]:
+    found: dict[int, Way] = {}
+    for each in (whole, *halves):
+        open_dataclasses(each.output)
+    (leaves, tree), *others = (pytree.tree_flatten(each.output) for each in (whole, *halves))
+    if any(other != tree for _, other in others):
+        return found  # Joining them reports it.
+    for number, leaf in enumerate(leaves):
+        parts = [each[number] for each, _ in others]
+        if isinstance(leaf, Tensor) and not leaf.dim() and leaf.is_floating_point():
+            found[number] = "mean" if takes_all else _way(number, leaf, parts, whole, halves, remedy)
+        elif not _is_told(leaf, parts, [each.num_rows for each in halves]):
+            raise ShardwiseError(
+                f"the module's output for {whole.num_rows} rows is not that of {halves[0].num_rows} of them and that of"
+                f" the others (value {number + 1} of it{_shapes(leaf, parts)}), so that of a batch cannot be joined"
+                " from parts: rows see each other in the forward, or it depends on how many there are",
+                remedy=remedy,
+            )
+    return found
+
+
+def _way(
+    number: int, leaf: Tensor, parts: Sequence[Tensor], whole: Returned, halves: Sequence[Returned], remedy: str
+) -> Way:  # fmt: skip
+    numbers = [each.double() for each in parts]
+    labels = [each.counted.labels for each in halves if each.counted.labels is not None]
+    rows = [each.num_rows for each in halves]
+    told: dict[Way, Tensor] = {"mean": _weighed(numbers, rows), "sum": torch.stack(numbers).sum()}
+    if len(labels) == len(halves) and any(labels):
+        told = {"labels": _weighed(numbers, labels), **told}
+    way = next((way for way, each in told.items() if _is_near(leaf, each.to(leaf.dtype))), None)
+    if way is not None:
+        return way
+    one, other = (float(each) for each in numbers)
+    raise ShardwiseError(
+        f"the module returns a number (value {number + 1} of its output) that is {float(leaf):.6g} for"
+        f" {whole.num_rows} rows, {one:.6g} for {rows[0]} of them and {other:.6g} for the others: it is neither their"
+        " mean nor their sum, so that of a batch is not told by its parts",
+        remedy=remedy,
+    )
+
+
+def _weighed(numbers: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    every = torch.tensor(weights, dtype=torch.float64, device=numbers[0].device)
+    return (torch.stack(list(numbers)) * every).sum() / every.sum()
+
+
+def _is_told(leaf: Any, parts: Sequence[Any], rows: Sequence[int]) -> bool:
+    """Whether the parts of a leaf tell the whole one, as far as they can be joined at all."""
+    if not isinstance(leaf, Tensor):
+        return all(type(each) is not type(leaf) or each == leaf for each in parts)
+    if not all(isinstance(each, Tensor) and each.dim() == leaf.dim() for each in parts):
+        return True
+    if leaf.dim() and all(len(each) == count for each, count in zip(parts, rows, strict=True)):
+        widths = [each.shape[1:] for each in parts]
+        if widths[0] == widths[1]:
+            return widths[0] == leaf.shape[1:] and len(leaf) == sum(rows) and _is_near(leaf, torch.cat(list(parts)))
+        return leaf.shape[1:] in widths  # Cut to the longest row of each part.
+    is_same = all(each.shape == parts[0].shape and torch.equal(each, parts[0]) for each in parts)
+    return not is_same or (leaf.shape == parts[0].shape and _is_near(leaf, parts[0]))
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or not one.numel():
+        return True
+    if not one.is_floating_point() and not one.is_complex():
+        return float((one != other).double().mean()) <= _INDICES
+    near, least = _NEAR.get(one.dtype, _NEAR_OTHERWISE)
+    known = one.isfinite() & other.isfinite()
+    if bool((one.isfinite() != other.isfinite()).any()):
+        return False
+    if not bool(known.any()):
+        return True
+    far = (one[known] - other[known]).abs().max()
+    return float(far) <= (10 if one.is_cuda else 1) * near * float(one[known].abs().max()) + least
+
+
+def _shapes(leaf: Any, parts: Sequence[Any]) -> str:
+    if not isinstance(leaf, Tensor):
+        return f": {leaf!r}, {' and '.join(map(repr, parts))}"
+    shapes = ", ".join(str(tuple(each.shape)) for each in (leaf, *parts) if isinstance(each, Tensor))
+    return f", of shapes {shapes}"

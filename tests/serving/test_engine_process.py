@@ -14,8 +14,8 @@ import pytest
 
 from shardwise.errors import ShardwiseError
 from shardwise.serving.engine_process import EngineProcess
+from shardwise.serving.reading import Reading, look_at_model
 from shardwise.serving.request import Request, Sampling, Token
-from shardwise.serving.serve_command import Reading, look_at_model
 from tests.nets.families import save_theirs
 from tests.serving.http.repeating import Elsewhere, RepeatingEngine, load_none
 from tests.serving.http.serving_here import running, served_by

@@ -1,6 +1,5 @@
 """Assemble an engine over a model whose weights are loaded: count the KV blocks that fit, and connect the parts."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,19 +11,20 @@ from shardwise.serving.blocks import BlockPool
 from shardwise.serving.device_runner import make_runner
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.forecast import forecast_here
+from shardwise.serving.generation_config import NONE, Suggested
 from shardwise.serving.kv_cache import block_bytes, make_cache
 from shardwise.serving.limits import Limits, check_room, count_blocks, device_name, free_bytes, reserve_bytes
 from shardwise.serving.narrow_weights import narrow, num_parameters, weight_bytes
 from shardwise.serving.runner import Runner
 from shardwise.serving.scheduler import Scheduler
 from shardwise.serving.summary import Summary
-from shardwise.serving.tier_store import make_store
-from shardwise.serving.tiers import Tiers
+from shardwise.serving.tiers import Tiers, make_tiers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """A model's name, where its tokenizer is ("bytes" if it has none), and the tokens that end a text.
+    """A model's name, where its tokenizer is ("bytes" if it has none), the tokens that end a text, and the sampling
+    that its authors suggest.
 
     `fingerprint` is part of the names of its blocks, so that blocks of another model are never found.
     """
@@ -33,6 +33,7 @@ class Identity:
     fingerprint: str = ""
     tokenizer_source: str = "bytes"
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
+    suggested: Suggested = NONE
 
 
 def assemble(
@@ -125,20 +126,3 @@ def make_engine(
         tiers=tiers,
         seed=seed,
     )
-
-
-def make_tiers(limits: Limits, data: torch.Tensor, pool: BlockPool) -> Tiers | None:
-    """Make the tiers below a cache, if any were asked for."""
-    if not limits.has_tiers:
-        return None
-    store = make_store(data, limits.tiers())
-    # A host tier that is hardly larger than the cache should not fill up with blocks that the cache still holds.
-    num_ahead = min(pool.num_blocks // 2, store.host.num_blocks // 4 or pool.num_blocks)
-    return Tiers(store, pool, measured=limits.measured, num_ahead=num_ahead)
-
-
-def ends(found: int | Iterable[int] | None) -> frozenset[int]:
-    """Return `eos_token_id` of a configuration, which may be one token, several or none, as a set."""
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)

@@ -95,7 +95,7 @@ def _look_at_model(arguments: argparse.Namespace, lines: Sequence[Line]) -> tupl
     if arguments.model is None:
         arguments.model = str(find_newest_run())
     identity = identify(arguments.model, random_weights=arguments.random_weights)
-    words = read_words(identity.tokenizer_source, chats=any(line.url == CHAT_URL for line in lines))
+    words = read_words(identity.tokenizer_source, identity.suggested, chats=any(line.url == CHAT_URL for line in lines))
     told = [identity.name, identity.fingerprint, arguments.precision, arguments.weights, arguments.seed]
     return words, told
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import ShardwiseError
-from shardwise.nets.settings import Heads, Mlp, Rope, Settings
+from shardwise.errors import ShardwiseError, some
+from shardwise.nets.settings import Divided, Heads, Mlp, Rope, Settings
 from shardwise.nets.transformer import Transformer
 from shardwise.nets.weights import place, weights_of
 from shardwise.serving.assemble import Identity
@@ -27,6 +27,8 @@ _PARTS = {
 }  # fmt: skip
 #: Tokens that end a text: of the text, of a turn, and of a message.
 _ENDS = ("eos", "eot", "eom")
+#: A tensor that is no weight.
+_DIVISORS = "rope_freqs.weight"
 #: Modules that their names leave out.
 _LEFT_OUT = ("attention", "mlp")
 
@@ -43,12 +45,16 @@ def read_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> Tr
         model = Transformer(settings)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype or torch.float32)
-    for name in weights_of(model):
-        theirs = to_theirs(name)
-        if theirs not in tensors:
-            raise ShardwiseError(f"{path} has no tensor {theirs}", remedy="a whole file: download it again")
-        held = tensors[theirs]
-        numbers = torch.from_numpy(gguf.dequantize(held.data, held.tensor_type).copy())
+    held = {name: to_theirs(name) for name in weights_of(model)}
+    _check(path, tensors, held)
+    for name, weight in weights_of(model).items():
+        part = tensors[held[name]]
+        numbers = torch.from_numpy(gguf.dequantize(part.data, part.tensor_type).copy())
+        if numbers.shape != weight.shape:
+            raise ShardwiseError(
+                f"{held[name]} in {path} is {list(numbers.shape)}, and by the file's entries it would be"
+                f" {list(weight.shape)}", remedy="the model's Hugging Face folder",
+            )  # fmt: skip
         place(model, name, device=device).copy_(numbers)
     if model.rotary is not None:
         model.rotary.to(device)
@@ -65,6 +71,18 @@ def identify_gguf(path: Path) -> Identity:
         tokenizer_source=str(path),
         eos_token_ids=frozenset(int(end) for end in found if end is not None),
     )
+
+
+def _check(path: Path, tensors: dict[str, Any], held: dict[str, str]) -> None:
+    """Refuse a file that lacks a tensor, or has one that would be left out of what is computed."""
+    missing = [theirs for theirs in held.values() if theirs not in tensors]
+    if missing:
+        raise ShardwiseError(f"{path} lacks {some(missing)}", remedy="a whole file: download it again")
+    extra = sorted(set(tensors) - set(held.values()) - {_DIVISORS})
+    if extra:
+        raise ShardwiseError(
+            f"{path} has tensors that are not read: {some(extra)}", remedy="the model's Hugging Face folder"
+        )
 
 
 def to_theirs(name: str) -> str:
@@ -86,9 +104,21 @@ def settings_from(reader: Any, tensors: dict[str, Any], path: Path) -> Settings:
             raise ShardwiseError(f"{path} has no entry {kind}.{key}", remedy="a whole file: download it again")
         return default if found is None else found
 
-    if _find(reader, f"{kind}.rope.scaling.type") not in (None, "none"):
-        raise ShardwiseError(f"{path} has scaled positions, which are not supported", remedy="its Hugging Face folder")
-    width, num_heads = int(entry("embedding_length")), int(entry("attention.head_count"))
+    width, num_heads = entry("embedding_length"), entry("attention.head_count")
+    if not isinstance(num_heads, int) or not isinstance(entry("attention.head_count_kv", num_heads), int):
+        raise ShardwiseError(f"the layers of {path} differ in their heads", remedy="its Hugging Face folder")
+    head_dim = int(entry("attention.key_length", width // num_heads))
+    computed: dict[str, Any] = {
+        "rope.scaling.type": "none", "rope.scale_linear": 1.0, "rope.dimension_count": head_dim, "expert_count": 0,
+        "attention.value_length": head_dim, "attention.causal": True,
+    }  # fmt: skip
+    for key, allowed in computed.items():
+        if (said := entry(key, allowed)) != allowed:
+            raise ShardwiseError(
+                f"{path} has {kind}.{key}={said}, and only {allowed} is computed here",
+                remedy="its Hugging Face folder",
+            )
+    window = int(entry("attention.sliding_window", 0)) or None
     return Settings(
         vocabulary=int(tensors["token_embd.weight"].shape[1]),
         width=width,
@@ -97,16 +127,26 @@ def settings_from(reader: Any, tensors: dict[str, Any], path: Path) -> Settings:
         attention=Heads(
             num_heads=num_heads,
             num_kv_heads=int(entry("attention.head_count_kv", num_heads)),
-            head_dim=int(entry("attention.key_length", width // num_heads)),
+            head_dim=head_dim,
             qkv_bias="blk.0.attn_q.bias" in tensors,
             output_bias="blk.0.attn_output.bias" in tensors,
             qk_norm="blk.0.attn_q_norm.weight" in tensors,
         ),
         mlp=Mlp(width=int(entry("feed_forward_length"))),
-        rope=Rope(theta=float(entry("rope.freq_base", 10000.0)), interleaved=_INTERLEAVED[kind]),
+        rope=Rope(
+            theta=float(entry("rope.freq_base", 10000.0)),
+            scaling=_divisors(tensors.get(_DIVISORS)),
+            interleaved=_INTERLEAVED[kind],
+        ),
+        window=window,
         norm_epsilon=float(entry("attention.layer_norm_rms_epsilon", 1e-6)),
         tied="output.weight" not in tensors,
     )
+
+
+def _divisors(tensor: Any) -> Divided | None:
+    """Return the divisors of frequencies, in which such files have the scaling of Llama 3.1 and later."""
+    return None if tensor is None else Divided(by=tuple(float(each) for each in tensor.data))
 
 
 def _find(reader: Any, key: str) -> Any:

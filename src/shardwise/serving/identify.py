@@ -6,13 +6,13 @@ from pathlib import Path
 
 from shardwise.errors import ShardwiseError
 from shardwise.model.catalogue import find_name
-from shardwise.nets.hf.entries import CONFIG, read_table
-from shardwise.serving.assemble import Identity, ends
+from shardwise.nets.hf.entries import CONFIG
+from shardwise.serving.assemble import Identity
+from shardwise.serving.generation_config import NONE, read_ends, read_suggested
 from shardwise.trace.run import MANIFEST
 from shardwise.training.checkpoint.index import read_index
 from shardwise.training.kinds import BESIDE, OURS, THEIRS, find_source
 
-_GENERATION = "generation_config.json"
 #: The files of a model: weights, tables, a chat template.
 _SUFFIXES = (".safetensors", ".json", ".jinja")
 #: Other forms of a tokenizer. A model without any is given bytes, as those are that `shardwise train` trains.
@@ -85,11 +85,13 @@ def _own_identity(path: Path, folder: Path) -> Identity:
     manifest = next((each for each in (path / MANIFEST, folder.parent.parent / MANIFEST) if each.is_file()), None)
     data = {} if manifest is None else json.loads(manifest.read_text(encoding="utf-8")).get("data", {})
     tokenizer = data.get("tokenizer") or (str(begun) if (begun / "tokenizer.json").is_file() else "bytes")
+    is_its_own = begun.is_dir() and tokenizer != "bytes"
     return Identity(
         name=path.resolve().name,
         fingerprint=_fingerprint(folder),
         tokenizer_source=str(tokenizer),
-        eos_token_ids=_ends_in(begun) if begun.is_dir() and tokenizer != "bytes" else frozenset(),
+        eos_token_ids=read_ends(begun) if is_its_own else frozenset(),
+        suggested=read_suggested(begun) if is_its_own else NONE,
     )
 
 
@@ -105,19 +107,9 @@ def _folders_identity(path: Path, folder: Path) -> Identity:
         name=path.resolve().name,
         fingerprint=_fingerprint(folder),
         tokenizer_source=str(folder) if has_tokenizer else "bytes",
-        eos_token_ids=_ends_in(folder),
+        eos_token_ids=read_ends(folder),
+        suggested=read_suggested(folder),
     )
-
-
-def _ends_in(folder: Path) -> frozenset[int]:
-    """Return the tokens that end a text by `generation_config.json`, or else by `config.json`."""
-    for name in (_GENERATION, CONFIG):
-        file = folder / name
-        if file.is_file():
-            found = ends(read_table(file).get("eos_token_id"))
-            if found:
-                return found
-    return frozenset()
 
 
 def _fingerprint(folder: Path) -> str:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-import warnings
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,6 @@ from shardwise.working import step_aside, working_at
 if TYPE_CHECKING:
     from shardwise.serving.engine_process import EngineProcess
     from shardwise.serving.http.app import Server
-    from shardwise.serving.served import Words
 
 DESCRIPTION = """
 Serve a model over HTTP with OpenAI's API: /v1/completions and
@@ -75,6 +73,7 @@ def run(arguments: argparse.Namespace) -> Answer:
             return _shown(arguments, url, has_key=key is not None)
         working_at("the weights")
         from shardwise.serving.engine_process import EngineProcess
+        from shardwise.serving.reading import Reading, look_at_model
         from shardwise.serving.served import served_by
 
         reading = Reading(arguments)
@@ -104,39 +103,6 @@ def load_to_serve(arguments: argparse.Namespace) -> Any:
     return RecordedEngine(engine, arguments.record)
 
 
-def look_at_model(arguments: argparse.Namespace) -> tuple[str, str, str]:
-    """Return which model it is, where its tokenizer is, and its fingerprint. Called in the engine's process, which
-    has torch.
-    """
-    from shardwise.serving.identify import find_newest_run, identify
-
-    if arguments.model is None:
-        arguments.model = str(find_newest_run())
-    identity = identify(arguments.model, random_weights=arguments.random_weights)
-    return arguments.model, identity.tokenizer_source, identity.fingerprint
-
-
-class Reading:
-    """Reads tokenizer and template while the weights are read, so that a mistake in them is told at once."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._arguments, self._fingerprint = arguments, ""
-        self.words: Words | None = None
-
-    def look(self, found: tuple[str, str, str]) -> None:
-        """Take what `look_at_model` has found, before the first start of the engine and before every other."""
-        from shardwise.serving.served import read_words
-
-        named, tokenizer_source, fingerprint = found
-        if self.words is None:
-            # An engine that is started again has the same model, even if there is a newer run by then.
-            self._arguments.model, self._fingerprint = named, fingerprint
-            self.words = read_words(tokenizer_source, chats=_is_there("jinja2"))
-        elif fingerprint != self._fingerprint:
-            self._fingerprint = fingerprint
-            warnings.warn(f"the files of {named} have changed: from now on the new weights are served", stacklevel=2)
-
-
 def _tell_ready(engine: "EngineProcess", server: "Server", url: str, *, as_json: bool) -> None:
     """Print one line of JSON for programs, or a few lines for people."""
     summary, served = engine.summary, server.served
@@ -159,6 +125,7 @@ def _tell_ready(engine: "EngineProcess", server: "Server", url: str, *, as_json:
             "predicted": None if summary.forecast is None else asdict(summary.forecast),
             "tokenizer": served.text.name,
             "has_chat_template": served.text.template is not None,
+            "sampling": dict(served.sampling),
         }
         print(json.dumps(data), flush=True)
         return
@@ -169,6 +136,9 @@ def _tell_ready(engine: "EngineProcess", server: "Server", url: str, *, as_json:
         canvas.print("it has no tokenizer: every byte of a text is a token")
     if served.text.template is None:
         canvas.print("it has no chat template: messages are written as lines, `role: content`")
+    if served.sampling:
+        said = ", ".join(f"{field} {value:g}" for field, value in served.sampling.items())
+        canvas.print(f"where a request does not say, its generation_config.json does: {said}")
     canvas.print(f"{canvas.paint('ready', 'bold')}: {url} (a page), {url}/v1 (OpenAI's API, model {served.name})")
     sys.stdout.flush()
 

@@ -15,8 +15,12 @@ from itertools import islice
 from time import perf_counter
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from shardwise.serving.blocks import BlockPool
+from shardwise.serving.limits import Limits
 from shardwise.serving.tier_speeds import Speeds
+from shardwise.serving.tier_store import make_store
 
 #: One in this many refusals is tried anyway: a tier that was slow once may be fast by now.
 _TRY_AGAIN = 64
@@ -202,3 +206,13 @@ class Tiers:
             return min(num_blocks, _AT_ONCE[tier])
         self._num_refused += 1
         return 1 if self._num_refused % _TRY_AGAIN == 0 else 0
+
+
+def make_tiers(limits: Limits, data: Tensor, pool: BlockPool) -> Tiers | None:
+    """Make the tiers below a cache, if any were asked for."""
+    if not limits.has_tiers:
+        return None
+    store = make_store(data, limits.tiers())
+    # A host tier that is hardly larger than the cache should not fill up with blocks that the cache still holds.
+    num_ahead = min(pool.num_blocks // 2, store.host.num_blocks // 4 or pool.num_blocks)
+    return Tiers(store, pool, measured=limits.measured, num_ahead=num_ahead)

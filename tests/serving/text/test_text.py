@@ -137,6 +137,43 @@ def test_a_folders_tokenizer_comes_with_its_template_and_names(tmp_path: Path) -
         load_tokenizer(tmp_path / "nowhere")
 
 
+def test_settings_of_a_training_that_a_tokenizer_was_saved_in_change_no_prompt(tmp_path: Path) -> None:
+    made, right = byte_level(), byte_level().encode(TEXT).ids
+    made.enable_truncation(4)
+    made.enable_padding(length=100)
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode(TEXT) == right
+
+
+def test_files_beside_a_tokenizer_name_its_tokens_and_have_those_that_it_lacks(tmp_path: Path) -> None:
+    made = byte_level()
+    made.save(str(tmp_path / "tokenizer.json"))
+    first = made.get_vocab_size()
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<|end|>", "eos_token": {"content": "<|end|>"}}')
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|end|>": 0, "<call>": first}))
+    added = {"content": "<other>", "special": False, "normalized": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {str(first + 1): added}}))
+    text = load_tokenizer(tmp_path)
+    assert text.named == {"bos_token": "<|end|>", "eos_token": "<|end|>"}
+    assert text.encode("<call><other>") == [first, first + 1]
+    assert [text.bytes_of(token) for token in (first, first + 1)] == [b"<call>", b"<other>"]
+    assert text.decode([first + 1, first]) == "<other><call>"
+    (tmp_path / "added_tokens.json").write_text('{"<call>": 500}')
+    with pytest.raises(ShardwiseError, match="is missing in"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_template_for_tools_is_used_for_chats_with_tools(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    named = [{"name": "tool_use", "template": "T{{ tools | length }}"}, {"name": "default", "template": "plain"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template, tool = ChatTemplate(load_tokenizer(tmp_path)), {"type": "function", "function": {"name": "f"}}
+    assert [template.apply([]), template.apply([], [tool])] == ["plain", "T1"]
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("F{{ tools | length }}")
+    assert ChatTemplate(load_tokenizer(tmp_path)).apply([], [tool]) == "F1"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -188,29 +225,51 @@ def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
         ChatTemplate(text).apply([])
 
 
-def test_a_gguf_files_tables_give_the_tokens_of_the_tokenizer_that_they_came_from(tmp_path: Path) -> None:
+def write_gguf(path: Path, right: Any, pre: str, kinds: dict[str, int]) -> None:
+    """Write a tokenizer's tables as a GGUF file has them."""
     from gguf import GGUFWriter
 
-    right = byte_level()
     model = json.loads(right.to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    path = tmp_path / "small.gguf"
+    tokens = sorted(right.get_vocab(), key=right.get_vocab().get)
     writer = GGUFWriter(str(path), "llama")
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if token == "<|end|>" else 1 for token in tokens])
+    writer.add_token_types([kinds.get(token, 1) for token in tokens])
     writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
     writer.add_eos_token_id(tokens.index("<|end|>"))
+    writer.add_bos_token_id(tokens.index("<|end|>"))
     writer.add_chat_template("{{ messages[0].content }}{{ eos_token }}")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
+
+
+def test_a_gguf_files_tables_give_the_tokens_of_the_tokenizer_that_they_came_from(tmp_path: Path) -> None:
+    from tokenizers import AddedToken
+
+    right, path = byte_level(), tmp_path / "small.gguf"
+    right.add_tokens([AddedToken("<call>", special=False, normalized=False)])
+    write_gguf(path, right, "gpt-2", {"<|end|>": 3, "<call>": 4})
     text = load_tokenizer(path)
     assert text.encode(TEXT) == right.encode(TEXT).ids
     assert text.encode("a<|end|>b") == right.encode("a<|end|>b").ids
+    assert text.encode("a<call>b") == right.encode("a<call>b").ids
+    assert text.decode(text.encode("a<call>b")) == "a<call>b", "a token of the user's is part of a text"
     assert text.decode(text.encode(TEXT)) == TEXT
     assert ChatTemplate(text).apply([{"role": "user", "content": "x"}]) == "x<|end|>"
+
+
+def test_a_gguf_file_of_llama_3_begins_texts_as_its_tokenizer_does(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "small.gguf", byte_level(), "llama3", {"<|end|>": 3})
+    text = load_tokenizer(tmp_path / "small.gguf")
+    assert text.encode("a") == [*text.encode("<|end|>", special=False), *text.encode("a", special=False)]
+
+
+def test_a_gguf_file_whose_texts_are_cut_in_an_unknown_way_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "small.gguf", byte_level(), "tekken", {"<|end|>": 3})
+    with pytest.raises(ShardwiseError, match=r"small\.gguf cuts texts as 'tekken' does; known: gpt-2, smollm"):
+        load_tokenizer(tmp_path / "small.gguf")
 
 
 @pytest.mark.parametrize(
@@ -224,6 +283,8 @@ def test_a_gguf_files_tables_give_the_tokens_of_the_tokenizer_that_they_came_fro
             [("f", {}), ("g", {})],
         ),
         ('[TOOL_CALLS][{"name": "f", "arguments": {"a": [1]}}]', "", [("f", {"a": [1]})]),
+        ('[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{}', "", [("f", {"a": 1}), ("g", {})]),
+        ('[TOOL_CALLS]f{"a": 1}', "", [("f", {"a": 1})]),
         ('{"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
         ('<|python_tag|>{"name": "g", "parameters": {}}', "", [("g", {})]),
         # No call: no such function, broken, or plain JSON.
@@ -242,6 +303,31 @@ def test_calls_are_found_in_the_common_forms(written: str, left: str | None, cal
     rest, again = stream.end()
     assert again == found
     assert (shown + rest).strip() == text.strip()
+
+
+def test_marks_of_calls_are_seen_though_they_are_no_text() -> None:
+    made = byte_level()
+    made.add_special_tokens(["[TOOL_CALLS]", "<other>"])
+    text = LibraryText(made, name="marks")
+    template = ChatTemplate(text)
+    served = Served(
+        name="marks", text=text, template=template, max_length=999, grammars=Grammars(text, size=400, end_tokens=[]),
+        vocabulary_size=400,
+    )  # fmt: skip
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    tokens = text.encode('so [TOOL_CALLS][{"name": "f", "arguments": {}}]<other>')
+    for fields, shown, calls in (
+        (body, 'so [{"name": "f", "arguments": {}}]', 0),
+        ({**body, "tools": tools}, "so ", 1),
+    ):
+        asked = asked_for_chat(fields, served, client="")
+        (request,) = asked.requests("0", served.grammars)
+        written = Written(text, asked, request)
+        for token in tokens:
+            written.add([Token(request="0-0", token=token)])
+        written.add([Token(request="0-0", token=0, finish="stop")])
+        assert (written.whole().text, len(written.whole().calls)) == (shown, calls)
 
 
 def test_a_schema_narrows_tokens_of_more_than_one_byte_to_its_words() -> None:

@@ -1,7 +1,7 @@
 """Parse a body that `fields.py` allows into what a client asked for: tokens, sampling, and the form of the answer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.errors import ShardwiseError
@@ -28,6 +28,8 @@ class Served:
     grammars: Grammars
     max_length: int
     vocabulary_size: int
+    #: Values of fields that a request does not have, as the model's authors suggest them.
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +196,8 @@ def _max_tokens(said: float | None, prompt: int, longest: int, otherwise: int) -
     return max(1, int(said)) if said is not None else min(otherwise, longest - prompt)
 
 
-def _sampling(fields: Mapping[str, Any], served: Served, max_tokens: int) -> Sampling:
-    bias = {}
+def _sampling(said: Mapping[str, Any], served: Served, max_tokens: int) -> Sampling:
+    fields, bias = {**served.sampling, **said}, {}
     for token, value in fields.get("logit_bias", {}).items():
         if not token.isascii() or not token.isdecimal() or int(token[:20]) >= served.vocabulary_size:
             raise ApiError(

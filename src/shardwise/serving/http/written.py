@@ -8,7 +8,7 @@ from shardwise.serving.http.asked import Asked
 from shardwise.serving.request import Logprob, Request, Token
 from shardwise.serving.text.text_stream import StopStrings, TextStream
 from shardwise.serving.text.tokenizer import Text
-from shardwise.serving.text.tool_calls import ToolCall, ToolCallStream
+from shardwise.serving.text.tool_calls import ToolCall, ToolCallStream, marks_of
 
 _LOWEST = -9999.0  # OpenAI's substitute for minus infinity, which JSON does not have.
 
@@ -40,7 +40,8 @@ class Written:
 
     def __init__(self, text: Text, asked: Asked, request: Request) -> None:
         self.request, self._asked = request, asked
-        self._stream = TextStream(text, request.prompt if asked.continues else ())
+        marks = marks_of(text) if asked.tool_names else {}
+        self._stream = TextStream(text, request.prompt if asked.continues else (), marks)
         self._stops = StopStrings(asked.stops)
         self._calls = ToolCallStream(asked.tool_names) if asked.tool_names else None
         self._total, self._num_characters = _Total(), 0

@@ -32,19 +32,21 @@ class ChatTemplate:
             raise ShardwiseError(
                 "chat templates need jinja2, which is not installed", remedy="pip install 'shardwise[serve]'"
             ) from None
-        source = text.template or PLAIN
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
         )
         environment.filters["tojson"] = _tojson
         environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
+        source = text.template or PLAIN
+        with_tools = text.tools_template or source
         try:
             self._template = environment.from_string(source)
+            self._with_tools = self._template if with_tools is source else environment.from_string(with_tools)
         except TemplateError as error:
             raise ShardwiseError(
                 f"the chat template of {text.name} cannot be read: {error}", remedy="a chat_template.jinja beside it"
             ) from None
-        self._named, self._knows_tools = text.named, "tools" in source
+        self._named, self._knows_tools = text.named, "tools" in with_tools
         #: What is given to the template from elsewhere.
         self.reserved = frozenset({"messages", "tools", "add_generation_prompt", *text.named})
 
@@ -60,9 +62,10 @@ class ChatTemplate:
         if tools and not self._knows_tools:
             listed = "\n".join(json.dumps(tool["function"]) for tool in tools)
             given = [{"role": "system", "content": _TOOLS + listed}, *given]
+        template = self._with_tools if tools else self._template
         known = {"messages": given, "tools": list(tools) or None, "add_generation_prompt": True, **self._named}
         try:
-            return self._template.render({**(variables or {}), **known})
+            return template.render({"documents": None, **(variables or {}), **known})
         except Exception as error:  # A template is a program of its own, and may raise anything.
             raise ShardwiseError(f"the model's chat template refuses these messages: {error}") from None
 

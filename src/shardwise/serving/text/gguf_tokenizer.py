@@ -6,8 +6,8 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 
-#: Kinds of tokens, as GGUF numbers them.
-_UNKNOWN, _CONTROL, _BYTE = 2, 3, 6
+#: Kinds of tokens, as GGUF numbers them. Those of a user's are never split either, but are part of a text.
+_UNKNOWN, _CONTROL, _USERS = 2, 3, 4
 #: How text is split before byte pairs are merged, by the name in `tokenizer.ggml.pre`. Sources: llama.cpp's
 #: `llama-vocab.cpp`, and the `tokenizer.json` of the models.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -21,6 +21,8 @@ _CUTS = {
     "llama-bpe": (_LLAMA3,),
     "qwen2": (_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),),
 }
+#: Other names of these.
+_SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 
 
 def open_gguf(path: Path) -> Any:
@@ -56,6 +58,12 @@ def load_gguf(path: Path) -> tuple[Any, str | None, dict[str, str]]:
         raise ShardwiseError(
             f"the tokenizer of {path} is of the kind {kind!r}; known: gpt2, llama", remedy="a folder of Hugging Face"
         )
+    if make is _byte_level and (cut := _cut_of(read)) not in _CUTS:
+        # Cut otherwise, a text would be other tokens than those that the model has learned.
+        raise ShardwiseError(
+            f"the tokenizer of {path} cuts texts as {cut!r} does; known: {', '.join((*_CUTS, *_SAME))}",
+            remedy="a folder of Hugging Face",
+        )
     named = {}
     for name in ("bos", "eos", "unknown", "padding"):
         token = read.get(f"tokenizer.ggml.{name}_token_id")
@@ -64,18 +72,27 @@ def load_gguf(path: Path) -> tuple[Any, str | None, dict[str, str]]:
     return make(read, tokens, named), read.get("tokenizer.chat_template"), named
 
 
-def _byte_level(read: dict[str, Any], tokens: list[str], named: dict[str, str]) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+def _cut_of(read: dict[str, Any]) -> str:
+    said = str(read.get("tokenizer.ggml.pre", "gpt-2"))
+    return _SAME.get(said, said)
 
-    cuts = _CUTS.get(read.get("tokenizer.ggml.pre", "gpt-2"), _CUTS["gpt-2"])
+
+def _byte_level(read: dict[str, Any], tokens: list[str], named: dict[str, str]) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    kind = _cut_of(read)
+    is_llama3 = kind == "llama-bpe"
     merges = [tuple(pair.split(" ", 1)) for pair in read.get("tokenizer.ggml.merges", [])]
-    made = Tokenizer(models.BPE(vocab={token: place for place, token in enumerate(tokens)}, merges=merges))
-    split = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in cuts]
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=is_llama3))
+    if kind == "qwen2":
+        made.normalizer = normalizers.NFC()
+    split = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in _CUTS[kind]]
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     made.decoder = decoders.ByteLevel()
-    _finish(made, read, tokens, named, adds_bos=False)
+    _finish(made, read, tokens, named, adds_bos=is_llama3)
     return made
 
 
@@ -121,6 +138,8 @@ def _finish(made: Any, read: dict[str, Any], tokens: list[str], named: dict[str,
     kinds = read.get("tokenizer.ggml.token_type", [])
     special = [token for token, kind in zip(tokens, kinds, strict=False) if kind in (_UNKNOWN, _CONTROL)]
     made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    users = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USERS]
+    made.add_tokens([AddedToken(token, special=False, normalized=False) for token in users])
     around = {}
     if read.get("tokenizer.ggml.add_bos_token", adds_bos) and "bos_token" in named:
         around["before"] = named["bos_token"]

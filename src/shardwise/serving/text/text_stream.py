@@ -3,7 +3,8 @@
 tokens --> TextStream --> whole characters --> StopStrings --> text that may be shown
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from shardwise.serving.text.tokenizer import Text
 
@@ -23,17 +24,20 @@ class TextStream:
         tokens   ... a b c | d e | f        begin: where decoding begins; shown: up to where text was returned
                      begin   shown
 
-    With `after`, they continue the text of those tokens, so that the space with which they may begin is kept.
+    With `after`, they continue the text of those tokens, so that the space with which they may begin is kept. `marks`
+    are tokens that are shown by their names although they are no text.
     """
 
-    def __init__(self, text: Text, after: Sequence[int] = ()) -> None:
+    def __init__(self, text: Text, after: Sequence[int] = (), marks: Mapping[int, str] = MappingProxyType({})) -> None:
         before = list(after[-_MOST_TOKENS_BEFORE:])
         if text.decode(before).endswith(_REPLACED):  # They may end within a character.
             before = []
-        self._text, self._tokens = text, before
+        self._text, self._tokens, self._marks = text, before, marks
         self._begin, self._shown = 0, len(before)
 
     def add(self, token: int) -> str:
+        if token in self._marks:
+            return self.end() + self._marks[token]
         self._tokens.append(token)
         before = self._text.decode(self._tokens[self._begin : self._shown])
         now = self._text.decode(self._tokens[self._begin :])

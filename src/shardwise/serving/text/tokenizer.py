@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardwise.errors import ShardwiseError
+from shardwise.serving.text.tokenizer_settings import read_beside
 
 BYTES = "bytes"
 _INSTALL = "pip install 'shardwise[serve]'"
@@ -24,8 +25,11 @@ class Text(Protocol):
     name: str
     #: One more than the largest token.
     vocabulary: int
-    #: The chat template that came with it, as Jinja text.
+    #: The chat template that came with it, as Jinja text; and another for chats with tools, if it has one.
     template: str | None
+    tools_template: str | None
+    #: The names of tokens that are no text: `decode` leaves them out.
+    special: dict[int, str]
     #: Tokens by the names that templates use: `bos_token`, `eos_token`.
     named: dict[str, str]
 
@@ -48,9 +52,11 @@ class ByteText:
     name = BYTES
     vocabulary = 256
     template: str | None = None
+    tools_template: str | None = None
 
     def __init__(self) -> None:
         self.named: dict[str, str] = {}
+        self.special: dict[int, str] = {}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:  # noqa: ARG002 - there are none
         return list(text.encode())
@@ -68,14 +74,22 @@ class ByteText:
 class LibraryText:
     """A tokenizer of the library `tokenizers`, with its chat template and named tokens."""
 
-    def __init__(self, loaded: Any, *, name: str, template: str | None = None, named: dict[str, str] | None = None):
-        self._loaded, self.name, self.template = loaded, name, template
+    def __init__(
+        self, loaded: Any, *, name: str, template: str | None = None, tools_template: str | None = None,
+        named: dict[str, str] | None = None,
+    ):  # fmt: skip
+        self._loaded, self.name, self.template, self.tools_template = loaded, name, template, tools_template
         self.named = named or {}
+        # Settings of the training that the file was saved in: a prompt would lose its end, or get tokens that it has
+        # not.
+        loaded.no_truncation()
+        loaded.no_padding()
         # Not the number of tokens: theirs may have gaps.
         self.vocabulary = max(loaded.get_vocab().values(), default=-1) + 1
         decoder = json.loads(loaded.to_str()).get("decoder") or {}
         self._is_byte_level = '"ByteLevel"' in json.dumps(decoder)
-        self._special = {token for token, added in loaded.get_added_tokens_decoder().items() if added.special}
+        added = loaded.get_added_tokens_decoder()
+        self.special = {token: each.content for token, each in added.items() if each.special}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(self._loaded.encode(text, add_special_tokens=special).ids)
@@ -87,7 +101,7 @@ class LibraryText:
         piece = self._loaded.id_to_token(token)
         if piece is None:
             return b""
-        if token in self._special:
+        if token in self.special:
             return str(piece).encode()
         if (found := _BYTE_TOKEN.fullmatch(piece)) is not None:
             return bytes([int(found[1], 16)])
@@ -137,37 +151,8 @@ def load_tokenizer(source: str | Path) -> Text:
         raise ShardwiseError(
             f"{file} is not a tokenizer: {error}", remedy="a tokenizer.json of Hugging Face's tokenizers"
         ) from None
-    template, named = _read_settings(file.parent)
-    return LibraryText(loaded, name=str(file), template=template, named=named)
-
-
-def _read_settings(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """Read the chat template and the named tokens beside a `tokenizer.json`."""
-    config: dict[str, Any] = {}
-    file = folder / "tokenizer_config.json"
-    if file.is_file():
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ShardwiseError(f"{file} is not valid JSON: {error}", remedy="the file as it was published") from None
-        if not isinstance(config, dict):
-            raise ShardwiseError(f"{file} is not a table of entries", remedy="the file as it was published")
-    named = {}
-    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = config.get(key)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            named[key] = value
-    template = config.get("chat_template")
-    if isinstance(template, list):  # Several templates, by name.
-        by_name = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-        template = by_name.get("default") or next(iter(by_name.values()), None)
-    alone = folder / "chat_template.jinja"
-    if alone.is_file():
-        try:
-            template = alone.read_text(encoding="utf-8")
-        except ValueError as error:
-            raise ShardwiseError(f"{alone} is not text in UTF-8: {error}", remedy="the file as published") from None
-    if template is not None and not isinstance(template, str):
-        raise ShardwiseError(f"{file} has a chat template that is no text", remedy="the file as it was published")
-    return template, named
+    beside = read_beside(file.parent)
+    beside.add_missing(loaded, file)
+    return LibraryText(
+        loaded, name=str(file), template=beside.template, tools_template=beside.tools_template, named=beside.named
+    )

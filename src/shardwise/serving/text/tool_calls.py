@@ -1,13 +1,16 @@
 """Function calls in a model's output. Three forms are common:
 
 <tool_call>{"name": "f", "arguments": {...}}</tool_call>      Hermes, Qwen, and models without a form of their own
-[TOOL_CALLS][{"name": "f", "arguments": {...}}]               Mistral
+[TOOL_CALLS][{"name": "f", "arguments": {...}}]               Mistral; later models: [TOOL_CALLS]f[ARGS]{...}
 {"name": "f", "parameters": {...}}                            Llama 3, whole, or after <|python_tag|>
 """
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from shardwise.serving.text.tokenizer import Text
 
 #: Openings of a call. A brace counts only as the first character of the output.
 _OPENINGS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
@@ -16,6 +19,15 @@ _CLOSING = "</tool_call>"
 _VALUES = ("const", "enum", "default", "examples")
 #: Keywords whose values are schemas by names of the user's, which may be those of keywords.
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+#: What is between the name and the arguments of a call in Mistral's later form.
+_ARGUMENTS = re.compile(r"\s*([\w.:/-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+#: Which of these a tokenizer may have as tokens that are no text.
+_MARKS = (*_OPENINGS, _CLOSING, "[ARGS]", "[CALL_ID]")
+
+
+def marks_of(text: Text) -> dict[int, str]:
+    """Return the special tokens of a tokenizer that calls are written with."""
+    return {token: name for token, name in text.special.items() if name in _MARKS}
 
 
 class ToolCall(NamedTuple):
@@ -67,11 +79,15 @@ def find_calls(text: str, names: frozenset[str]) -> tuple[str, list[ToolCall]]:
             rest += before
             found.append(json.loads(body))
         for opening in ("[TOOL_CALLS]", "<|python_tag|>"):
-            if opening in left:
+            while opening in left:
                 before, _, after = left.partition(opening)
-                value, end = json.JSONDecoder().raw_decode(after.strip())
+                named = _ARGUMENTS.match(after)
+                after = after[0 if named is None else named.end() :].strip()
+                value, end = json.JSONDecoder().raw_decode(after)
+                if named is not None:
+                    value = {"name": named[1], "arguments": value}
                 found += value if isinstance(value, list) else [value]
-                left = before + after.strip()[end:]
+                left = before + after[end:]
         if not found and left.strip().startswith("{"):
             found, left = [json.loads(left)], ""
         calls = [_call_of(value) for value in found]

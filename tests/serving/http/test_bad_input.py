@@ -292,6 +292,15 @@ def test_a_huge_body_is_refused_before_and_while_it_is_read(here: Running) -> No
     assert here.complete(prompt="say: x").json()["choices"][0]["text"] == "x"
 
 
+def test_who_sends_far_too_much_can_send_it_and_is_told(here: Running) -> None:
+    size = 4 * exchange.MOST_BODY_BYTES  # Far more than a connection's buffers hold.
+    host, port = here.url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {size}\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=30) as sending:
+        sending.sendall(head.encode() + b" " * size)
+        assert sending.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
 def test_a_page_of_another_site_is_not_answered(here: Running) -> None:
     hosts = {
         "evil.example": 403,

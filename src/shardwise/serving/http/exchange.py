@@ -14,6 +14,9 @@ from shardwise.serving.http.api_error import ApiError
 T = TypeVar("T")
 #: The largest body that is read. 8 MiB are about a million tokens as numbers.
 MOST_BODY_BYTES = 8 << 20
+#: The largest body that is received and dropped, so that its client can read why: one that is still sending when the
+#: connection closes sees only that.
+_MOST_DROPPED_BYTES = 128 << 20
 #: How long a client may take to send its body, and to receive what was sent to it.
 BODY_SECONDS = 30.0
 TAKING_SECONDS = 60.0
@@ -49,14 +52,19 @@ async def read_json(request: HttpRequest) -> dict[str, Any]:
 
 async def _read(request: HttpRequest) -> bytes:
     told = request.headers.get("content-length", "0")
-    if told.isdecimal() and int(told[:20]) > MOST_BODY_BYTES:
+    if told.isdecimal() and int(told[:20]) > _MOST_DROPPED_BYTES:
         raise _too_large()
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        if size > MOST_BODY_BYTES:
+        if size > _MOST_DROPPED_BYTES:
             raise _too_large()
-        parts.append(part)
+        if size > MOST_BODY_BYTES:
+            parts.clear()
+        else:
+            parts.append(part)
+    if size > MOST_BODY_BYTES:
+        raise _too_large()
     return b"".join(parts)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.kernels.rotary import rotate_plain
-from shardwise.nets.settings import Linear, Llama3, Rope, Yarn
+from shardwise.nets.settings import Divided, Linear, Llama3, Rope, Yarn
 
 #: Cosines and sines, each [batch, tokens, half of the rotated dim].
 Rotation = tuple[Tensor, Tensor]
@@ -54,6 +54,8 @@ def frequencies_of(rope: Rope, dim: int) -> Tensor:
     frequencies: Tensor = 1.0 / rope.theta ** (even / dim)
     if isinstance(rope.scaling, Linear):
         return frequencies / rope.scaling.factor
+    if isinstance(rope.scaling, Divided):
+        return frequencies / torch.tensor(rope.scaling.by, device="cpu")
     if isinstance(rope.scaling, Llama3):
         return _llama3(frequencies, rope.scaling)
     if isinstance(rope.scaling, Yarn):

@@ -48,11 +48,18 @@ class Yarn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Divided:
+    """The frequency of each pair is divided by a number of its own, as GGUF files have it."""
+
+    by: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
     """Rotary positions. The two numbers of a pair are adjacent if `interleaved`, otherwise half a head apart."""
 
     theta: float = 10000.0
-    scaling: Linear | Llama3 | Yarn | None = None
+    scaling: Linear | Llama3 | Yarn | Divided | None = None
     interleaved: bool = False
 
 

@@ -71,10 +71,7 @@ def test_wrong_shapes_are_told_with_both(tmp_path: Path) -> None:
 
 def test_tensors_that_nobody_needs_are_left_alone(tmp_path: Path) -> None:
     more = {
-        "llama, tied": {
-            "lm_head.weight": torch.zeros(3),
-            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
-        },
+        "llama, tied": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)},
         "deepseek-v3": {"model.layers.4.eh_proj.weight": torch.zeros(3)},
         "gpt2": {"transformer.h.0.attn.bias": torch.zeros(1, 1, 3, 3)},
     }
@@ -191,3 +188,9 @@ def test_a_family_that_cannot_say_the_settings_is_refused(tmp_path: Path) -> Non
     strange = replace(model.settings, attention=replace(model.settings.attention, output_bias=True))
     with pytest.raises(ShardwiseError, match=r"no family that we write can express all of Settings\(vocabulary=97"):
         save(Transformer(strange), tmp_path / "new")
+
+
+def test_attention_in_both_directions_is_refused(tmp_path: Path) -> None:
+    save_theirs("llama", tmp_path)
+    change_config(tmp_path, is_causal=False)
+    assert said(tmp_path).startswith("FOLDER/config.json has is_causal=false, and only true is computed here")

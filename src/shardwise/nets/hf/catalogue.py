@@ -21,6 +21,7 @@ def family_of(entries: Entries) -> Family:
     name = entries.text("model_type")
     if name not in FAMILIES:
         raise unknown("model_type", name, FAMILIES)
+    entries.must_be("is_causal", True)  # Embedding models made of these families attend in both directions.
     if entries.find("quantization_config") is not None:
         method = entries.table("quantization_config").find("quant_method")
         raise ShardwiseError(

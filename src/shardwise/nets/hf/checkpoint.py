@@ -1,6 +1,7 @@
 """An open Hugging Face folder: its settings, and any part of any weight, by our names."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -14,6 +15,8 @@ from shardwise.nets.hf.files import Files
 from shardwise.nets.hf.pieces import Region
 from shardwise.nets.weights import shapes_of
 
+_HEAD = "lm_head.weight"
+
 
 class Checkpoint:
     """Use it in a `with` statement, or close it. `bytes_read` counts the bytes read so far."""
@@ -25,6 +28,9 @@ class Checkpoint:
         self.settings = self._family.read(self._entries)
         self._files = Files(self.folder)
         naming = self._family.naming(self._files.names)
+        if self.settings.tied and not self._files.are_equal(naming.translate("embed.weight"), _HEAD):
+            # As in transformers: what the files have counts more than what config.json says of it.
+            self.settings = replace(self.settings, tied=False)
         #: The whole shapes, by our names.
         self.shapes = shapes_of(self.settings)
         self._pieces = {name: naming.pieces(name, shape) for name, shape in self.shapes.items()}

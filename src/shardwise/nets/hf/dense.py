@@ -52,13 +52,13 @@ def write_gated(settings: Settings) -> dict[str, Any]:
     }
 
 
-def read_heads(entries: Entries, *, bias: bool = False, **more: bool) -> Heads:
-    """Read the settings of attention heads; `bias` applies to all four projections."""
+def read_heads(entries: Entries, *, bias: bool = False, head_dim: int | None = None, **more: bool) -> Heads:
+    """Read the settings of attention heads; `bias` applies to all four projections, `head_dim` if none is given."""
     num_heads = entries.integer("num_attention_heads")
     return Heads(
         num_heads=num_heads,
         num_kv_heads=entries.integer("num_key_value_heads", num_heads),
-        head_dim=entries.integer("head_dim", entries.integer("hidden_size") // num_heads),
+        head_dim=entries.integer("head_dim", head_dim or entries.integer("hidden_size") // num_heads),
         **{"qkv_bias": bias, "output_bias": bias, **more},
     )
 
@@ -77,9 +77,11 @@ def read_bias(entries: Entries) -> bool:
     return entries.flag("attention_bias", False)
 
 
-def find_window(entries: Entries) -> int | None:
-    """Return Mistral's window, which applies to every layer; None if it is null."""
-    return None if entries.find("sliding_window") is None else entries.integer("sliding_window")
+def find_window(entries: Entries, default: int | None = None) -> int | None:
+    """Return the window of every layer; None if it is null, and a family's default if it is absent."""
+    if entries.find("sliding_window") is None:
+        return None if entries.has("sliding_window") else default
+    return entries.integer("sliding_window")
 
 
 def _windows(entries: Entries) -> dict[str, Any]:
@@ -108,7 +110,8 @@ def _read_llama(entries: Entries) -> Settings:
 
 
 def _read_qwen3(entries: Entries) -> Settings:
-    return read_gated(entries, read_heads(entries, bias=read_bias(entries), qk_norm=True), **_windows(entries))
+    heads = read_heads(entries, bias=read_bias(entries), head_dim=128, qk_norm=True)
+    return read_gated(entries, heads, **_windows(entries))
 
 
 LLAMA = Family(
@@ -120,7 +123,7 @@ LLAMA = Family(
 MISTRAL = Family(
     name="mistral",
     architecture="MistralForCausalLM",
-    read=lambda entries: read_gated(entries, read_heads(entries), window=find_window(entries)),
+    read=lambda entries: read_gated(entries, read_heads(entries), window=find_window(entries, 4096)),
     write=lambda settings: {**write_heads(settings), "sliding_window": settings.window},
 )
 QWEN2 = Family(

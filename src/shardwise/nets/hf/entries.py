@@ -11,7 +11,7 @@ CONFIG = "config.json"
 
 
 class Entries:
-    """The entries, and their file. A null entry counts as absent, as in transformers."""
+    """The entries, and their file. A null number or text counts as absent."""
 
     def __init__(self, entries: Mapping[str, Any], origin: str = CONFIG) -> None:
         self._entries, self.origin = entries, origin
@@ -23,7 +23,8 @@ class Entries:
         return float(self._get(key, default, "a number", int, float))
 
     def flag(self, key: str, default: bool) -> bool:
-        return bool(self._get(key, default, "true or false", bool))
+        """Return true or false. Null is false whatever the default, as in transformers."""
+        return bool(self._get(key, default and not self.has(key), "true or false", bool))
 
     def text(self, key: str, default: str | None = None) -> str:
         return str(self._get(key, default, "text", str))
@@ -31,6 +32,10 @@ class Entries:
     def find(self, key: str) -> Any:
         """Return the entry unchanged, or None."""
         return self._entries.get(key)
+
+    def has(self, key: str) -> bool:
+        """Whether there is such an entry, be it null."""
+        return key in self._entries
 
     def table(self, key: str) -> "Entries":
         """Return a nested table; empty if it is absent."""

@@ -25,12 +25,12 @@ def _read(entries: Entries) -> Settings:
     activation = entries.text("activation_function", "gelu_new")
     if activation not in _ACTIVATIONS:
         raise unknown("activation_function", activation, _ACTIVATIONS)
-    width, num_heads = entries.integer("n_embd"), entries.integer("n_head")
+    width, num_heads = _size(entries, "n_embd", "hidden_size"), _size(entries, "n_head", "num_attention_heads")
     return Settings(
         vocabulary=entries.integer("vocab_size"),
         width=width,
-        num_layers=entries.integer("n_layer"),
-        length=entries.integer("n_positions"),
+        num_layers=_size(entries, "n_layer", "num_hidden_layers"),
+        length=_size(entries, "n_positions", "max_position_embeddings"),
         attention=Heads(
             num_heads=num_heads,
             num_kv_heads=num_heads,
@@ -51,6 +51,13 @@ def _read(entries: Entries) -> Settings:
             residual=entries.number("resid_pdrop", 0.0),
         ),
     )
+
+
+def _size(entries: Entries, name: str, other: str) -> int:
+    """Return a size by either of its names, which must not contradict each other."""
+    size = entries.integer(name, entries.find(other))
+    entries.must_be(other, size)
+    return size
 
 
 def _write(settings: Settings) -> dict[str, Any]:

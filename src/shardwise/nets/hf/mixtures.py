@@ -60,7 +60,7 @@ def _read_qwen3_moe(entries: Entries) -> Settings:
         auxiliary=_auxiliary(entries),
         dense_layers=_dense_layers(entries),
     )
-    window = find_window(entries) if entries.flag("use_sliding_window", False) else None
+    window = find_window(entries, 4096) if entries.flag("use_sliding_window", False) else None
     heads = read_heads(entries, bias=read_bias(entries), qk_norm=True)
     return read_gated(entries, heads, window=window, mixture=mixture)
 

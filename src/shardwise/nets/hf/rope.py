@@ -2,16 +2,18 @@
 
 from typing import Any
 
-from shardwise.errors import unknown
+from shardwise.errors import ShardwiseError, unknown
 from shardwise.nets.hf.entries import Entries
-from shardwise.nets.settings import Linear, Llama3, Rope, Yarn
+from shardwise.nets.settings import Divided, Linear, Llama3, Rope, Yarn
 
 _KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def read_rope(entries: Entries, *, theta: float = 10000.0, interleaved: bool = False) -> Rope:
-    """Read from `rope_parameters`, used since version 5, or from `rope_theta` and `rope_scaling` before."""
-    key = "rope_parameters" if entries.find("rope_parameters") is not None else "rope_scaling"
+    """Read from `rope_parameters`, used since version 5, or from `rope_theta` and `rope_scaling` before. transformers
+    takes the older if both are there.
+    """
+    key = "rope_scaling" if entries.find("rope_scaling") else "rope_parameters"
     table = entries.table(key)
     for each in (entries, table):
         each.must_be("partial_rotary_factor", 1.0)
@@ -19,6 +21,8 @@ def read_rope(entries: Entries, *, theta: float = 10000.0, interleaved: bool = F
     kind = table.text("rope_type", table.text("type", "default"))
     if kind not in _KINDS:
         raise unknown("rope_type", kind, _KINDS)
+    if kind in ("linear", "llama3"):
+        table.must_be("mscale_all_dim", 0)  # DeepSeek's scale of the logits, which transformers applies to any kind.
     return Rope(theta=theta, scaling=_read_scaling(kind, table, entries), interleaved=interleaved)
 
 
@@ -28,8 +32,8 @@ def _read_scaling(kind: str, table: Entries, entries: Entries) -> Linear | Llama
     if kind == "linear":
         return Linear(factor=table.number("factor"))
     length = entries.integer("max_position_embeddings")
-    original = table.integer(
-        "original_max_position_embeddings", entries.integer("original_max_position_embeddings", length)
+    original = entries.integer(
+        "original_max_position_embeddings", table.integer("original_max_position_embeddings", length)
     )
     if kind == "llama3":
         return Llama3(
@@ -55,9 +59,11 @@ def write_rope(rope: Rope) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": _write_scaling(rope.scaling)}
 
 
-def _write_scaling(scaling: Linear | Llama3 | Yarn | None) -> dict[str, Any] | None:
+def _write_scaling(scaling: Linear | Llama3 | Yarn | Divided | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
+    if isinstance(scaling, Divided):
+        raise ShardwiseError("a config.json cannot say that each frequency of positions has a divisor of its own")
     if isinstance(scaling, Linear):
         return {"rope_type": "linear", "factor": scaling.factor}
     shared = {"factor": scaling.factor, "original_max_position_embeddings": scaling.original_length}

@@ -565,7 +565,7 @@ GROUP_METHODS: Mapping[str, str] = {
     "allreduce": "all_reduce", "broadcast": "broadcast", "reduce": "reduce", "barrier": "barrier",
     "allgather": "all_gather_list", "_allgather_base": "all_gather", "all_gather_single": "all_gather",
     "_reduce_scatter_base": "reduce_scatter", "reduce_scatter_single": "reduce_scatter",
-    "alltoall_base": "all_to_all", "all_to_all_single": "all_to_all",
+    "alltoall_base": "all_to_all", "all_to_all_single": "all_to_all", "gather": "gather", "scatter": "scatter",
 }  # fmt: skip
 GET_BACKEND = "_get_backend"  # How a group is asked for the backend of a device.
 

@@ -348,13 +348,15 @@ def wait_for_each_other(limit_seconds: float) -> str:
     return "nothing was said"
 
 
-def sum_without(missing: int, limit_seconds: float, folder: Path) -> None:
-    """All ranks but one come to a collective of the default group."""
+def sum_without(missing: int, limit_seconds: float, folder: Path, *, raises: bool = False) -> None:
+    """All ranks but one come to a collective of the default group. The one stays away, or raises, beside any step."""
     write_id(folder)
     me = dist.get_rank()
     watch = Watch(me, 3, limit_seconds=limit_seconds, name="sum")
     watch.guard(dist.distributed_c10d._get_default_group())
     try:
+        if me == missing and raises:
+            raise ValueError("boom")
         if me == missing:
             watch.at(forward(me, 1))
             time.sleep(60)

@@ -19,6 +19,7 @@ from shardwise.states.buckets.gradients import ScatteredGradients
 from shardwise.states.buckets.reducer import Reducer
 from shardwise.states.buckets.step_gradients import UnusedParameters
 from shardwise.states.buckets.weights import Weights
+from shardwise.states.tiers.copy_streams import CopyStreams
 from shardwise.states.tiers.swapped_storage import SwappedStorage
 from tests.nccl.short import make_short
 
@@ -246,6 +247,14 @@ BROKEN: dict[str, Broken] = {
     "weights from the host whose copy is not waited for": Broken(
         model="tied", plan="cp=2,zero=2,offload.parameters=1,offload.optimizer=1", finds=("use", "reuse"),
         patch=instead(SwappedStorage, "follow", lambda own: _not_followed(own)),
+    ),
+    "weights from the host that come into memory still in use": Broken(
+        model="tied", plan="cp=2,zero=2,offload.parameters=1,offload.optimizer=1", finds=("reuse",),
+        patch=instead(SwappedStorage, "_start", lambda own: lambda storage, fetch: own(storage, lambda _: fetch(()))),
+    ),
+    "values copied to the host before they are computed": Broken(
+        model="tied", plan="dp=2,offload.activations=1", finds=("reuse",),
+        patch=instead(CopyStreams, "to_host", lambda _: CopyStreams.to_host_after),
     ),
     "links that are not connected before the first step": Broken(
         model="tied", plan="pp=2,schedule=dualpipe,microbatches=4", finds=("circle",), patch=_unconnected

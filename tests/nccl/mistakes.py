@@ -170,7 +170,18 @@ def _(programs: Programs) -> Programs:
     return swapped(programs, 0, places[0], other)
 
 
-@mistake("a gather that one rank leaves out", "shards", "missing", "order", "size")
+@mistake("two reduce-scatters of one size, for two buckets, issued in another order on one rank", "sums", "purpose")
+def _(programs: Programs) -> Programs:
+    places = [number for number, event in enumerate(programs[1].events) if is_issue("reduce_scatter")(event)]
+    for one in places:
+        for other in places:
+            mine, theirs = (_operation(programs[1].events[each]) for each in (one, other))
+            if mine.count == theirs.count and mine.carries != theirs.carries:
+                return swapped(programs, 1, one, other)
+    raise AssertionError("no two buckets have one size")
+
+
+@mistake("a gather that one rank leaves out", "shards", "missing", "order", "size", "purpose")
 def _(programs: Programs) -> Programs:
     return dropped(programs, 1, place(programs[1], is_issue("all_gather")))
 
@@ -181,7 +192,7 @@ def _(programs: Programs) -> Programs:
     return dropped(programs, 1, numbers[-1])
 
 
-@mistake("a reduce-scatter that one rank issues twice", "sums", "size", "order", "missing")
+@mistake("a reduce-scatter that one rank issues twice", "sums", "size", "order", "missing", "purpose")
 def _(programs: Programs) -> Programs:
     at = place(programs[0], is_issue("reduce_scatter"))
     events = list(programs[0].events)
@@ -210,7 +221,7 @@ def _(programs: Programs) -> Programs:
     return changed(programs, 1, place(programs[1], is_issue("reduce_scatter")), kind="all_reduce")
 
 
-@mistake("a gather on another communicator of the same ranks", "shards", "missing", "order", "size")
+@mistake("a gather on another communicator of the same ranks", "shards", "missing", "order", "size", "purpose")
 def _(programs: Programs) -> Programs:
     at = place(programs[1], is_issue("all_gather"))
     mine = _operation(programs[1].events[at]).communicator
@@ -306,12 +317,12 @@ def _(programs: Programs) -> Programs:
 # Messages.
 
 
-@mistake("a message that nobody receives", "pipeline", "unmatched")
+@mistake("a message that nobody receives", "pipeline", "unmatched", "purpose")
 def _(programs: Programs) -> Programs:
     return dropped(programs, 1, place(programs[1], is_issue("receive")))
 
 
-@mistake("a message that nobody sends", "pipeline", "unmatched")
+@mistake("a message that nobody sends", "pipeline", "unmatched", "purpose")
 def _(programs: Programs) -> Programs:
     return dropped(programs, 0, place(programs[0], is_issue("send")))
 
@@ -333,13 +344,18 @@ def _(programs: Programs) -> Programs:
     return transfer_changed(programs, 1, place(programs[1], is_issue("send")), dtype="bfloat16")
 
 
+@mistake("two messages of one size, received in another order", "pipeline", "purpose")
+def _(programs: Programs) -> Programs:
+    return swapped(programs, 1, place(programs[1], is_issue("receive")), place(programs[1], is_issue("receive"), 1))
+
+
 @mistake("a message on the link of the other direction", "pipeline", "unmatched")
 def _(programs: Programs) -> Programs:
     other = _operation(programs[0].events[place(programs[0], is_issue("receive"))]).communicator
     return changed(programs, 0, place(programs[0], is_issue("send")), communicator=other)
 
 
-@mistake("a header that is not sent", "pipeline", "unmatched")
+@mistake("a header that is not sent", "pipeline", "unmatched", "purpose")
 def _(programs: Programs) -> Programs:
     return dropped(programs, 0, place(programs[0], is_issue("send", step=0, on_host=True)))
 
@@ -604,6 +620,24 @@ def _(programs: Programs) -> Programs:
         if copies:
             return without(programs, 0, is_wait(copies[-1]))
     raise AssertionError("no gather sends what a copy has brought")
+
+
+def _alone(programs: Programs, stream: str) -> Programs:
+    """A copy that follows nothing, of a stream that has had none yet."""
+    events = list(programs[0].events)
+    at = place(programs[0], lambda event: event.kind is Kind.COPY and event.stream == stream and bool(event.after))
+    events[at] = replace(events[at], after=())
+    return with_events(programs, 0, events)
+
+
+@mistake("a copy to the host that does not follow what is computed", "host", "reuse", "use")
+def _(programs: Programs) -> Programs:
+    return _alone(programs, "copies out")
+
+
+@mistake("a copy from the host into memory that is still in use", "host", "reuse")
+def _(programs: Programs) -> Programs:
+    return _alone(programs, "copies in")
 
 
 def _operation(event: Event) -> Operation:

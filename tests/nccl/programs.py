@@ -36,6 +36,17 @@ def gather_and_sum() -> Program:
     return recorder.program()
 
 
+def with_a_root() -> Program:
+    """What a module of a user's own may call: rank 1 gets a number of each rank, and gives one to each."""
+    with recording() as recorder:
+        group, rank = dist.new_group([0, 1]), dist.get_rank()
+        number, parts = torch.ones(3), [torch.zeros(3), torch.zeros(3)] if rank == 1 else None
+        dist.gather(number, parts, dst=1, group=group)
+        dist.scatter(number, parts, src=1, group=group)
+        dist.broadcast(number, src=1, group=group)
+    return recorder.program()
+
+
 def attributes() -> list[tuple[str, str]]:
     """What stands where the recorder would: the same before and after."""
     return [(name, repr(getattr(dist.ProcessGroup, name))) for name in ("allreduce", "send", "recv")] + [

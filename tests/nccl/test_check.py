@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from shardwise.nccl.check import Proof, prove
-from shardwise.nccl.program import Kind, Operation, Span, Transfer
+from shardwise.nccl.program import HOST, Kind, Operation, Span, Transfer
 from tests.nccl.making import Rank, all_reduce, pair, receive, send
 
 
@@ -52,6 +53,8 @@ def test_a_sum_that_both_wait_for_before_they_read_it_is_right() -> None:
         (all_reduce(dtype="bfloat16"), "type", "is not of one type"),
         (all_reduce(kind="all_gather", reduction=""), "order", "is not of one kind"),
         (all_reduce(reduction="max"), "reduction", "is not one reduction"),
+        (all_reduce(root=1), "root", "has not one root"),
+        (all_reduce(carries="channel 4"), "purpose", "is not for the same"),
     ],
 )
 def test_collectives_that_differ_are_named_with_both_ranks(other: Operation, kind: str, told: str) -> None:
@@ -265,6 +268,51 @@ def test_what_a_copy_still_brings_may_not_be_sent() -> None:
         assert proof.is_right is follows
         if not follows:
             assert "while the copy 1 on stream copies in" in only(proof)
+
+
+def test_what_is_computed_may_not_be_copied_before() -> None:
+    out, written = Span(memory=1, start=0, stop=40), Span(memory=2, start=0, stop=40, writes=True)
+    for follows in (True, False):
+        ranks = linked_and_connected()
+        ranks[0].touch(Kind.WRITE, 9, memory=1)
+        mark = ranks[0].copy("compute")
+        ranks[0].copy("copies out", out, written, after=(mark,) if follows else ())
+        proof = proven(*ranks)
+        assert proof.is_right is follows
+        if not follows:
+            assert "reads 40 bytes by the copy 4 on stream copies out in step 0 while the write on stream" in only(
+                proof
+            )
+
+
+def test_memory_of_the_host_is_read_after_the_copy_that_fills_it() -> None:
+    """What the host does with it comes before all that it asks for afterwards."""
+    host = Span(memory=2, start=0, stop=40)
+    for follows in (True, False):
+        ranks = linked_and_connected()
+        out = ranks[0].copy("copies out", Span(memory=2, start=0, stop=40, writes=True))
+        if follows:
+            ranks[0].wait(out, kind=Kind.KNOWN).touch(Kind.WRITE, out, memory=2, stream=HOST)
+        ranks[0].copy("copies in", host)
+        assert proven(*ranks).is_right is follows
+
+
+def test_what_ranks_of_two_stages_do_may_be_of_other_steps_and_instructions() -> None:
+    for place, is_right in (("1F0", True), ("0B0", False)):
+        ranks = [Rank(0, pair()), Rank(1, pair())]
+        for rank, at in zip(ranks, ("0F0", place), strict=True):
+            rank.wait(rank.issue(all_reduce()))
+            rank.events[0] = replace(rank.events[0], at=at)
+        assert proven(*ranks).is_right is is_right
+
+
+def test_a_message_is_received_as_the_one_that_was_sent() -> None:
+    for place, is_right in (("1RECV_F0<0", True), ("1RECV_F1<0", False)):
+        ranks = [Rank(0, pair()), Rank(1, pair())]
+        for rank, operation, at in zip(ranks, (send(1), receive(0)), ("0SEND_F0>1", place), strict=True):
+            rank.wait(rank.issue(operation))
+            rank.events[0] = replace(rank.events[0], at=at)
+        assert proven(*ranks).is_right is is_right
 
 
 def test_other_bytes_of_the_same_memory_are_nobodys_matter() -> None:

@@ -1,8 +1,9 @@
 """The recorder: what it notes of small things, that it agrees with what groups count, and that it leaves nothing."""
 
+from shardwise.nccl.check import prove
 from shardwise.nccl.program import Kind, Program
 from shardwise.ranks.spawn import Ranks
-from tests.nccl.programs import count_both_ways, gather_and_sum, is_left_as_it_was
+from tests.nccl.programs import count_both_ways, gather_and_sum, is_left_as_it_was, with_a_root
 
 
 def test_a_gather_and_a_sum_are_noted_with_their_waits_and_the_first_use_of_their_memory(two: Ranks) -> None:
@@ -26,6 +27,14 @@ def test_a_gather_and_a_sum_are_noted_with_their_waits_and_the_first_use_of_thei
             (1, (0, 1), "nccl", "pair"),
             (2, (1,), "gloo", ""),
         ]
+
+
+def test_what_has_a_root_is_noted_with_it_and_proven(two: Ranks) -> None:
+    programs = two.run(with_a_root)
+    for program in programs:
+        told = [str(each.operation) for each in program.issued]
+        assert told == [f"{kind} of 3 float32, root 1" for kind in ("gather", "scatter", "broadcast")]
+    assert not prove(programs).problems
 
 
 def test_nothing_of_the_recorder_is_left_when_it_is_off(two: Ranks) -> None:

@@ -4,6 +4,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,16 @@ def test_a_collective_ends_when_a_rank_does_not_come_to_it(ranks: Ranks, tmp_pat
     for rank in (0, 1):
         _, text = told_by(rank, tmp_path)
         assert f"rank {rank} waits for ranks {1 - rank}, 2 at the loss (" in text
+    assert nobody_runs(tmp_path)
+
+
+def test_a_rank_that_raises_in_code_of_its_own_is_named_by_those_that_wait_for_it(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """No watch has seen it, and a broken connection does not say whose it is: the process that started them does."""
+    with pytest.raises(RankError, match="rank 1 failed: ValueError: boom"):
+        ranks.run(partial(programs.sum_without, raises=True), 1, NEVER_SECONDS, tmp_path)
+    assert [told_by(rank, tmp_path)[1].splitlines()[0] for rank in (0, 2)] == ["rank 1 failed: ValueError: boom"] * 2
     assert nobody_runs(tmp_path)
 
 

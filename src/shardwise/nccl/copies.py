@@ -41,6 +41,7 @@ class Copies:
 
     def attach(self, instead: Instead) -> None:
         """Replace the methods that start copies and wait for them."""
+        self._recorder.memories.follow()
         instead(CopyStreams, "computed", lambda _: lambda _: [self._mark(COMPUTE, ())])
         instead(CopyStreams, "to_device", self._to_device)
         instead(CopyStreams, "to_host_after", self._to_host)
@@ -51,24 +52,26 @@ class Copies:
 
     def _to_device(self, call: Any) -> Any:
         def noted(copies: CopyStreams, device: Tensor, host: Tensor, after: Sequence[Event] = ()) -> Event:
-            return self._copied(_IN, [(device, True)], after, lambda real: call(copies, device, host, real))
+            return self._copied(_IN, device, host, after, lambda real: call(copies, device, host, real))
 
         return noted
 
     def _to_host(self, call: Any) -> Any:
         def noted(copies: CopyStreams, host: Tensor, device: Tensor, after: Sequence[Event] = ()) -> Event:
-            return self._copied(_OUT, [(device, False)], after, lambda real: call(copies, host, device, real))
+            return self._copied(_OUT, device, host, after, lambda real: call(copies, host, device, real))
 
         return noted
 
     def _copied(
         self,
         stream: str,
-        tensors: Sequence[tuple[Tensor, bool]],
+        device: Tensor,
+        host: Tensor,
         after: Sequence[Event],
         copy: Callable[[list[Event]], Event],
     ) -> Event:
-        number = self._recorder.copy(stream, tensors, self._of(after))
+        self._recorder.memories.note_host(host)
+        number = self._recorder.copy(stream, [(device, stream == _IN), (host, stream == _OUT)], self._of(after))
         with self._recorder.silent():
             event = copy([each for each in after if not isinstance(each, _Mark)])
         self._numbers[event] = number

@@ -4,6 +4,7 @@ NCCL does not check what other ranks do. A rank that is one operation ahead, or 
 wrong data for the expected data, or hangs.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -88,6 +89,7 @@ def _first_difference(
                 )  # fmt: skip
                 return
             wrong = _difference(mine.operation, theirs.operation, communicator.members, one, other)
+            wrong = wrong or _other_purpose(mine, theirs)
             if wrong is not None:
                 kind, how = wrong
                 yield _problem(
@@ -109,12 +111,32 @@ def _difference(
         return "type", "is not of one type"
     if mine.reduction != theirs.reduction:
         return "reduction", "is not one reduction"
+    if mine.root != theirs.root:
+        return "root", "has not one root"
     here, there = members.index(one), members.index(other)
     if mine.sent and theirs.sent:
         if mine.sent[there] != theirs.received[here] or theirs.sent[here] != mine.received[there]:
             return "size", "sends other numbers than are received"
         return None
     return ("size", "is not of one size") if mine.count != theirs.count else None
+
+
+def _other_purpose(mine: Event, theirs: Event) -> tuple[str, str] | None:
+    """Whether two operations of one size are for different things: each rank would take data for other data.
+
+    Ranks of one stage run the same instructions, for the same data; those of others may be at any, and without a flush
+    in another step."""
+    assert mine.operation is not None, "an issue has an operation"
+    assert theirs.operation is not None, "an issue has an operation"
+    if _stage_of(mine.at) != _stage_of(theirs.at):
+        return None
+    is_alike = (mine.step, mine.at) == (theirs.step, theirs.at) and mine.operation.carries == theirs.operation.carries
+    return None if is_alike else ("purpose", "is not for the same")
+
+
+def _stage_of(at: str) -> str:
+    """Return the stage of an instruction (`2F0`), or nothing for other places."""
+    return at[: len(at) - len(at.lstrip("0123456789"))]
 
 
 def _transfers(programs: Sequence[Program]) -> Iterator[Problem]:
@@ -180,7 +202,11 @@ def _unmatched(
             f" {answer}{_end_of(programs[missing]) if missing < len(programs) else ''}", event,
         )  # fmt: skip
     (event, one), (other_event, other) = sent, received
-    for kind, mine, theirs in (("type", one.dtype, other.dtype), ("size", one.count, other.count)):
+    for kind, mine, theirs in (
+        ("type", one.dtype, other.dtype),
+        ("size", one.count, other.count),
+        ("purpose", _message_of(event.at), _message_of(other_event.at)),
+    ):
         if mine != theirs:
             return _problem(
                 kind, communicator, ends,
@@ -189,6 +215,12 @@ def _unmatched(
                 f" {other_event.where}", event,
             )  # fmt: skip
     return None
+
+
+def _message_of(at: str) -> str:
+    """Return what both ends of a message between stages have in common: F1 of `0SEND_F1>1` and of `1RECV_F1<0`."""
+    found = re.fullmatch(r"\d+(?:SEND|RECV)_(\w+)[<>]\d+", at)
+    return "" if found is None else found[1]
 
 
 def by_line(programs: Sequence[Program]) -> dict[Line, dict[int, list[Event]]]:

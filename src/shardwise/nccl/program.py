@@ -7,7 +7,8 @@
     COPY     a copy, or a computation, in a stream of its own beside the compute stream: it comes after `after`
     READ     work on `stream` reads memory that an operation or a copy uses; WRITE and FREE likewise
 
-Only the first touch of each memory after an operation is kept: later work on the same stream is ordered after it.
+Of each memory the first touch after an operation is kept, and the last one before a copy: other work on the same stream
+is ordered before or after these.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from enum import StrEnum
 
 #: The stream of compute.
 COMPUTE = "compute"
+#: What the host itself does with its memory. All that it enqueues afterwards comes after that, on any stream.
+HOST = "the host"
 
 
 class Kind(StrEnum):
@@ -79,8 +82,9 @@ class Transfer:
 class Operation:
     """A collective, or sends and receives that begin together (`transfers`).
 
-    `count` and `dtype` are of this rank's input. `sent` and `received` are the rows of an all-to-all by member.
-    `on_host`: over gloo, on host tensors.
+    `count` and `dtype` are of this rank's input. `sent` and `received` are the rows of an all-to-all by member. `root`
+    is the rank in the group of a broadcast, or of a reduction to one rank. `carries` identifies the data, the same on
+    all ranks, if the code that issues it says so. `on_host`: over gloo, on host tensors.
     """
 
     kind: str
@@ -90,6 +94,8 @@ class Operation:
     reduction: str = ""
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
+    root: int | None = None
+    carries: str = ""
     transfers: tuple[Transfer, ...] = ()
     spans: tuple[Span, ...] = ()
     on_host: bool = False
@@ -102,7 +108,9 @@ class Operation:
             ]
             return " with ".join(parts)
         reduced = f" ({self.reduction})" if self.reduction else ""
-        return f"{self.kind}{reduced} of {self.count} {self.dtype}".rstrip()
+        root = "" if self.root is None else f", root {self.root}"
+        carries = f", {self.carries}" if self.carries else ""
+        return f"{self.kind}{reduced} of {self.count} {self.dtype}".rstrip() + root + carries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

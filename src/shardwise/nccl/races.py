@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shardwise.nccl.program import COMPUTE, TOUCHES, Event, Kind, Problem, Program, Span
+from shardwise.nccl.program import COMPUTE, HOST, TOUCHES, Event, Kind, Problem, Program, Span
 
 Clock = dict[str, int]
 
@@ -57,6 +57,10 @@ class _Streams:
     def know(self, number: int) -> None:
         _join(self._known, self.over(number))
 
+    def know_host(self) -> None:
+        """The host has done what it did before it enqueues anything more."""
+        _join(self._known, self._clocks[HOST])
+
 
 def _join(clock: Clock, other: Clock) -> None:
     for stream, time in other.items():
@@ -91,6 +95,8 @@ def races(program: Program) -> Iterator[Problem]:
                 streams.wait(event.stream, event.number)
         elif event.kind in TOUCHES:
             time = streams.tick(event.stream)
+            if event.stream == HOST:
+                streams.know_host()
             yield from _uses(program, streams, used, event.stream, time, event.spans, event)
     if program.failure is None:
         yield from _never_waited(program, issued, waited)
@@ -167,7 +173,7 @@ def _named(program: Program, event: Event) -> str:
         return f"{event.operation} on {program.communicator(event.operation.communicator)}"
     if event.kind is Kind.COPY:
         return f"the copy {event.number} on stream {event.stream}"
-    return f"the {event.kind} on stream {event.stream}"
+    return f"the {event.kind} by the host" if event.stream == HOST else f"the {event.kind} on stream {event.stream}"
 
 
 def _never_waited(program: Program, issued: dict[int, Event], waited: set[int]) -> Iterator[Problem]:

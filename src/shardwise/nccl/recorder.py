@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.nccl.program import COMPUTE, Communicator, Event, Kind, Operation, Program, Span
+from shardwise.nccl.program import COMPUTE, HOST, Communicator, Event, Kind, Operation, Program, Span
 from shardwise.nccl.touches import Memories
 from shardwise.ranks.faults import Watch, default_store
 from shardwise.torch_private import raw_stream
@@ -36,11 +37,15 @@ class Recorder:
     def __init__(self, *, rehearses: bool, limit_seconds: float) -> None:
         self.rehearses, self.limit = rehearses, timedelta(seconds=limit_seconds)
         self.events: list[Event] = []
+        #: Touches that turned out to matter later, each with the number of events before it.
+        self._earlier: list[tuple[int, Event]] = []
+        #: What the next operations carry, if the code that issues them says so.
+        self.carries = ""
         #: The current step, or the name of work outside of steps. The caller sets it.
         self.step: int | str | None = None
         self.watch: Watch | None = None
         self.stream = COMPUTE
-        self.memories = Memories(self._touched)
+        self.memories = Memories(self._touched, lambda: (len(self.events), self._stream()))
         world = tuple(range(dist.get_world_size()))
         self._communicators = {0: Communicator(number=0, members=world, name="the default group")}
         self._numbers = {_name_of(dist.group.WORLD): 0}
@@ -61,10 +66,14 @@ class Recorder:
     def program(self, failure: str | None = None) -> Program:
         """Return the record so far."""
         self.memories.sweep()
+        events, start = list[Event](), 0
+        for place, event in sorted(self._earlier, key=lambda each: each[0]):
+            events += [*self.events[start:place], event]
+            start = place
         return Program(
             rank=dist.get_rank(),
             communicators=tuple(self._communicators.values()),
-            events=tuple(self.events),
+            events=(*events, *self.events[start:]),
             failure=failure,
         )
 
@@ -132,14 +141,21 @@ class Recorder:
         self.memories.sweep()
         self._count += 1
         spans = self.memories.track(self._count, tensors)
-        fields = {name: getattr(operation, name) for name in Operation.__dataclass_fields__} | {"spans": spans}
-        self._note(Kind.ISSUE, number=self._count, operation=Operation(**fields))
+        noted = replace(operation, spans=spans, carries=self.carries)
+        self._note(Kind.ISSUE, number=self._count, operation=noted)
         return self._count
 
     def copy(self, stream: str, tensors: Sequence[tuple[Tensor, bool]], after: Sequence[int]) -> int:
         """Record a copy on a stream after others, or a mark if there are no tensors. Return its number."""
         self.memories.sweep()
         self._count += 1
+        for tensor, writes in tensors:
+            for kind, span, (place, used_on) in self.memories.take_latest(tensor, writes=writes):
+                before = self.events[place - 1] if place else None
+                step, at = (self.step, "") if before is None else (before.step, before.at)
+                stream_of = HOST if self.memories.is_on_host(span) else used_on
+                touch = Event(kind=kind, number=self._count, spans=(span,), stream=stream_of, step=step, at=at)
+                self._earlier.append((place, touch))
         spans = self.memories.track(self._count, tensors)
         self._note(Kind.COPY, number=self._count, on=stream, spans=spans, after=tuple(after))
         return self._count
@@ -183,7 +199,7 @@ class Recorder:
         return not self.rehearses and (tensor is None or tensor.device.type == "cpu")
 
     def _touched(self, kind: Kind, number: int, span: Span) -> None:
-        self._note(kind, number=number, spans=(span,))
+        self._note(kind, HOST if self.memories.is_on_host(span) else None, number=number, spans=(span,))
 
     def _note(self, kind: Kind, on: str | None = None, **fields: Any) -> None:
         if kind is Kind.WAIT or kind is Kind.KNOWN:

@@ -19,6 +19,7 @@ from shardwise.nccl.program import Operation, Transfer
 from shardwise.nccl.recorder import RecordedWork, Recorder
 from shardwise.nccl.touches import TouchMode
 from shardwise.ranks import objects
+from shardwise.ranks.backend_exchange import BackendExchange
 from shardwise.torch_private import GET_BACKEND, GROUP_METHODS, GroupBackend, storage_id
 
 #: Threads of ours that ask groups for nothing but to end.
@@ -59,6 +60,8 @@ def recording(*, rehearses: bool = True, limit_seconds: float = 60.0) -> Iterato
         instead(objects, "gather", partial(_noted_objects, recorder))
         instead(dist, "batch_isend_irecv", partial(_noted_batch, recorder))
         instead(torch.UntypedStorage, "resize_", partial(_noted_resize, recorder))
+        for name in ("_start_shards", "_start_all", "_start_gather"):
+            instead(BackendExchange, name, partial(_noted_channel, recorder))
         yield recorder
 
 
@@ -109,8 +112,13 @@ def _described(
             fields |= _splits(output, given, args, len(recorder.members_of(number)))
     elif kind == "all_gather_list":
         tensors = [(given, False), *((each, True) for each in flat[:-1])]
+    elif kind in ("gather", "scatter"):
+        written, read = ([*_tensors_of(each)] for each in args[:2])
+        tensors = [*((each, False) for each in read), *((each, True) for each in written)]
+        fields["count"] = (read if kind == "gather" else written)[0].numel()  # Only the root has the others.
     else:
         tensors = [(each, True) for each in flat]
+    fields["root"] = next((each.rootRank for each in (*args, *kwargs.values()) if hasattr(each, "rootRank")), None)
     if kind in ("all_reduce", "reduce", "reduce_scatter"):
         options = next((each for each in (*args, *kwargs.values()) if hasattr(each, "reduceOp")), None)
         operator = dist.ReduceOp.SUM if options is None else options.reduceOp
@@ -223,10 +231,25 @@ def _noted_backend(recorder: Recorder, call: Any) -> Any:
     return noted
 
 
+def _noted_channel(recorder: Recorder, call: Any) -> Any:
+    """The channel of an exchange tells which data it is (`ranks/exchange.py`). NCCL sees the order of calls alone."""
+
+    def noted(exchange: BackendExchange, *given: Any) -> Any:
+        recorder.carries = f"channel {given[-1]}"
+        try:
+            return call(exchange, *given)
+        finally:
+            recorder.carries = ""
+
+    return noted
+
+
 def _noted_resize(recorder: Recorder, call: Any) -> Any:
     def noted(storage: torch.UntypedStorage, size: int) -> Any:
         if size < storage.nbytes():
             recorder.memories.empty(storage_id(storage))
+        elif size:
+            recorder.memories.take(storage_id(storage), size)
         return call(storage, size)
 
     return noted

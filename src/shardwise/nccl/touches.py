@@ -2,6 +2,9 @@
 
 A dispatch mode sees every operator of this thread. A free is seen when a storage is emptied, or, if the storage itself
 is gone, at the next recorded event.
+
+Of what a copy reads or writes, the last uses before it are needed too: a copy is in no order with what was computed,
+unless it follows it. That memory was taken counts as a write, since others may have used it just before.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +24,8 @@ _LOOKS_ONLY = (
 
 #: A callback for a touch: its kind, the number of the operation, and the bytes.
 Told = Callable[[Kind, int, Span], None]
+#: Where a touch is in the record: the number of events before it, and its stream.
+Where = tuple[int, str]
 
 
 class _Tracked(NamedTuple):
@@ -34,11 +39,15 @@ class _Tracked(NamedTuple):
 class Memories:
     """Numbers of storages, each valid while the storage exists; and the memory that operations use."""
 
-    def __init__(self, told: Told) -> None:
-        self._told = told
+    def __init__(self, told: Told, here: Callable[[], Where]) -> None:
+        self._told, self._here = told, here
         self._numbers: dict[int, tuple[int, StorageWeakRef]] = {}
         self._count = 0
         self._tracked: dict[int, list[_Tracked]] = {}
+        #: By storage, the last use of each of its parts that no copy has followed yet; None if nothing is copied.
+        self._latest: dict[int, dict[tuple[int, int, bool], Where]] | None = None
+        #: The numbers of storages on the host.
+        self._on_host: set[int] = set()
 
     def span_of(self, tensor: Tensor, *, writes: bool) -> Span | None:
         """Return the bytes of a tensor, or None if it has none."""
@@ -66,12 +75,44 @@ class Memories:
         return tuple(spans)
 
     @property
-    def are_tracked(self) -> bool:
-        return bool(self._tracked)
+    def are_wanted(self) -> bool:
+        """Whether touches are of interest now."""
+        return bool(self._tracked) or self._latest is not None
+
+    def follow(self) -> None:
+        """Keep the last uses of all memory from now on: there are copies."""
+        self._latest = {}
+
+    def note_host(self, tensor: Tensor) -> None:
+        """A tensor is in the memory of the host, of which only the host and copies know."""
+        span = self.span_of(tensor, writes=False)
+        if span is not None:
+            self._on_host.add(span.memory)
+
+    def is_on_host(self, span: Span) -> bool:
+        return span.memory in self._on_host
+
+    def take_latest(self, tensor: Tensor, *, writes: bool) -> Iterator[tuple[Kind, Span, Where]]:
+        """Yield, once, the last uses of a tensor's bytes that what reads it (or writes it) must come after."""
+        span = self.span_of(tensor, writes=writes)
+        latest = None if self._latest is None else self._latest.get(storage_id(tensor.untyped_storage()))
+        if span is None or not latest:
+            return
+        for part in [each for each in latest if (writes or each[2]) and each[0] < span.stop and span.start < each[1]]:
+            start, stop, was_written = part
+            used = Span(memory=span.memory, start=start, stop=stop)
+            yield Kind.WRITE if was_written else Kind.READ, used, latest.pop(part)
+
+    def take(self, key: int, size: int) -> None:
+        """A storage has memory, which may have been another's."""
+        if self._latest is not None:
+            self._latest[key] = {(0, size, True): self._here()}
 
     def touch(self, tensor: Tensor, *, writes: bool) -> None:
         """What is computed reads or writes a tensor."""
         key = storage_id(tensor.untyped_storage())
+        if self._latest is not None:
+            self._latest.setdefault(key, {})[*extent(tensor), writes] = self._here()
         found = self._tracked.get(key)
         if found is None:
             return
@@ -96,7 +137,7 @@ class Memories:
         for key in [key for key, found in self._tracked.items() if _is_gone(found[0].storage)]:
             self.empty(key)
         for key in [key for key, (_, storage) in self._numbers.items() if _is_gone(storage)]:
-            del self._numbers[key]
+            self._on_host.discard(self._numbers.pop(key)[0])
 
     def _keep(self, key: int, left: list[_Tracked]) -> None:
         if left:
@@ -125,19 +166,25 @@ class TouchMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, memories: Memories, listens: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memories, self._listens = memories, listens
-        self._known: dict[Any, tuple[tuple[str, bool], ...]] = {}
+        self._known: dict[Any, tuple[tuple[tuple[str, bool], ...], bool]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if self._memories.are_tracked and self._listens():
-            touched = self._known.get(func)
-            if touched is None:
-                touched = self._known[func] = _touched_by(func)
-            if touched:
-                self._note(touched, args, given)
-        return func(*args, **given)
+        if not (self._memories.are_wanted and self._listens()):
+            return func(*args, **given)
+        known = self._known.get(func)
+        if known is None:
+            known = self._known[func] = _touched_by(func), _takes_memory(func)
+        touched, takes = known
+        if touched:
+            self._note(touched, args, given)
+        made = func(*args, **given)
+        for tensor in _tensors_in(made) if takes else ():
+            if not tensor.is_meta:
+                self._memories.take(storage_id(tensor.untyped_storage()), tensor.untyped_storage().nbytes())
+        return made
 
     def _note(self, touched: Sequence[tuple[str, bool]], args: Sequence[Any], given: Mapping[str, Any]) -> None:
         for place, (name, writes) in enumerate(touched):
@@ -158,6 +205,11 @@ def _touched_by(operator: Any) -> tuple[tuple[str, bool], ...]:
         is_view = alias is not None and not alias.is_write
         touched.append(("" if is_view else each.name, alias is not None and bool(alias.is_write)))
     return tuple(touched)
+
+
+def _takes_memory(operator: Any) -> bool:
+    """Whether what it returns is new, and no view of an argument."""
+    return not any(each.alias_info for each in schema_of(operator).returns)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -32,7 +32,7 @@ def record_on_rank(
     stall_seconds: float = STALL_SECONDS,
     rehearses: bool = True,
 ) -> Program:
-    """Train, evaluate and gather the state as one rank of a plan; return the recorded calls of its groups.
+    """Train, evaluate, predict and gather the state as one rank of a plan; return the recorded calls of its groups.
 
     With `rehearses` a CPU stands in for a GPU; without, ranks are on GPUs that NCCL connects.
     """
@@ -59,6 +59,9 @@ def record_on_rank(
             recorder.step = "the evaluation"
             with touching(recorder):
                 engine.evaluate(problem.batches[0])
+            recorder.step = "the prediction"
+            with touching(recorder):
+                engine.predict(problem.batches[0])
             recorder.step = "the gathering of the state"
             with touching(recorder):
                 engine.state_dict()

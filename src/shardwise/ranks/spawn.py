@@ -222,7 +222,11 @@ class Ranks:
         with contextlib.suppress(EOFError, OSError):
             # Not simply read to its end: what a dead rank has started may hold the other end of the pipe open.
             if self._calls[rank].poll():
-                return pickle.loads(self._calls[rank].recv_bytes())
+                report = pickle.loads(self._calls[rank].recv_bytes())
+                if isinstance(report, Failure) and not report.follows:
+                    # It may have been in code of its own, where no watch has seen it.
+                    self._tell_the_others(report.error)
+                return report
         self._processes[rank].join()
         _end(self._processes[rank])
         status = self._processes[rank].exitcode
@@ -252,7 +256,8 @@ class Ranks:
 
     def _tell_the_others(self, error: RankError) -> None:
         assert self._store is not None, "ranks without a store"
-        self._store.set(LOST, encode(error))
+        if not self._store.check([LOST]):
+            self._store.set(LOST, encode(error))
 
     def _kill(self) -> None:
         """End every rank at once, and whatever it has started."""

@@ -113,9 +113,7 @@ def test_a_collective_ends_when_a_rank_does_not_come_to_it(ranks: Ranks, tmp_pat
     assert nobody_runs(tmp_path)
 
 
-def test_a_rank_that_raises_in_code_of_its_own_is_named_by_those_that_wait_for_it(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_rank_that_raises_in_code_of_its_own_is_named_by_those_that_wait_for_it(ranks: Ranks, tmp_path: Path) -> None:
     """No watch has seen it, and a broken connection does not say whose it is: the process that started them does."""
     with pytest.raises(RankError, match="rank 1 failed: ValueError: boom"):
         ranks.run(partial(programs.sum_without, raises=True), 1, NEVER_SECONDS, tmp_path)

@@ -35,6 +35,22 @@ ONE = Found(gpus=(H200,), num_in_machine=1, cuda="12.8")
             "CUDA_VISIBLE_DEVICES=0,1,2,3",
         ),
         (Found(cuda="12.8", num_in_machine=2), "this machine has 2 GPUs, and its driver does not answer", "nvidia-smi"),
+        *(
+            (
+                Found(cuda="12.8", num_in_machine=2, visible=each),
+                f"={each} hides all 2 GPUs",
+                "CUDA_VISIBLE_DEVICES=0,1",
+            )
+            for each in ("-1", "2", "x", " ", "-1,0", "0,0", "1, 1,", "2,0")
+        ),
+        *(
+            (
+                Found(cuda="12.8", num_in_machine=2, visible=each),
+                f"this machine has 2 GPUs, and under CUDA_VISIBLE_DEVICES={each} the driver gives torch none",
+                "nvidia-smi -L",
+            )
+            for each in ("0", "1,0", "1, 7", "0,1,,", "GPU-8f2", "MIG-1")
+        ),
     ],
 )
 def test_a_machine_without_a_gpu_is_told_why(found: Found, problem: str, remedy: str) -> None:

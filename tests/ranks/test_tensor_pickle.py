@@ -28,6 +28,7 @@ def test_a_tensor_comes_back_with_its_numbers_and_may_be_written(tensor: Tensor)
     assert found.numel() == 0 or found.tolist() != tensor.tolist()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11
 def test_what_is_more_than_numbers_is_sent_as_torch_does() -> None:
     parameter = pickle.loads(dumps(nn.Parameter(torch.ones(2))))
     assert isinstance(parameter, nn.Parameter)

@@ -41,7 +41,6 @@ class Copies:
 
     def attach(self, instead: Instead) -> None:
         """Replace the methods that start copies and wait for them."""
-        self._recorder.memories.follow()
         instead(CopyStreams, "computed", lambda _: lambda _: [self._mark(COMPUTE, ())])
         instead(CopyStreams, "to_device", self._to_device)
         instead(CopyStreams, "to_host_after", self._to_host)

@@ -15,7 +15,7 @@ from shardwise.parity.memory_check import check_given
 from shardwise.parity.problem import MakeProblem, small_matrices
 from shardwise.parity.processes import check_plan, sentence_of
 from shardwise.parity.ranks import engine_of
-from shardwise.planner.plan import Plan
+from shardwise.planner.plan import Offload, Plan
 from shardwise.ranks.faults import Watch
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
@@ -44,6 +44,8 @@ def record_on_rank(
     ):
         if rehearses:
             Copies(recorder).attach(instead)
+            if plan.offload != Offload():
+                recorder.memories.follow()
         try:
             problem = make()
             kind = RehearsedWires if rehearses else ManyProcesses
@@ -59,9 +61,10 @@ def record_on_rank(
             recorder.step = "the evaluation"
             with touching(recorder):
                 engine.evaluate(problem.batches[0])
-            recorder.step = "the prediction"
-            with touching(recorder):
-                engine.predict(problem.batches[0])
+            if plan.cp == 1:  # Outputs of parts of sequences may be refused.
+                recorder.step = "the prediction"
+                with touching(recorder):
+                    engine.predict(problem.batches[0])
             recorder.step = "the gathering of the state"
             with touching(recorder):
                 engine.state_dict()

@@ -6,6 +6,7 @@ tested for machines that are not here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -52,6 +53,19 @@ class Found:
     def num_hidden(self) -> int:
         return max(self.num_in_machine - len(self.gpus), 0) if self.visible is not None else 0
 
+    @property
+    def hides_all(self) -> bool:
+        """Whether CUDA_VISIBLE_DEVICES names no GPU of this machine for certain; a name (GPU-..., MIG-...) may be any.
+
+        CUDA reads up to the first number that no GPU has, and takes none if one comes twice.
+        """
+        words = [word.strip() for word in (self.visible or "").split(",")]
+        if words[0].startswith(("GPU-", "MIG-")):
+            return False
+        found = [int(word) for word in takewhile(str.isdecimal, words)]
+        found = list(takewhile(lambda number: number < self.num_in_machine, found))
+        return not found or len({*found}) < len(found)
+
 
 def find_gpus() -> Found:
     """Return the GPUs that this process may use."""
@@ -79,9 +93,13 @@ def check_any(found: Found, asked: str, instead: str) -> None:
     if found.cuda is None:
         why = f"torch {torch.__version__} was built without CUDA"
         remedy = "pip install torch --index-url https://download.pytorch.org/whl/cu128"
-    elif found.num_hidden:
+    elif found.num_hidden and found.hides_all:
         why = f"CUDA_VISIBLE_DEVICES={found.visible} hides {_all_of(found.num_in_machine)} of this machine"
         remedy = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(found.num_in_machine)))}"
+    elif found.num_hidden:
+        here = counted(found.num_in_machine, "GPU")
+        why = f"this machine has {here}, and under CUDA_VISIBLE_DEVICES={found.visible} the driver gives torch none"
+        remedy = "nvidia-smi -L, which lists the GPUs with their names, or says what is wrong with the driver"
     elif found.num_in_machine:
         why = f"this machine has {counted(found.num_in_machine, 'GPU')}, and its driver does not answer torch"
         remedy = "nvidia-smi, which says what is wrong with the driver"

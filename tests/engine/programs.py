@@ -388,6 +388,22 @@ def train_without(missing: int, step: int, limit_seconds: float, folder: Path) -
         raise
 
 
+def evaluate_on_one(folder: Path) -> None:
+    """What scripts do where they mean to print: an evaluation behind `if rank == 0:`. In the third step ranks gather
+    objects, to compare it with one process; so they do in an evaluation."""
+    write_id(folder)
+    plan, batch = Plan(dp=3), {"input": torch.arange(12.0).reshape(6, 2), "y": torch.ones(6, 1)}
+    engine = parallelize(
+        nn.Sequential(nn.Linear(2, 1)), plan, loss=lambda output, batch: functional.mse_loss(output, batch["y"]),
+        optimizer=lambda given: torch.optim.SGD(given, lr=0.1), example=batch,
+    )  # fmt: skip
+    for _ in range(2):
+        engine.train_step(batch)
+    if dist.get_rank() == 0:
+        engine.evaluate(batch)
+    engine.train_step(batch)
+
+
 def fail_and_begin_again() -> tuple[str, str]:
     """One rank fails, all of them catch what it says, and then they begin anew."""
     me = dist.get_rank()

@@ -121,6 +121,15 @@ def test_a_rank_that_raises_in_code_of_its_own_is_named_by_those_that_wait_for_i
     assert nobody_runs(tmp_path)
 
 
+def test_ranks_that_call_other_methods_say_which(ranks: Ranks, tmp_path: Path) -> None:
+    """Else what one gathers for its evaluation is unpacked by the others as what they gather for their step."""
+    with pytest.raises(ShardwiseError) as caught:
+        ranks.run(programs.evaluate_on_one, tmp_path)
+    assert "rank 0 calls evaluate, rank 1 calls train_step, rank 2 calls train_step" in str(caught.value)
+    assert "engine.evaluate(...) on every rank, outside of `if rank == 0:`" in str(caught.value)
+    assert nobody_runs(tmp_path)
+
+
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_rank_that_does_not_come_to_a_step_is_named(step: int, ranks: Ranks, tmp_path: Path) -> None:
     """Before the first steps, ranks gather what they hold, to compare them with those of one process: that wait has an

@@ -37,10 +37,11 @@ _R = TypeVar("_R")
 
 def _at_work(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concatenate["Engine", _P], _R]:
     """Wrap a method that needs the module's plain tensors. If it fails on a rank, the other ranks are notified."""
+    what = "train_step" if method.__name__ == "launch_step" else method.__name__
 
     @wraps(method)
     def run(self: "Engine", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self.shown.open(), self.wires.told_to_all(refusals=False):
+        with self.shown.open(), self.wires.told_to_all(refusals=False), self.wires.doing(what):
             return method(self, *args, **kwargs)
 
     return run

@@ -12,7 +12,7 @@ gather returns the one input, and no process has to be notified of an error.
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
 from shardwise.ranks.backend_exchange import make_exchange
 from shardwise.ranks.clocks import SharedClock
@@ -70,6 +71,10 @@ class Wires:
         """Return a context that reports errors to the others before they propagate; with `refusals`, also refusals."""
         return telling(self.watch, refusals=refusals)
 
+    def doing(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002 - there are no others
+        """Return a context for what all ranks do together, by the name of the method that they all call."""
+        return nullcontext()
+
     def in_step(self, *, is_first: bool = False) -> AbstractContextManager[None]:  # noqa: ARG002 - nobody is late
         """Return a context for what all ranks do in a step: a gather that waits for a rank then names it, as every
         other wait does. Elsewhere a rank may come late: it may have a module to try, or a checkpoint to read. Before
@@ -110,6 +115,17 @@ class Wires:
         """Close the connections between the processes."""
 
 
+def _apart(doing: Mapping[int, str]) -> ShardwiseError:
+    """Return the error of ranks that wait for each other in different methods."""
+    told = ", ".join(f"rank {rank} calls {each or 'parallelize'}" for rank, each in sorted(doing.items()))
+    one = next(each for each in doing.values() if each != "train_step")
+    return ShardwiseError(
+        f"{told}: ranks compute each of these together, so all of them call it",
+        remedy=f"engine.{one or 'train_step'}(...) on every rank, outside of `if rank == 0:`, which is for what is"
+        " printed or saved",
+    )
+
+
 class OneProcess(Wires):
     """The wires of a single process, which runs every rank of a pipeline, or the only rank."""
 
@@ -127,6 +143,8 @@ class ManyProcesses(Wires):
         self.watch: Watch = watch
         #: Within a step, how many times the limit is waited for a rank.
         self._patience: float | None = None
+        #: The method of the engine that runs.
+        self._doing = ""
         # Creating a group cannot be interrupted if a rank does not come: so make sure that all are there first.
         self.mesh = make_mesh(plan, watch)
         _close_abandoned()
@@ -222,7 +240,19 @@ class ManyProcesses(Wires):
         if among is None:
             return [given]
         what = "the gathering of what ranks hold"
-        return gather_objects(given, among, self.watch, what, patience=self._patience)
+        told = gather_objects((self._doing, given), among, self.watch, what, patience=self._patience)
+        if len({each for each, _ in told}) > 1:
+            ranks = dist.get_process_group_ranks(among)
+            raise _apart({rank: each for rank, (each, _) in zip(ranks, told, strict=True)})
+        return [each for _, each in told]
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        before, self._doing = self._doing, self._doing or what
+        try:
+            yield
+        finally:
+            self._doing = before
 
     def _waiting(self, others: Sequence[int]) -> AbstractContextManager[None]:
         """Return the context of the host's waits for these ranks: within a step, the watch knows of them."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from shardwise.nccl.program import TOUCHES, Event, Kind, Operation, Program, Span
+from shardwise.nccl.program import ENDS, TOUCHES, Event, Kind, Operation, Program, Span
 
 Programs = list[Program]
 Wanted = Callable[[Event], bool]
@@ -65,7 +65,7 @@ def place(program: Program, wanted: Wanted, nth: int = 0) -> int:
 
 
 def is_wait(number: int) -> Wanted:
-    return lambda event: event.kind in (Kind.WAIT, Kind.KNOWN) and event.number == number
+    return lambda event: event.kind in ENDS and event.number == number
 
 
 def with_events(programs: Programs, rank: int, events: Iterable[Event]) -> Programs:

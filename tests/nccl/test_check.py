@@ -234,6 +234,16 @@ def test_what_the_host_has_seen_to_be_over_may_be_freed() -> None:
     assert proven(*ranks).is_right
 
 
+def test_what_was_over_when_the_host_asked_may_be_freed_and_not_be_used() -> None:
+    """At another time the answer would have been no, and the memory would have been used all the same."""
+    for kind, is_right in ((Kind.FREE, True), (Kind.WRITE, False)):
+        ranks = [Rank(0, pair()), Rank(1, pair())]
+        ranks[1].wait(ranks[1].issue(receive(0)))
+        number = ranks[0].issue(send(1))
+        ranks[0].wait(number, kind=Kind.SEEN).touch(kind, number, memory=1)
+        assert proven(*ranks).is_right is is_right
+
+
 def test_work_that_nobody_waits_for_is_named() -> None:
     ranks = [Rank(0, pair()), Rank(1, pair())]
     ranks[0].issue(all_reduce())

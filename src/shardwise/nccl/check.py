@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from shardwise.nccl.circles import circles
 from shardwise.nccl.matching import mismatches
-from shardwise.nccl.program import Kind, Problem, Program
+from shardwise.nccl.program import ENDS, Kind, Problem, Program
 from shardwise.nccl.races import races
 
 
@@ -54,7 +54,7 @@ def prove(programs: Sequence[Program]) -> Proof:
         ranks=len(programs),
         communicators=len(over_nccl),
         operations=sum(len(program.issued) for program in programs),
-        waits=sum(each.kind in (Kind.WAIT, Kind.KNOWN) for program in programs for each in program.events),
+        waits=sum(each.kind in ENDS for program in programs for each in program.events),
         touches=sum(each.kind in (Kind.READ, Kind.WRITE, Kind.FREE) for one in programs for each in one.events),
         streams=len(streams),
         most_under_way=max(map(_most_under_way, programs), default=0),
@@ -77,7 +77,7 @@ def _most_under_way(program: Program) -> int:
         if event.kind is Kind.ISSUE and event.operation is not None and not event.operation.on_host:
             under_way.add(event.number)
             most = max(most, len(under_way))
-        elif event.kind in (Kind.WAIT, Kind.KNOWN):
+        elif event.kind in ENDS:
             under_way.discard(event.number)
     return most
 

@@ -18,7 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from shardwise.nccl.matching import by_line, transfers_of
-from shardwise.nccl.program import Event, Kind, Problem, Program
+from shardwise.nccl.program import ENDS, Event, Kind, Problem, Program
 
 #: A node of the dependency graph: the host reaches an event, it starts on the device, or it is complete there; with the
 #: rank, and the index of the event in its program.
@@ -153,7 +153,7 @@ def _told(programs: Sequence[Program], circle: Sequence[Node]) -> Problem:
     ranks: list[int] = []
     for kind, rank, place in circle:
         event = programs[rank].events[place - 1 if kind == _HOST else place]
-        if kind == _BEGUN or (kind == _HOST and event.kind not in (Kind.WAIT, Kind.KNOWN, Kind.ISSUE, Kind.MAKE)):
+        if kind == _BEGUN or (kind == _HOST and event.kind not in (*ENDS, Kind.ISSUE, Kind.MAKE)):
             continue
         told = f"rank {rank} {_does(programs[rank], event, kind)}"
         if told not in parts:
@@ -176,12 +176,12 @@ def _told(programs: Sequence[Program], circle: Sequence[Node]) -> Problem:
 
 def _does(program: Program, event: Event, kind: str) -> str:
     issued = event
-    if event.kind in (Kind.WAIT, Kind.KNOWN):
+    if event.kind in ENDS:
         issued = next(each for each in program.events if each.kind is Kind.ISSUE and each.number == event.number)
     if event.kind is Kind.MAKE:
         return f"makes {event.communicator} {event.where}"
     assert issued.operation is not None, "an issue has an operation"
     what = f"{issued.operation} on {program.communicator(issued.operation.communicator)} {event.where}"
-    if event.kind in (Kind.WAIT, Kind.KNOWN):
+    if event.kind in ENDS:
         return f"waits for {what}"
     return f"ends {what}" if kind == _OVER else f"issues {what}"

@@ -103,7 +103,7 @@ class Copies:
 
     def _wait(self, call: Any) -> Any:
         def noted(event: Event) -> None:
-            self._known(event)
+            self._known(event, self._recorder.know)
             call(event)
 
         return noted
@@ -112,17 +112,17 @@ class Copies:
         def noted(event: Event) -> bool:
             is_done = bool(call(event))
             if is_done:
-                self._known(event)
+                self._known(event, self._recorder.see)
             return is_done
 
         return noted
 
-    def _known(self, event: Event) -> None:
+    def _known(self, event: Event, note: Callable[[int], None]) -> None:
         # A thread that acts as a stream waits for events too, but is not the host.
         is_host = threading.current_thread() is threading.main_thread()
         number = self._numbers.get(event) if is_host and self._recorder.listens() else None
         if number is not None:
-            self._recorder.know(number)
+            note(number)
 
     def _mark(self, stream: str, after: Sequence[Event]) -> Event:
         number = self._recorder.copy(stream, (), self._of(after))

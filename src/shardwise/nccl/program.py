@@ -3,7 +3,9 @@
     MAKE     a group of ranks is created; all ranks of the world create all groups
     ISSUE    an operation is enqueued on its communicator's stream, after the work enqueued on `stream` so far
     WAIT     work enqueued on `stream` from now on comes after an operation, or after a copy
-    KNOWN    the host has seen that an operation, or a copy, is complete
+    KNOWN    the host has waited for an operation, or a copy
+    SEEN     the host has asked whether one is complete, and it was: at another time it may not be. So this orders only
+             that memory is freed
     COPY     a copy, or a computation, in a stream of its own beside the compute stream: it comes after `after`
     READ     work on `stream` reads memory that an operation or a copy uses; WRITE and FREE likewise
 
@@ -28,6 +30,7 @@ class Kind(StrEnum):
     ISSUE = "issue"
     WAIT = "wait"
     KNOWN = "known"
+    SEEN = "seen"
     COPY = "copy"
     READ = "read"
     WRITE = "write"
@@ -35,6 +38,8 @@ class Kind(StrEnum):
 
 
 TOUCHES = frozenset({Kind.READ, Kind.WRITE, Kind.FREE})
+#: What ends an operation, as the host sees it.
+ENDS = frozenset({Kind.WAIT, Kind.KNOWN, Kind.SEEN})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shardwise.nccl.program import COMPUTE, HOST, TOUCHES, Event, Kind, Problem, Program, Span
+from shardwise.nccl.program import COMPUTE, ENDS, HOST, TOUCHES, Event, Kind, Problem, Program, Span
 
 Clock = dict[str, int]
 
@@ -28,6 +28,8 @@ class _Streams:
     def __init__(self) -> None:
         self._clocks: dict[str, Clock] = defaultdict(dict)
         self._known: Clock = {}
+        #: What the host has seen to be over: only then has it freed memory.
+        self._seen: Clock = {}
         self._over: dict[int, Clock] = {}
 
     def clock(self, stream: str) -> Clock:
@@ -56,6 +58,16 @@ class _Streams:
 
     def know(self, number: int) -> None:
         _join(self._known, self.over(number))
+
+    def see(self, number: int) -> None:
+        _join(self._seen, self.over(number))
+
+    def before_free(self, stream: str) -> Clock:
+        """Return the clock of memory that is freed now."""
+        return {each: max(self._clocks[stream].get(each, 0), self._seen.get(each, 0)) for each in self._names(stream)}
+
+    def _names(self, stream: str) -> set[str]:
+        return {*self._clocks[stream], *self._seen}
 
     def know_host(self) -> None:
         """The host has done what it did before it enqueues anything more."""
@@ -86,10 +98,12 @@ def races(program: Program) -> Iterator[Problem]:
             time = streams.begin(event.stream, [streams.over(each) for each in event.after])
             streams.end(event.number, event.stream)
             yield from _uses(program, streams, used, event.stream, time, event.spans, event)
-        elif event.kind in (Kind.WAIT, Kind.KNOWN):
+        elif event.kind in ENDS:
             waited.add(event.number)
             on_host = event.number in issued and _is_on_host(issued[event.number])
-            if event.kind is Kind.KNOWN or on_host:
+            if event.kind is Kind.SEEN and not on_host:
+                streams.see(event.number)
+            elif event.kind is Kind.KNOWN or on_host:
                 streams.know(event.number)
             else:
                 streams.wait(event.stream, event.number)
@@ -131,7 +145,7 @@ def _uses(
     spans: Sequence[Span],
     event: Event,
 ) -> Iterator[Problem]:
-    clock = streams.clock(stream)
+    clock = streams.before_free(stream) if event.kind is Kind.FREE else streams.clock(stream)
     for span in spans:
         writes = span.writes or event.kind in (Kind.WRITE, Kind.FREE)
         for other in used[span.memory]:

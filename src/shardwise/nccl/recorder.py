@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.nccl.program import COMPUTE, HOST, Communicator, Event, Kind, Operation, Program, Span
+from shardwise.nccl.program import COMPUTE, ENDS, HOST, Communicator, Event, Kind, Operation, Program, Span
 from shardwise.nccl.touches import Memories
 from shardwise.ranks.faults import Watch, default_store
 from shardwise.torch_private import raw_stream
@@ -189,8 +189,12 @@ class Recorder:
         self._note(Kind.WAIT, number=number)
 
     def know(self, number: int) -> None:
-        """Record that the host has seen the completion of an operation."""
+        """Record that the host has waited for the completion of an operation."""
         self._note(Kind.KNOWN, number=number)
+
+    def see(self, number: int) -> None:
+        """Record that the host has asked for the completion of an operation, and that it was complete."""
+        self._note(Kind.SEEN, number=number)
 
     def is_on_host(self, number: int, tensor: Tensor | None) -> bool:
         """Return whether an operation is on host tensors, over gloo."""
@@ -202,7 +206,7 @@ class Recorder:
         self._note(kind, HOST if self.memories.is_on_host(span) else None, number=number, spans=(span,))
 
     def _note(self, kind: Kind, on: str | None = None, **fields: Any) -> None:
-        if kind is Kind.WAIT or kind is Kind.KNOWN:
+        if kind in ENDS:
             self.memories.sweep()
         at = "" if self.watch is None else str(self.watch.place)
         self.events.append(
@@ -263,7 +267,7 @@ class RecordedWork:
     def is_completed(self) -> bool:
         is_over = all(each.is_completed() for each in self._works)
         if is_over:
-            self._recorder.know(self._number)
+            self._recorder.see(self._number)
         return is_over
 
     def __getattr__(self, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,138 @@ def test_numbers_are_means_over_labels_or_rows_or_sums_as_they_were() -> None:
 def test_outputs_that_microbatches_do_not_tell_are_refused(make: Callable[[], nn.Module], words: str) -> None:
     placed = sw.place(make(), PLACES, microbatches=2)
     with pytest.raises(ShardwiseError, match=words):
+        placed(torch.randn(8, 6))
+
+
+class Gated(Trunk):
+    """Rows meet behind a gate that is closed at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.hidden(x)
+        return hidden + self.gate * hidden.mean(0)
+
+
+class OfAll(torch.autograd.Function):
+    """A gradient of one length for all rows together."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        found: Tensor = gradients[0] / gradients[0].norm()
+        return found
+
+
+class OfEach(OfAll):
+    """What a row gets is decided by itself."""
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clamp(-0.01, 0.01)
+
+
+class Backward(Trunk):
+    function: type[OfAll] = OfAll
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down(self.function.apply(self.up(x).tanh()))  # type: ignore[no-untyped-call]
+        return made
+
+
+class Masked(Trunk):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (self.hidden(x).square().mean(-1) * mask).sum() / mask.sum()
+
+
+class WithPenalty(Trunk):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores = self.hidden(x)
+        return functional.cross_entropy(scores, labels) + scores.square().mean()
+
+
+@pytest.mark.parametrize(("make", "words"), [(Gated, "with other weights"), (Backward, "in the backward alone")])
+def test_rows_that_meet_later_or_in_the_backward_are_refused(make: Callable[[], nn.Module], words: str) -> None:
+    placed = sw.place(make(), PLACES, microbatches=2)
+    with pytest.raises(ShardwiseError, match=words):
+        placed(torch.randn(8, 6))
+
+
+def test_a_backward_that_clips_the_gradient_of_each_row_is_right() -> None:
+    plain = Backward().double()
+    plain.function = OfEach
+    module = copy.deepcopy(plain)
+    placed, x = sw.place(module, PLACES, microbatches=2), torch.randn(8, 6, dtype=torch.float64)
+    for each in (placed, plain):
+        each(x).square().sum().backward()
+    for own, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert own.grad is not None
+        assert other.grad is not None
+        assert torch.allclose(own.grad, other.grad)
+
+
+def test_a_mean_by_a_mask_and_one_beside_a_penalty_are_refused_where_microbatches_differ() -> None:
+    placed = sw.place(Masked(), PLACES, microbatches=2)
+    with pytest.raises(ShardwiseError, match="a mean by something of the batch"):
+        placed(torch.randn(8, 6), torch.ones(8))
+    placed, labels = sw.place(WithPenalty(), PLACES, microbatches=2), torch.arange(8)
+    placed(torch.randn(8, 6), labels).backward()
+    labels[0] = -100
+    with pytest.raises(ShardwiseError, match="a mean over labels and something else in one number"):
+        placed(torch.randn(8, 6), labels)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_that_are_not_linear_are_refused_whenever_they_come(late: bool) -> None:
+    module = Trunk()
+    module.forward = module.hidden
+    placed = sw.place(module, PLACES, microbatches=2)
+    placed(torch.randn(8, 6)).sum().backward()
+    hooked: Any = module.up.weight
+    hooked.register_hook(lambda gradient: 2 * gradient)
+    placed(torch.randn(8, 6)).sum().backward()
+    if late:
+        hooked.register_post_accumulate_grad_hook(lambda _: None)
+    else:
+        hooked.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    with pytest.raises(ShardwiseError, match=r"a hook of up.weight \(register_(post_accumulate_grad_)?hook\)"):
+        placed(torch.randn(8, 6))
+
+
+class Switched(Trunk):
+    """Two outputs, of which one is asked for; and rows meet if an attribute says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_whitened = False
+        self.middle, self.side = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, early: bool = False) -> tuple[Tensor, Tensor | None]:
+        made = self.up(x).tanh()
+        side = self.side(made)
+        hidden: Tensor = self.down(self.middle(made).relu())
+        return (hidden - hidden.mean(0) if self.is_whitened else hidden), side if early else None
+
+
+def test_calls_that_the_stages_were_not_cut_for_are_refused() -> None:
+    placed = sw.place(Switched(), PLACES, microbatches=2)
+    placed(torch.randn(8, 6))
+    with pytest.raises(ShardwiseError, match="cut for the first call"):
+        placed(torch.randn(8, 6), early=True)
+
+
+def test_an_attribute_that_makes_rows_meet_is_refused_when_it_is_set() -> None:
+    module = Switched()
+    placed = sw.place(module, PLACES, microbatches=2)
+    for _ in range(2):
+        placed(torch.randn(8, 6))
+    module.is_whitened = True
+    with pytest.raises(ShardwiseError, match="rows see each other"):
         placed(torch.randn(8, 6))
 
 

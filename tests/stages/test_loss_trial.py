@@ -379,7 +379,8 @@ class Mixed(nn.Module):
         if not self.training:
             return made
         share = self.share()
-        return share * made + (1 - share) * made[self.order(len(made))]
+        mixed: Tensor = share * made + (1 - share) * made[self.order(len(made))]
+        return mixed
 
 
 @pytest.mark.parametrize(

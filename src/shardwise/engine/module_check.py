@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from shardwise.engine.shown import is_guarded
 from shardwise.errors import ShardwiseError
 from shardwise.planner.plan import Plan
+from shardwise.stages.backward_trial import is_linear
 from shardwise.states.shared_buffers import WAYS
 from shardwise.torch_private import accumulated_hooks, gradient_hooks, is_compiled
 
@@ -188,27 +189,6 @@ def check_gradient_hooks(module: nn.Module, plan: Plan) -> None:
 def home_of_hook(hook: Any) -> str:
     """Return the name of the file that defines a hook."""
     return getattr(getattr(hook, "func", hook), "__module__", None) or ""
-
-
-@torch.no_grad()
-def is_linear(hooks: list[Any], parameter: nn.Parameter) -> bool:
-    """Whether hooks of a gradient make of a sum what they make of its parts, tried on numbers."""
-    generator = torch.Generator().manual_seed(0)
-    one, other = (torch.randn(parameter.shape, generator=generator).to(parameter.dtype) for _ in range(2))
-    if not parameter.is_meta:
-        one, other = one.to(parameter.device), other.to(parameter.device)
-
-    def applied(gradient: Tensor) -> Tensor | None:
-        made: Tensor | None = gradient
-        for hook in hooks:
-            made = None if made is None else hook(made)
-        return made  # None: the hook only reads its gradient, and would see that of some rows.
-
-    both, first, second, twice = (applied(each) for each in (one + other, one.clone(), other.clone(), -2 * one))
-    if both is None or first is None or second is None or twice is None:
-        return False
-    near = 1e-2 if parameter.itemsize < 4 else 1e-4
-    return torch.allclose(both, first + second, near, near) and torch.allclose(twice, -2 * first, near, near)
 
 
 def check_settings(*, clip: Any, bucket_bytes: int | None, buffers: Any, batch: Any) -> None:

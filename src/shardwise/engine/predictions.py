@@ -83,7 +83,7 @@ class Predictions:
         rule = self._execution.batches.rule
         ways = self._ways.ways_of(batch, rule.look(batch), compute, num_parts=self._num_parts)
         given = self._cut(batch)
-        counting = Counting() if "labels" in ways.values() else None
+        counting = Counting() if {"labels", "even"} & {*ways.values()} else None
         return self._join(self._parts_of(given, counting, shapes_by_data=shapes_by_data), given, ways)
 
     def _parts_of(self, given: "Given", counting: Counting | None, *, shapes_by_data: bool) -> list[Returned]:
@@ -167,8 +167,7 @@ class Predictions:
         by_rows, length = [each.output for each in made], length_of(given.batch)
         if len(by_rows) > 1:
             _check_plain(by_rows)
-        labels = [each.counted.labels for each in made]
-        joint = Joint(by_rows, [each.num_rows for each in made], ways, labels)
+        joint = Joint(by_rows, [each.num_rows for each in made], ways, [each.counted for each in made])
         tensors = {number: joint.joined(number, self._parts.device) for number in joint.tensors}
         if given.num_rows < length:
             for number, leaf in joint.tensors.items():

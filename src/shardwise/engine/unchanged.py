@@ -6,11 +6,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engine.module_check import home_of_hook, is_linear, parts_of
+from shardwise.engine.module_check import home_of_hook, parts_of
 from shardwise.engine.parts import Parts
 from shardwise.engine.unchanged_calls import UnchangedCalls
 from shardwise.engine.unchanged_steps import UnchangedSteps
 from shardwise.errors import ShardwiseError, some
+from shardwise.stages.backward_trial import is_linear
 from shardwise.stages.split.script_values import find_holders_of_hooks
 from shardwise.stages.split.set_values import ValueKinds
 from shardwise.states.optimizers.updates import Updates

@@ -131,8 +131,7 @@ class MicrobatchPass:
     def forward(self, ways: Mapping[int, Way]) -> Joint:
         """Run every forward of the schedule, and return what came out; `ways` are those of its numbers."""
         made = self.outputs()
-        labels = [each.counted.labels for each in made]
-        self.joint = Joint([each.output for each in made], self._rows, ways, labels)
+        self.joint = Joint([each.output for each in made], self._rows, ways, [each.counted for each in made])
         return self.joint
 
     def outputs(self) -> list[Returned]:

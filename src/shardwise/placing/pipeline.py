@@ -69,9 +69,10 @@ class Pipeline:
             num_threads=max(1, torch.get_num_threads() // max(1, self._num_host)),
             rng=rng,
             activations=self._activations,
-            counting=Counting() if "labels" in ways.values() else None,
+            counting=Counting() if {"labels", "even"} & {*ways.values()} else None,
         )
         joint, home = microbatch_pass.forward(ways), home_of(batch)
+        self._told.end()
         if rng is not None:
             self._draws[modes] = rng.have_drawn
             if not rng.have_drawn:

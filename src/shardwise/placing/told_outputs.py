@@ -1,21 +1,33 @@
-"""Whether the outputs of microbatches tell that of a batch, and how its numbers are joined: tried on a few rows."""
+"""Whether the outputs of microbatches tell that of a batch, and how its numbers are joined: tried on a few rows.
+
+They are held against what the module gives by itself, layer by layer. Each output of a small module is also tried as a
+loss (`stages/loss_trial.py`), with hidden rows, other weights and its backward: an example may hide how rows meet.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.placing.batch_rows import few_rows
+from shardwise.errors import ShardwiseError
+from shardwise.placing.batch_rows import few_rows, rows_of
 from shardwise.placing.rng_state import RngState
+from shardwise.placing.tried_outputs import check_hooks, tried_ways
+from shardwise.stages.checkpoints import nothing_recomputed
 from shardwise.stages.rows_apart import NUM_ROWS, Counting, DrawnError, Returned, Way, find_ways
+from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.python_state import left_as_it_was
+from shardwise.stages.split.script_values import find_holders
 from shardwise.stages.split.seed import seeded_alike
+from shardwise.stages.split.set_values import ValueKinds
 from shardwise.stages.stage import Batch
-from shardwise.torch_private import RunningNormModule
+from shardwise.stages.whole_step import generators
+from shardwise.torch_private import RunningNormModule, accumulated_hooks, gradient_hooks
 
-_REMEDY = "microbatches=1; or compute from the output what rows are compared for, in the script"
+REMEDY = "microbatches=1; or compute from the output what rows are compared for, in the script"
 #: Modules that are known to compute something else for each microbatch in training mode.
 _BY_PARTS = (
     RunningNormModule, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
@@ -26,28 +38,51 @@ _Outputs = Callable[[Sequence[Batch], Counting, RngState], list[Returned]]
 
 
 class ToldOutputs:
-    """What a few rows have told of a module's outputs, by its modes and the arguments of a call."""
+    """What was found of a module's outputs, by its modes, the arguments of a call, and the values that a script has
+    set."""
 
     def __init__(self, module: nn.Module, outputs: _Outputs) -> None:
-        self._module, self._outputs = module, outputs
+        self._module, self._outputs, self._signature = module, outputs, Signature(module)
         self._ways: dict[tuple[Any, ...], Mapping[int, Way]] = {}
+        self._kinds, self._words = ValueKinds(), dict[str, Any]()
+        self._holders = find_holders(module, None)
+        self._kept = [each.values.read() for each in self._holders]
 
     def ways_of(self, batch: Batch, modes: tuple[Any, ...]) -> Mapping[int, Way]:
         """Return how numbers of the output are joined; refuse an output that microbatches do not tell.
 
         They are computed without dropout, and with the statistics that batch norms have. Nothing is left of it."""
-        key = modes, tuple(batch)
+        self._note_values(batch)
+        parameters = [*self._module.parameters()]
+        hooks = [key for kind in (gradient_hooks, accumulated_hooks) for key in chain(*map(kind, parameters))]
+        key = tuple(training for training, _ in modes), tuple(batch), tuple(hooks), self._kinds.now
         if key not in self._ways:
-            self._ways[key] = self._find(batch)
+            check_hooks(self._module)
+            self._ways[key] = {**self._find(batch), **tried_ways(self._module, batch, REMEDY)}
         return self._ways[key]
+
+    def end(self) -> None:
+        """End a call: values that changed during it were changed by it."""
+        self._kept = [each.values.read() for each in self._holders]
+
+    def _note_values(self, batch: Batch) -> None:
+        words = {name: each for name, each in batch.items() if isinstance(each, (bool, int, float, str, type(None)))}
+        for name, now in words.items():
+            self._kinds.note(name, self._words.setdefault(name, now), now)
+        for holder, was in zip(self._holders, self._kept, strict=True):
+            found = holder.values.read()
+            for key, value in found.items() if found != was else ():
+                if key in was and value != was[key]:
+                    self._kinds.note(f"{holder.name}.{key}", was[key], value)
 
     def _find(self, batch: Batch) -> Mapping[int, Way]:
         together, halves = few_rows(batch, NUM_ROWS)
 
         def compute(is_whole: bool, counting: Counting) -> list[Returned]:
-            rng = RngState(trains=False)
-            made = self._outputs([together] if is_whole else halves, counting, rng)
-            if rng.have_drawn:
+            before, rng = generators(), RngState(trains=False)
+            made = [self._by_itself(together, counting)] if is_whole else self._outputs(halves, counting, rng)
+            rng.forget()
+            if rng.have_drawn or not all(map(torch.equal, before, generators())):
                 raise DrawnError
             return made
 
@@ -56,10 +91,39 @@ class ToldOutputs:
         for still in ([each for each in training if isinstance(each, _BY_PARTS)], training):
             with left_as_it_was(self._module), seeded_alike(), torch.no_grad(), _evaluated(still):
                 try:
-                    return find_ways(compute, _REMEDY)
+                    return find_ways(compute, REMEDY)
                 except DrawnError:  # Each microbatch draws its own.
                     continue
+                except ShardwiseError as error:
+                    self._check_stages(together, halves)
+                    raise error from None
         return {}
+
+    def _check_stages(self, together: Batch, halves: Sequence[Batch]) -> None:
+        """Refuse a call for which the module was not cut: by itself it gives of parts what it gives of the whole."""
+
+        def compute(is_whole: bool, counting: Counting) -> list[Returned]:
+            return [
+                self._by_itself(each, counting, part) for part, each in enumerate([together] if is_whole else halves)
+            ]
+
+        try:
+            find_ways(compute, REMEDY)
+        except ShardwiseError:
+            return
+        words = ", ".join(f"{name}={each!r}" for name, each in self._words.items())
+        raise ShardwiseError(
+            "stages do not give what the module gives by itself: they were cut for the first call, and this one has"
+            f" other arguments or attributes{f' (the first had {words})' if words else ''}",
+            remedy="sw.place(...) again with an example= of such a call, where they change; or microbatches=1",
+        )
+
+    def _by_itself(self, batch: Batch, counting: Counting, part: int = 0) -> Returned:
+        """Return what the module gives without a pipeline."""
+        args, kwargs = self._signature.arguments(batch)
+        with nothing_recomputed(), counting(part):
+            output = self._module(*args, **kwargs)
+        return Returned(output, rows_of(batch), counting.of(part))
 
 
 @contextmanager

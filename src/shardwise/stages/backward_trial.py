@@ -90,6 +90,27 @@ def _gradients(loss: Tensor, parameters: list[nn.Parameter], factor: float) -> S
     return torch.autograd.grad(loss, parameters, start, retain_graph=True, allow_unused=True)
 
 
+@torch.no_grad()
+def is_linear(hooks: list[Any], parameter: nn.Parameter) -> bool:
+    """Whether hooks of a gradient make of a sum what they make of its parts, tried on numbers."""
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(parameter.shape, generator=generator).to(parameter.dtype) for _ in range(2))
+    if not parameter.is_meta:
+        one, other = one.to(parameter.device), other.to(parameter.device)
+
+    def applied(gradient: Tensor) -> Tensor | None:
+        made: Tensor | None = gradient
+        for hook in hooks:
+            made = None if made is None else hook(made)
+        return made  # None: the hook only reads its gradient, and would see that of some rows.
+
+    both, first, second, twice = (applied(each) for each in (one + other, one.clone(), other.clone(), -2 * one))
+    if both is None or first is None or second is None or twice is None:
+        return False
+    near = 1e-2 if parameter.itemsize < 4 else 1e-4
+    return torch.allclose(both, first + second, near, near) and torch.allclose(twice, -2 * first, near, near)
+
+
 def _functions_below(root: Node) -> list[str]:
     """Return the names of the user's own autograd functions in a graph."""
     seen, found, stack = {root}, {}, [root]

@@ -96,7 +96,7 @@ class _Runs:
     def value(self, places: Sequence[int]) -> float:
         if places not in self._known:
             batch = picked(self._three, self._rows, places)
-            run = self._trial.run(batch, seed=self._seed, training=True, look=self._note)
+            run = self._trial.run(batch, seed=self._seed, training=True, within=nothing_recomputed, look=self._note)
             self._known[places] = _summed(run, batch, self._tried)
             self.tolerance = max(self.tolerance, run.tolerance * abs(self._known[places]))
         return self._known[places]

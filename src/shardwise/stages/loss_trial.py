@@ -78,14 +78,15 @@ def try_loss(
     for_all: bool = False,
     num_parts: int = 1,
     in_turn: bool = True,
+    starts: bool = True,
 ) -> Tried:
     """Find the kind of a loss from a few rows of an example that the module can compute.
 
     `num_parts` is the number of parts of a batch; one process computes several of them if `in_turn`. `meets`: rows of a
-    part are known to interact, and that is intended.
+    part are known to interact, and that is intended. `starts`: the backward of a part begins with another gradient.
     `for_all`: no other rank tries it; raise `CollectiveMetError` if all must."""
     seen = rule.look(example)
-    options: dict[str, Any] = {"meets": meets, "at_first": at_first(for_all), "in_turn": in_turn}
+    options: dict[str, Any] = {"meets": meets, "at_first": at_first(for_all), "in_turn": in_turn, "starts": starts}
     trial = Trial(module, loss, precision, **options)
     three = three_rows(example, seen)
     first = _outcome(trial, three, seen)

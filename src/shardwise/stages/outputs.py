@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.stages.rows_apart import Way
+from shardwise.stages.rows_apart import LabelsCounted, Way
 from shardwise.stages.split.outline import open_dataclasses
 from shardwise.torch_private import pytree
 
@@ -31,14 +31,14 @@ class _Leaf(NamedTuple):
 class Joint:
     """The outputs of all microbatches of a pass. `tensors` are the tensor leaves, by index.
 
-    `ways` says how numbers are joined, by index; means by rows if it does not. `labels` are the numbers of labels of
-    the microbatches; None of one that computed no mean over labels, or several."""
+    `ways` says how numbers are joined, by index; means by rows if it does not. `counted` are the labels of the
+    microbatches."""
 
     def __init__(
         self, outputs: Sequence[Any], rows: Sequence[int], ways: Mapping[int, Way] | None = None,
-        labels: Sequence[float | None] = (),
+        counted: Sequence[LabelsCounted] = (),
     ) -> None:  # fmt: skip
-        self._rows, self._ways, self._labels = rows, ways or {}, labels
+        self._rows, self._ways, self._counted = rows, ways or {}, counted
         open_dataclasses(outputs[0])
         flat = [pytree.tree_flatten(each) for each in outputs]
         self._leaves, self._tree = flat[0]
@@ -93,12 +93,18 @@ class Joint:
         """Return the weight of each microbatch in a number."""
         if way == "sum":
             return [1.0] * len(self._rows)
-        if way == "mean":
+        if way == "even" and any(each.ignores for each in self._counted):
+            raise ShardwiseError(
+                "the module returns a mean over labels and something else in one number, and microbatches ignore"
+                " different numbers of labels",
+                remedy="a loss that is computed from the module's scores; or microbatches=1",
+            )
+        if way != "labels":
             return [rows / sum(self._rows) for rows in self._rows]
-        labels = [each for each in self._labels if each is not None]
+        labels = [each.labels for each in self._counted if each.labels is not None]
         if len(labels) < len(self._rows):
             raise ShardwiseError(
-                "the module returns a mean over labels for the first batch, and now some microbatches have none, or"
+                "the module returned a mean over labels for the first batch, and now some microbatches have none, or"
                 " several such means: their weights are not told",
                 remedy="a loss that is computed from the module's scores; or microbatches=1",
             )

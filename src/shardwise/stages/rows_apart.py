@@ -5,7 +5,7 @@ parts too, by `engine.predict` and by `sw.place` with microbatches. Rows may see
 batch), and a number may be a sum, or a mean over labels of which parts have different numbers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,8 +16,9 @@ from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.split.outline import open_dataclasses
 from shardwise.torch_private import pytree
 
-#: How a number without dims is joined: the parts' mean by rows, their sum, or their mean by labels.
-Way = Literal["mean", "sum", "labels"]
+#: How a number without dims is joined: the parts' mean by rows, their sum, their mean by labels, or their mean by rows
+#: as long as no labels are ignored.
+Way = Literal["mean", "sum", "labels", "even"]
 #: So many rows are tried, and half of them in each part.
 NUM_ROWS = 4
 #: This part of the labels is ignored in a second try, if the module computes a mean over labels.
@@ -36,6 +37,7 @@ class LabelsCounted(NamedTuple):
     num_means: int = 0
     labels: float | None = None
     left_out: Sequence[int] = ()
+    ignores: bool = False
 
 
 class Counting:
@@ -55,7 +57,8 @@ class Counting:
         if counts is None:
             return LabelsCounted()
         number = float(counts.found[0].number) if len(counts.found) == 1 else None
-        return LabelsCounted(len(counts.found), number, tuple(counts.left_out))
+        ignores = any(float(each.number) != each.size for each in counts.found)
+        return LabelsCounted(len(counts.found), number, tuple(counts.left_out), ignores)
 
 
 class Returned(NamedTuple):
@@ -78,57 +81,70 @@ def find_ways(compute: Compute, remedy: str, *, takes_all: bool = False) -> Mapp
     """Return how the numbers of an output are joined, by place. Refuse an output that its parts do not tell; but if it
     `takes_all`, a number that they do not tell is the mean of theirs."""
     (whole,), halves = compute(True, Counting()), compute(False, Counting())
-    ways = _ways(whole, halves, remedy, takes_all=takes_all)
-    if not ways or not whole.counted.num_means:
-        return ways
+    _check(whole, halves, remedy)
+    if takes_all:
+        return {}
+    ways = _ways(whole, halves)
+    for number, (way, told) in ways.items():
+        if way is None:
+            raise ShardwiseError(
+                f"the module returns a number (value {number + 1} of its output) {told}: it is neither their mean nor"
+                " their sum, so that of a batch is not told by its parts",
+                remedy=remedy,
+            )
+    if not whole.counted.num_means:
+        return {number: way for number, (way, _) in ways.items() if way is not None}
     (whole,) = compute(True, Counting(lambda _: IGNORED))
     left_out = whole.counted.left_out
-    halves = compute(False, Counting(lambda part: 0.0 if part % 2 else left_out))
-    found = _ways(whole, halves, remedy, takes_all=takes_all)
+    hidden = _ways(whole, compute(False, Counting(lambda part: 0.0 if part % 2 else left_out)))
     # A number that labels do not decide is a mean by rows in both.
-    return {number: "mean" if "mean" in (ways[number], way) else way for number, way in found.items()}
+    return {number: "even" if way is None else "mean" if ways[number][0] == "mean" else way
+            for number, (way, _) in hidden.items()}  # fmt: skip
 
 
-def _ways(whole: Returned, halves: Sequence[Returned], remedy: str, *, takes_all: bool) -> dict[int, Way]:
-    found: dict[int, Way] = {}
+def _leaves(whole: Returned, halves: Sequence[Returned]) -> Iterator[tuple[int, Any, list[Any]]]:
+    """Yield the values of an output, by place, with those of its parts. Joining them reports other structures."""
     for each in (whole, *halves):
         open_dataclasses(each.output)
     (leaves, tree), *others = (pytree.tree_flatten(each.output) for each in (whole, *halves))
-    if any(other != tree for _, other in others):
-        return found  # Joining them reports it.
-    for number, leaf in enumerate(leaves):
-        parts = [each[number] for each, _ in others]
-        if isinstance(leaf, Tensor) and not leaf.dim() and leaf.is_floating_point():
-            found[number] = "mean" if takes_all else _way(number, leaf, parts, whole, halves, remedy)
-        elif not _is_told(leaf, parts, [each.num_rows for each in halves]):
+    if all(other == tree for _, other in others):
+        yield from ((number, leaf, [each[number] for each, _ in others]) for number, leaf in enumerate(leaves))
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.dim() and leaf.is_floating_point()
+
+
+def _check(whole: Returned, halves: Sequence[Returned], remedy: str) -> None:
+    rows = [each.num_rows for each in halves]
+    for number, leaf, parts in _leaves(whole, halves):
+        if not _is_number(leaf) and not _is_told(leaf, parts, rows):
             raise ShardwiseError(
-                f"the module's output for {whole.num_rows} rows is not that of {halves[0].num_rows} of them and that of"
-                f" the others (value {number + 1} of it{_shapes(leaf, parts)}), so that of a batch cannot be joined"
-                " from parts: rows see each other in the forward, or it depends on how many there are",
+                f"the module's output for {whole.num_rows} rows is not that of {rows[0]} of them and that of the others"
+                f" (value {number + 1} of it{_shapes(leaf, parts)}), so that of a batch cannot be joined from parts:"
+                " rows see each other in the forward, or it depends on how many there are",
                 remedy=remedy,
             )
-    return found
 
 
-def _way(
-    number: int, leaf: Tensor, parts: Sequence[Tensor], whole: Returned, halves: Sequence[Returned], remedy: str
-) -> Way:  # fmt: skip
-    numbers = [each.double() for each in parts]
+def _ways(whole: Returned, halves: Sequence[Returned]) -> dict[int, tuple[Way | None, str]]:
+    """Return for each number how it is joined, None if in no way that we know; and what it is."""
+    found: dict[int, tuple[Way | None, str]] = {}
     labels = [each.counted.labels for each in halves if each.counted.labels is not None]
     rows = [each.num_rows for each in halves]
-    told: dict[Way, Tensor] = {"mean": _weighed(numbers, rows), "sum": torch.stack(numbers).sum()}
-    if len(labels) == len(halves) and any(labels):
-        told = {"labels": _weighed(numbers, labels), **told}
-    way = next((way for way, each in told.items() if _is_near(leaf, each.to(leaf.dtype))), None)
-    if way is not None:
-        return way
-    one, other = (float(each) for each in numbers)
-    raise ShardwiseError(
-        f"the module returns a number (value {number + 1} of its output) that is {float(leaf):.6g} for"
-        f" {whole.num_rows} rows, {one:.6g} for {rows[0]} of them and {other:.6g} for the others: it is neither their"
-        " mean nor their sum, so that of a batch is not told by its parts",
-        remedy=remedy,
-    )
+    for number, leaf, parts in _leaves(whole, halves):
+        if _is_number(leaf):
+            numbers = [each.double() for each in parts]
+            told: dict[Way, Tensor] = {"mean": _weighed(numbers, rows), "sum": torch.stack(numbers).sum()}
+            if len(labels) == len(halves) and any(labels):
+                told = {"labels": _weighed(numbers, labels), **told}
+            way = next((way for way, each in told.items() if _is_near(leaf, each.to(leaf.dtype))), None)
+            one, other = (float(each) for each in numbers)
+            words = (
+                f"that is {float(leaf):.6g} for {whole.num_rows} rows, {one:.6g} for {rows[0]} of them and {other:.6g}"
+            )
+            found[number] = way, f"{words} for the others"
+    return found
 
 
 def _weighed(numbers: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

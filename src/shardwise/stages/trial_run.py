@@ -79,7 +79,7 @@ class Trial:
 
     def __init__(
         self, module: nn.Module, loss: Loss, precision: Context, *, meets: bool = False,
-        at_first: Context = nullcontext, in_turn: bool = True, draws: RowDraws | None = None,
+        at_first: Context = nullcontext, in_turn: bool = True, draws: RowDraws | None = None, starts: bool = True,
     ) -> None:  # fmt: skip
         self.module, self.loss, self.precision, self.meets = module, loss, precision, meets
         #: If given, each row draws the same in all runs, and seeds change nothing.
@@ -87,6 +87,8 @@ class Trial:
         #: Whether one process computes several parts of a batch.
         self.in_turn = in_turn
         self._at_first = at_first
+        #: Whether the backward of a part begins with another gradient than that of the whole.
+        self._starts = starts
         #: The modes (is it training?) in which nothing was run yet.
         self._unknown = {False, True}
         self._signature = Signature(module)
@@ -117,7 +119,7 @@ class Trial:
         def look(total: Tensor, number: Any) -> None:
             del number
             whose = users_part(self.module, total, hooks)
-            bent.append(find_bent(self.module, total, whose))
+            bent.append(find_bent(self.module, total, whose) if self._starts else None)
             if bent[0] is None and (whose or self._makes_constants):
                 gradients.update(gradients_told(self.module, total))
 
@@ -224,7 +226,7 @@ class Trial:
         """Return a trial with a snapshot of its own, for other weights."""
         return Trial(
             self.module, self.loss, self.precision, meets=self.meets, at_first=self._at_first, in_turn=self.in_turn,
-            draws=draws,
+            draws=draws, starts=self._starts,
         )  # fmt: skip
 
     def with_draws(self, seen: Seen) -> "Trial":

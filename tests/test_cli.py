@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -162,6 +163,14 @@ def test_a_reader_who_leaves_early_is_no_error() -> None:
     complaint = process.stderr.read()
     process.stderr.close()
     assert (process.wait(timeout=60), complaint) == (141, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no such file")
+def test_a_full_disk_under_the_output_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["toy", "--stages", "4"]) == 1
+    assert "the answer was found, and cannot be printed: No space left on device" in capsys.readouterr().err
 
 
 def test_a_character_that_the_terminal_cannot_show_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,8 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = 2 if isinstance(error, WrongCallError) else 1
         sys.stdout.flush()
     except BrokenPipeError:
-        # `| head` has read enough. What is still buffered goes nowhere, or Python would complain of it on the way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # `| head` has read enough.
         return 141
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -120,11 +119,25 @@ def _obey(words: list[str], *, has_process: bool) -> int:
     with nullcontext() if arguments.json else working_on(sys.stderr):
         working_at(parser.prog)
         answer = module.run(arguments)
-    if arguments.json:
-        canvas.print(json_text(answer.data))
-    else:
-        answer.render(canvas)
+    try:
+        if arguments.json:
+            canvas.print(json_text(answer.data))
+        else:
+            answer.render(canvas)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        raise ShardwiseError(
+            f"the answer was found, and cannot be printed: {error.strerror}", remedy="another place for the output"
+        ) from None
     return answer.status
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere, or Python would complain of it on the way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _draw_overview(canvas: Canvas) -> None:

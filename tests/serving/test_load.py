@@ -45,6 +45,9 @@ def test_a_cache_that_is_too_small_says_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(ShardwiseError, match="one sequence of 64 tokens needs") as caught:
         load_engine(tmp_path, kv_bytes=10_000, max_length=64, device="cpu")
     assert caught.value.remedy == "--max-length 16, or --kv 32768"
+    with pytest.raises(ShardwiseError, match="one sequence of 16 tokens needs") as caught:
+        load_engine(tmp_path, kv_bytes=1000, device="cpu")
+    assert caught.value.remedy == "--kv 8192", "no length fits into no block"
 
 
 def test_a_configuration_is_served_with_random_weights(tmp_path: Path) -> None:

@@ -201,6 +201,11 @@ class Settings:
     def __post_init__(self) -> None:
         if isinstance(self.attention, Latent) and self.rope is None:
             raise ShardwiseError("latent attention has rotary positions, and rope is None", remedy="rope=Rope()")
+        if self.rope is not None and self.rotated_dim % 2:
+            raise ShardwiseError(
+                f"positions rotate pairs of numbers, and a head has {self.rotated_dim} to rotate",
+                remedy=f"heads of {self.rotated_dim + 1} or {self.rotated_dim - 1}",
+            )
         if self.mixture is not None and (self.mlp.bias or not self.mlp.gated):
             raise ShardwiseError(
                 "experts are gated and have no bias, and the mlp is not gated or has one",

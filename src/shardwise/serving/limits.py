@@ -127,6 +127,8 @@ def count_blocks(limits: Limits, size: int, free: int, longest: int) -> int:
         raise ShardwiseError(
             f"one sequence of {limits.max_length or limits.block_size:,} tokens needs {format_bytes(wanted * size)} of"
             f" keys and values, and {whose} {format_bytes(max(asked, 0))}",
-            remedy=f"--max-length {max(num_blocks, 1) * limits.block_size}, or --kv {wanted * size}",
+            # With no block at all there is no length that fits.
+            remedy=(f"--max-length {num_blocks * limits.block_size}, or " if num_blocks else "")
+            + f"--kv {wanted * size}",
         )
     return num_blocks

@@ -194,3 +194,9 @@ def test_attention_in_both_directions_is_refused(tmp_path: Path) -> None:
     save_theirs("llama", tmp_path)
     change_config(tmp_path, is_causal=False)
     assert said(tmp_path).startswith("FOLDER/config.json has is_causal=false, and only true is computed here")
+
+
+def test_heads_whose_numbers_are_no_pairs_are_refused(tmp_path: Path) -> None:
+    save_theirs("llama", tmp_path)
+    change_config(tmp_path, head_dim=9)
+    assert said(tmp_path) == ("positions rotate pairs of numbers, and a head has 9 to rotate\n  try: heads of 10 or 8")

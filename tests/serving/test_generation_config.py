@@ -41,6 +41,9 @@ def test_the_file_counts_more_than_the_config_for_what_ends_a_text(tmp_path: Pat
     assert read_ends(tmp_path) == {5}
     write(tmp_path, eos_token_id=[7, 9])
     assert read_ends(tmp_path) == {7, 9}
+    write(tmp_path, eos_token_id="</s>")
+    with pytest.raises(ShardwiseError, match=r"generation_config.json has eos_token_id='</s>', which is no token"):
+        read_ends(tmp_path)
 
 
 def test_what_is_not_applied_is_said_and_what_no_request_could_ask_is_refused(tmp_path: Path) -> None:

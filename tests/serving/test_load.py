@@ -48,6 +48,8 @@ def test_a_cache_that_is_too_small_says_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(ShardwiseError, match="one sequence of 16 tokens needs") as caught:
         load_engine(tmp_path, kv_bytes=1000, device="cpu")
     assert caught.value.remedy == "--kv 8192", "no length fits into no block"
+    with pytest.raises(ShardwiseError, match="a step has at most 4 tokens, one of each of 8 running requests"):
+        load_engine(tmp_path, token_budget=4, max_running=8, device="cpu")
 
 
 def test_a_configuration_is_served_with_random_weights(tmp_path: Path) -> None:

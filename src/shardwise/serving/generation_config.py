@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardwise.errors import ShardwiseError
+
 GENERATION = "generation_config.json"
 #: Fields of a request that the file may have a value for, and the value that changes nothing.
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -47,8 +49,15 @@ def read_ends(folder: Path) -> frozenset[int]:
     """Return the tokens that end a text by `generation_config.json`, or else by `config.json`."""
     for name in (GENERATION, "config.json"):
         found = _read(folder / name).get("eos_token_id")
-        if found is not None and found != []:
-            return frozenset([found] if isinstance(found, int) else found)
+        if found is None or found == []:
+            continue
+        several = found if isinstance(found, list) else [found]
+        if not all(type(each) is int for each in several):
+            raise ShardwiseError(
+                f"{folder / name} has eos_token_id={found!r}, which is no token and no list of tokens",
+                remedy="the number of the token that ends a text",
+            )
+        return frozenset(several)
     return frozenset()
 
 

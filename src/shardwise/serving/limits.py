@@ -80,7 +80,13 @@ class Limits:
     def of_device(self, device: torch.device) -> tuple[int, int]:
         """Return the most tokens of one step, and the most sequences in it."""
         budget = self.token_budget or (8192 if device.type == "cuda" else 512)
-        return budget, self.max_running or min(budget, 256 if device.type == "cuda" else 64)
+        running = self.max_running or min(budget, 256 if device.type == "cuda" else 64)
+        if running > budget:  # Everyone who runs gets a token in every step.
+            raise ShardwiseError(
+                f"a step has at most {budget} tokens, one of each of {running} running requests",
+                remedy=f"token_budget={running}, or max_running={budget}",
+            )
+        return budget, running
 
 
 def device_name(device: torch.device) -> str:

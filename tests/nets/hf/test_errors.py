@@ -200,3 +200,9 @@ def test_heads_whose_numbers_are_no_pairs_are_refused(tmp_path: Path) -> None:
     save_theirs("llama", tmp_path)
     change_config(tmp_path, head_dim=9)
     assert said(tmp_path) == ("positions rotate pairs of numbers, and a head has 9 to rotate\n  try: heads of 10 or 8")
+
+
+def test_an_adapter_is_not_left_out_without_a_word(tmp_path: Path) -> None:
+    save_theirs("llama", tmp_path)
+    save_file({"a": torch.zeros(2)}, tmp_path / "adapter_model.safetensors")
+    assert said(tmp_path).startswith("FOLDER has an adapter, adapter_model.safetensors, and the weights beside it")

@@ -15,7 +15,7 @@ from shardwise.nets.hf.files import Files
 from shardwise.nets.hf.pieces import Region
 from shardwise.nets.weights import shapes_of
 
-_HEAD = "lm_head.weight"
+_HEAD, _ADAPTER = "lm_head.weight", "adapter_model.safetensors"
 
 
 class Checkpoint:
@@ -23,6 +23,11 @@ class Checkpoint:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
+        if (self.folder / _ADAPTER).is_file():
+            raise ShardwiseError(
+                f"{folder} has an adapter, {_ADAPTER}, and the weights beside it would be read without it",
+                remedy="merge_and_unload() of peft, then save_pretrained() to another folder",
+            )
         self._entries = read_entries(self.folder)
         self._family = family_of(self._entries)
         self.settings = self._family.read(self._entries)

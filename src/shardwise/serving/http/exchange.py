@@ -54,7 +54,7 @@ async def _read(request: HttpRequest) -> bytes:
     told = request.headers.get("content-length", "0")
     if told.isdecimal() and int(told[:20]) > _MOST_DROPPED_BYTES:
         raise _too_large()
-    parts, size = [], 0
+    parts, size = list[bytes](), 0
     async for part in request.stream():
         size += len(part)
         if size > _MOST_DROPPED_BYTES:

@@ -7,6 +7,7 @@ side of it, and the loss looks like a mean over rows. Scaled apart, some rows ar
 numbers of the batch that a loss compares outputs with: advantages, or a reference's log-probabilities.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from shardwise.stages.trial_rows import FIRST, NUM_ROWS
 #: The factors of the three rows: one set moves them further apart, the other closer to zero.
 WAYS = ((1.0, 8.0, -8.0), (1.0, 0.125, 0.5))
 
+#: How far numbers may be from the mean of those of parts, as a share of the largest of them.
+_ROUNDED, _ROUNDED_TO_16_BITS = 1e-4, 2e-2
 #: What the numbers of the three rows become, times their magnitudes.
 SIGNED_WAYS = ((8.0, -8.0, -8.0), (-8.0, 8.0, 8.0))
 
@@ -53,17 +56,23 @@ def spread(outputs: tuple[Any, Any, Any], factors: tuple[float, ...]) -> tuple[A
     return one, two, three
 
 
-def in_full(outputs: tuple[Any, Any, Any]) -> tuple[Any, Any, Any] | None:
+def in_full(outputs: tuple[Any, Any, Any], unrounded: Sequence[Any] = ()) -> tuple[Any, Any, Any] | None:
     """Return the outputs in float32, those of parts being rows of the whole: 16-bit forwards of other rows round
     differently. Numbers (a balancing loss) are those of the whole if they are a mean over rows, or a sum, up to
-    rounding; else each part has its own. None if there are tensors without rows."""
+    rounding; else each part has its own. `unrounded` are the same outputs of a forward in float32, if there are: a
+    number is nearly the mean of its parts where all rows are alike. None if there are tensors without rows."""
     made = [dict(nodes({"": value})) for value in outputs]
+    full = [dict(nodes({"": value})) for value in unrounded]
     new: tuple[dict[str, Tensor], ...] = ({}, {}, {})
     for path, each in made[0].items():
         if not isinstance(each, Tensor) or not each.is_floating_point():
             continue
         parts = [other.get(path) for other in made]
-        found = _numbers(parts) if not each.dim() else _rows(parts)
+        if each.dim():
+            found = _rows(parts)
+        else:
+            exact = [other[path] for other in full if path in other]
+            found = _numbers(exact, _ROUNDED) if len(exact) == len(parts) else _numbers(parts, _ROUNDED_TO_16_BITS)
         if found is None:
             return None
         for values, value in zip(new, found, strict=True):
@@ -85,11 +94,11 @@ def _rows(parts: list[Any]) -> tuple[Tensor, ...] | None:
     return (every, every[: len(large)], every[len(large) :]) if has_rows and _is_in_turn(*parts) else None
 
 
-def _numbers(parts: list[Any]) -> tuple[Tensor, ...] | None:
+def _numbers(parts: list[Any], rounding: float) -> tuple[Tensor, ...] | None:
     if not all(type(each) is Tensor and not each.dim() for each in parts):
         return None
     whole, large, small = (each.float() for each in parts)
-    near = 2e-2 * float(torch.stack([whole, large, small]).abs().max())
+    near = rounding * float(torch.stack([whole, large, small]).abs().max())
     if float((whole - (FIRST * large + small) / NUM_ROWS).abs()) <= near:
         return whole, whole, whole
     if float((whole - large - small).abs()) <= near:

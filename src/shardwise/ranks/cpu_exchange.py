@@ -8,7 +8,7 @@ adds the pieces in the order of the ranks, so the result is bitwise the same whi
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import perf_counter
@@ -30,10 +30,16 @@ Works = Sequence[dist.Work]
 
 
 class _Job:
-    """A sum in steps. Each step yields the transfers to wait for before the next. The thread runs them."""
+    """A sum in steps. Each step yields the transfers to wait for before the next. The thread runs them.
 
-    def __init__(self, steps: Iterator[Works], peer: int, watch: Watch | None, *, follows: bool) -> None:
-        self._steps, self._peer, self._watch = steps, peer, watch
+    `peer` is a rank that takes part; None if this rank is alone. `peer_now` returns that of the job that is run.
+    """
+
+    def __init__(
+        self, steps: Iterator[Works], peer: int | None, watch: Watch | None, peer_now: Callable[[], int | None], *,
+        follows: bool,
+    ) -> None:  # fmt: skip
+        self._steps, self.peer, self._watch, self._peer_now = steps, peer, watch, peer_now
         #: Whether its input is the result of the job before it.
         self.follows = follows
         self._posted: Works = ()
@@ -68,11 +74,17 @@ class _Job:
         if self._watch is None:
             self._done.wait()
         elif not self._done.is_set():
-            self._watch.wait_for(self._done, lambda: (_SUM, self._peer))
+            self._watch.wait_for(self._done, self._where)
         if self._error is not None:
             if self._watch is not None and isinstance(self._error, RuntimeError):
-                self._watch.explain(self._error, self._peer)
+                self._watch.explain(self._error, self.peer)
             raise self._error
+
+    def _where(self) -> tuple[str, int] | None:
+        # A job that stands behind another one waits for the rank that this one waits for.
+        peer = self._peer_now()
+        peer = self.peer if peer is None else peer
+        return None if peer is None else (_SUM, peer)
 
 
 def _wait(works: Works) -> None:
@@ -90,6 +102,8 @@ class CpuExchange:
         self._pool = BufferPool()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        #: The job that the thread runs.
+        self._running: _Job | None = None
 
     def sum_to_shards(self, flat: Tensor, group: Group, channel: int, then: Then | None = None) -> Ticket:
         if group.size == 1:
@@ -139,7 +153,8 @@ class CpuExchange:
         return self._start(_and_then(iter(()), then), Group(), follows=True)
 
     def _start(self, steps: Iterator[Works], group: Group, *, follows: bool) -> _Job:
-        job = _Job(steps, _next_rank(group), self._watch, follows=follows)
+        peer = None if group.handle is None else _next_rank(group)
+        job = _Job(steps, peer, self._watch, self._peer_now, follows=follows)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="shardwise-replicas", daemon=True)
             self._thread.start()
@@ -159,11 +174,16 @@ class CpuExchange:
                         has_ended = job is None
                 if job is not None and not job.follows:
                     job.post()
+                self._running = last
                 if last is not None:
                     last.run()
                 if job is not None and job.follows:
                     job.post()
                 last = job
+
+    def _peer_now(self) -> int | None:
+        running = self._running
+        return None if running is None else running.peer
 
     def _tag(self, channel: int) -> int:
         """Return a new pair of tags: a transfer has the same index in its channel on all ranks."""
@@ -188,7 +208,8 @@ class _Arrivals:
 
 def _next_rank(group: Group) -> int:
     """Return a rank of the world that a late group waits for."""
-    return 0 if group.handle is None else dist.get_process_group_ranks(group.handle)[(group.rank + 1) % group.size]
+    assert group.handle is not None, "one rank alone waits for nobody"
+    return dist.get_process_group_ranks(group.handle)[(group.rank + 1) % group.size]
 
 
 def _and_then(steps: Iterator[Works], then: Then | None) -> Iterator[Works]:

@@ -21,7 +21,7 @@ from shardwise.ranks.spawn import Ranks
 from shardwise.testing.damages import KINDS, DamagedFolder
 from shardwise.training.checkpoint.index import folder_of
 from shardwise.training.checkpoint.parts import Held
-from shardwise.training.checkpoint.read import Reader, load_optimizers, load_random, load_weights
+from shardwise.training.checkpoint.read import Reader, load_random, look_through
 from shardwise.training.folder import CHECKPOINTS
 from shardwise.training.job import Job
 from shardwise.training.recipe import Recipe, get_recipe
@@ -57,9 +57,7 @@ def whole(folder: Path) -> None:
 def parts(folder: Path, held: Held, world: World) -> None:
     """All that this rank reads to go on, and nothing that waits for the other."""
     with Reader(folder) as reader:
-        reader.check(held.shapes)
-        load_weights(reader, held)
-        load_optimizers(reader, held)
+        look_through(reader, held)
         load_random(reader, world)
 
 

@@ -1,15 +1,19 @@
 """Imports point the way docs/structure.md says, and never in a circle: not of files, and not of rooms."""
 
+import ast
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import product
+from types import ModuleType
 
 import pytest
 
 from tests.promises.imports import imported_names, known_modules, module_level_nodes
 from tests.promises.lines import Row, child_of, read_rows, read_sub_rows, room_of, row_of, rows_in, sub_rows_in
-from tests.promises.sources import PACKAGE, Source, all_sources, parse_source, read_source
+from tests.promises.sources import PACKAGE, ROOT, Source, all_sources, parse_source, read_source
 
 # Modules that need torch in a room that has none. Nobody loads them before somebody gives a module.
 LATE = ("shardwise.model.trace", "shardwise.model.tracing")
@@ -213,3 +217,20 @@ def test_nobody_loads_what_needs_torch_before_it_is_needed() -> None:
 
 def is_late(module: str) -> bool:
     return any(module == late or module.startswith(f"{late}.") for late in LATE)
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples"])
+def test_benchmarks_and_examples_import_names_that_are_there(folder: str) -> None:
+    """No test runs most of them, and the type checker does not read them: a name that moves would be missed."""
+    gone = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "shardwise":
+                home = import_module(node.module or "")
+                names = [each.name for each in node.names if not hasattr(home, each.name)]
+                gone += [f"{path.name}: {node.module}.{name}" for name in names if not _is_module(home, name)]
+    assert gone == []
+
+
+def _is_module(home: ModuleType, name: str) -> bool:
+    return hasattr(home, "__path__") and find_spec(f"{home.__name__}.{name}") is not None

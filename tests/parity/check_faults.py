@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.errors import ShardwiseError
 from shardwise.parity.check import check
 from shardwise.parity.course import Course
 from shardwise.parity.legs import legs_of
@@ -29,7 +30,6 @@ from shardwise.parity.one_device import train_alone
 from shardwise.parity.problem import MakeProblem, Problem, small_matrices
 from shardwise.parity.verdict import Verdict
 from shardwise.planner.plan import Plan
-from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 from tests.parity import check_problems
 
@@ -44,6 +44,7 @@ class SeededFault:
     `model` is the default one, a known one, or a problem of `check_problems.py`. `kind` is a heading of the page.
     `steps` are as many as it takes to show: by default it is tried with these, and with `--whole` with all.
     Without `verify` layers and sequences are cut untried: a trial would see what is wrong, and leave or refuse them.
+    If something `raises`, an engine refuses the next step itself, before numbers are compared.
     """
 
     id: str
@@ -57,6 +58,7 @@ class SeededFault:
     by_default: bool = False
     steps: int = NUM_STEPS
     verify: bool = True
+    raises: str = ""
 
 
 def read_faults() -> list[SeededFault]:
@@ -94,7 +96,7 @@ def try_fault(fault: SeededFault, ranks: Ranks, num_steps: int = NUM_STEPS) -> F
         faulty: Any = _Faulty(ranks, fault)
         make = partial(_made, _make(plan, fault.model, num_steps), fault.verify)
         return Found(check(plan, make, ranks=faulty, alone=_alone(plan, fault.model, num_steps)))
-    except RankError as error:
+    except ShardwiseError as error:
         return Found(None, error.problem.splitlines()[0])
 
 

@@ -34,8 +34,10 @@ def test_a_fault_is_found(fault: SeededFault, crowds: Crowds, pytestconfig: pyte
     num_steps = NUM_STEPS if pytestconfig.getoption("--whole") else fault.steps
     found = try_fault(fault, crowds.of(Plan.parse(fault.plan).num_ranks), num_steps)
     assert found.is_found
-    # Numbers have shown it, and no rank has failed over it.
-    assert found.verdict is not None, found.where
+    if fault.raises:
+        assert fault.raises in found.raised, found.where
+    else:  # Numbers have shown it, and no rank has failed over it.
+        assert found.verdict is not None, found.where
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,8 @@ def _plainly(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     counts = counts or any(name == "spectral_norm" for name, _ in case.hangs)
     if has_statistics and plan.dp > 1 and counts:
         raise ValueError("one device that has all replicas in turn would count too often")
-    if has_statistics and plan.dp > 1 and case.loss in UNEVEN_LOSSES:
-        raise ValueError("a batch norm sees the rows of one replica, and the loss that the user meant is of all")
+    if has_statistics and plan.dp * plan.microbatches > 1 and case.loss in UNEVEN_LOSSES:
+        raise ValueError("a batch norm sees the rows of one part, and the loss that the user meant is of all")
     if plan.microbatches > 1 and counts and case.loss in UNEVEN_LOSSES:
         raise ValueError("what the user meant is one forward of the whole batch, and microbatches are counted")
     if plan.microbatches > 1 and _writes_twice(case):

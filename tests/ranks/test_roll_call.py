@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shardwise.errors import ShardwiseError
+from shardwise.ranks import roll_call
+from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.roll_call import agree_on_attempt
 from shardwise.torch_private import Store, TCPStore
 
@@ -34,3 +36,14 @@ def test_who_is_missing_is_named_and_an_attempt_that_failed_so_holds_up_none(sto
     with pytest.raises(ShardwiseError, match="not all ranks have arrived after 0 s: rank 0 has not called rank 1"):
         agree_on_attempt(store, 1, 3, 0.05)
     assert len(attempt(store, [2, 0, 1])) == 1
+
+
+def test_a_rank_that_is_stopped_before_it_comes_is_named_and_one_that_is_slow_is_waited_for(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roll_call, "is_stopped", lambda rank: rank == 2)
+    with pytest.raises(RankError, match="rank 2 has not answered for 0 s: its process is stopped") as told:
+        agree_on_attempt(store, 0, 3, 20.0, stopped=0.1)
+    assert told.value.rank == 2
+    with pytest.raises(ShardwiseError, match="rank 0 has not called rank 1"):
+        agree_on_attempt(store, 1, 3, 0.5, stopped=0.1)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
 
+from shardwise.stages.carried_over import find_carried
 from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.loss_kind import LossKind, Tried
 from shardwise.stages.loss_trial import try_loss
@@ -432,3 +434,36 @@ def test_rows_that_draw_by_themselves_are_right(loss: Any) -> None:
     given = {**given, "mask": (torch.arange(5) < 1 + torch.arange(8)[:, None] % 4).float(), "x": given["input"]}
     tried = try_loss(Noisy(), loss, given, RowRule({"x": None}), num_parts=2)
     assert tried.problem is None
+
+
+class Followed(nn.Module):
+    """A buffer that follows the rows of a batch, and that the next forward reads, or the same one."""
+
+    def __init__(self, *, read_first: bool) -> None:
+        super().__init__()
+        self.read_first = read_first
+        self.linear = nn.Linear(6, 7)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(7))
+
+    def forward(self, input: Tensor) -> Tensor:
+        made: Tensor = self.linear(input)
+        before = self.mean.clone()
+        if self.training:
+            self.mean.lerp_(made.detach().mean((0, 1)), 0.3)
+        return made - (before if self.read_first else self.mean)
+
+
+def test_what_forwards_leave_for_the_next_one_is_told_and_rows_that_meet_in_a_buffer_are_refused() -> None:
+    batch = example()
+    rule = RowRule(None)
+    given = tokens, batch, rule.look(batch), nullcontext, nullcontext
+    assert find_carried(nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.5)), *given) is None
+    module = Followed(read_first=True)
+    assert find_carried(module, *given) == "mean (a tensor, written in place)"
+    assert torch.equal(module.mean, torch.zeros(7))
+    assert find_carried(spectral_norm(nn.Linear(6, 7)), *given) is not None
+    assert try_loss(module, tokens, batch, rule, num_parts=2, compares_buffers=False).problem is None
+    meets = try_loss(Followed(read_first=False), tokens, batch, rule, num_parts=2, compares_buffers=False)
+    assert meets.problem is not None
+    assert meets.problem.startswith("in training mode the loss of 3 rows")

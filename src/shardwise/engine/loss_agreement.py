@@ -11,13 +11,12 @@ from shardwise.engine.options import Options
 from shardwise.engine.row_buffers import RowBuffers, check_row_buffers, find_row_buffers
 from shardwise.engine.world_check import as_if_alone, check_world
 from shardwise.errors import ShardwiseError, some
-from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.nets.moe import MoE
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
-from shardwise.stages.batch import home_of
+from shardwise.stages.carried_over import find_carried
 from shardwise.stages.loss_kind import LossKind, Tried
-from shardwise.stages.loss_trial import try_loss
+from shardwise.stages.loss_trial import at_first, try_loss
 from shardwise.stages.no_collectives import CollectiveMetError
 from shardwise.stages.rows import RowRule
 from shardwise.stages.stage import Batch, Loss
@@ -42,14 +41,17 @@ def agree_on_loss(
         num_parts = plan.microbatches * (1 if options.is_local else plan.dp)
         # Under cp a loss has to be a pair, or a mean over labels, which are counted.
         attempt = partial(
-            try_loss if plan.cp == 1 else try_tokens, meets=has_capacity(module), num_parts=num_parts,
-            in_turn=plan.microbatches > 1,
+            partial(try_loss, compares_buffers=plan.dp > 1 or options.buffers is not None) if plan.cp == 1 else
+            try_tokens, meets=has_capacity(module), num_parts=num_parts, in_turn=plan.microbatches > 1,
         )  # fmt: skip
-        precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
+        precision = options.precision_of(plan, example)
 
         def try_both(*, for_all: bool = False) -> _Found:
             with around():
                 found = attempt(module, loss, example, rule, precision, for_all=for_all)
+                if plan.microbatches > 1 and found.problem is None and not found.failed:
+                    given = module, loss, example, rule.look(example), precision
+                    found = found._replace(carried=find_carried(*given, at_first(for_all)))
                 looks = plan.dp > 1 and options.buffers != "first" and not found.writes_none
                 if not looks:
                     return found, RowBuffers()
@@ -59,15 +61,28 @@ def agree_on_loss(
         is_quiet = is_quiet and not asks
         tried.check()
         check_row_buffers(buffers, plan.dp, options.buffers)
-    if tried.decides is not None and wires.rank == 0:
+    if wires.rank == 0:
+        _warn(tried, plan)
+    return tried, is_quiet, around
+
+
+def _warn(tried: Tried, plan: Plan) -> None:
+    """Say where parts of a batch may compute something else than the whole."""
+    if tried.decides is not None:
         warnings.warn(
             f"{tried.decides} decides by a number of all rows that it is given, and the loss depends on it: each of"
             f" {plan.dp * plan.microbatches * plan.cp} parts of a batch decides by its own"
             f" {'tokens' if plan.cp > 1 else 'rows'}. Decide for each row by itself, or between steps; return loss, 1"
             " says that each part's own is meant",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return tried, is_quiet, around
+    if tried.carried is not None:
+        warnings.warn(
+            f"a forward leaves {tried.carried} for the next one, whose loss is another with it: {plan.microbatches}"
+            " microbatches are as many forwards in a step, as with gradient accumulation on one device, and not one of"
+            " the whole batch. microbatches=1 has one",
+            stacklevel=3,
+        )
 
 
 def _tried(attempt: Callable[..., _Found], options: Options, wires: Wires) -> tuple[_Found, bool]:

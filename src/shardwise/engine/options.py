@@ -1,11 +1,17 @@
 """The keyword arguments of `parallelize`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
+from shardwise.execution.compute_policy import ComputePolicy
+from shardwise.planner.plan import Plan
 from shardwise.sharding.context.mask import Mask
 from shardwise.sharding.context.sequence_shards import Entry
+from shardwise.stages.batch import home_of
+from shardwise.stages.stage import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +41,7 @@ class Options:
     def is_local(self) -> bool:
         """Whether every replica brings rows of its own."""
         return self.batch == "local"
+
+    def precision_of(self, plan: Plan, example: Batch) -> Callable[[], AbstractContextManager[Any]]:
+        """Return the context in which forwards of such batches compute."""
+        return partial(ComputePolicy.of(plan, casts=self.masters).precision, home_of(example))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import NamedTuple
 
 from torch import nn
@@ -10,10 +9,8 @@ from torch import nn
 from shardwise.engine.loss_agreement import agree_on_loss
 from shardwise.engine.options import Options
 from shardwise.engine.same_batch import Checksum
-from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
-from shardwise.stages.batch import home_of
 from shardwise.stages.loss_kind import Tried
 from shardwise.stages.rows import RowRule
 from shardwise.stages.stage import Batch, Loss
@@ -56,7 +53,7 @@ def try_example(
         return TriedExample(tried, is_quiet, around, None)
     whole, copy = None, None
     if wires.rank == 0 and Checksum(example).read() == checksum:  # A loss may have written to it in its trials.
-        precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
+        precision = options.precision_of(plan, example)
         with around():
             in_turn = plan.microbatches > 1
             whole = whole_step(module, loss, example, precision, num_parts=num_parts, in_turn=in_turn)

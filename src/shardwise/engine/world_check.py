@@ -11,7 +11,6 @@ So what ranks tell each other is changed, and the result must be the same still.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -20,10 +19,8 @@ from torch import nn
 from shardwise.engine.options import Options
 from shardwise.environment import without_ranks
 from shardwise.errors import ShardwiseError
-from shardwise.execution.compute_policy import ComputePolicy
 from shardwise.planner.plan import Plan
 from shardwise.ranks.wires import Wires
-from shardwise.stages.batch import home_of
 from shardwise.stages.no_collectives import ChangedCollectives, SeenCollectives
 from shardwise.stages.rows import RowRule
 from shardwise.stages.split.python_state import PythonState
@@ -74,7 +71,7 @@ class _Asking:
     def __init__(
         self, module: nn.Module, plan: Plan, loss: Loss, example: Batch, rule: RowRule, options: Options
     ) -> None:
-        precision = partial(ComputePolicy.of(plan, casts=options.masters).precision, home_of(example))
+        precision = options.precision_of(plan, example)
         self._module, self._plan, self._example, self._rule = module, plan, example, rule
         self._trial = Trial(module, loss, precision)
         self._among: Run | None = None

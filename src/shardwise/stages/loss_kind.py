@@ -135,6 +135,8 @@ class Tried(NamedTuple):
     apart: bool = False
     #: The line that branches on a value over all rows, if there is one.
     decides: str | None = None
+    #: What forwards leave for the next one, if this changes its loss.
+    carried: str | None = None
     #: Whether a forward in training mode was seen to write to no buffer.
     writes_none: bool = False
     #: Under cp, what a loss is over whole sequences, if it has to be a pair: for the refusal.

@@ -76,19 +76,18 @@ def try_loss(
     rule: RowRule,
     precision: Context = nullcontext,
     *,
-    meets: bool = False,
-    for_all: bool = False,
-    num_parts: int = 1,
-    in_turn: bool = True,
-    starts: bool = True,
-) -> Tried:
+    meets: bool = False, for_all: bool = False, num_parts: int = 1, in_turn: bool = True, starts: bool = True,
+    compares_buffers: bool = True,
+) -> Tried:  # fmt: skip
     """Find the kind of a loss from a few rows of an example that the module can compute.
 
     `num_parts` is the number of parts of a batch; one process computes several of them if `in_turn`. `meets`: rows of a
     part are known to interact, and that is intended. `starts`: the backward of a part begins with another gradient.
-    `for_all`: no other rank tries it; raise `CollectiveMetError` if all must."""
+    `for_all`: no other rank tries it; raise `CollectiveMetError` if all must. `compares_buffers`: replicas compare what
+    rows have written to buffers."""
     seen = rule.look(example)
     options: dict[str, Any] = {"meets": meets, "at_first": at_first(for_all), "in_turn": in_turn, "starts": starts}
+    options["compares_buffers"] = compares_buffers
     trial = Trial(module, loss, precision, **options)
     three = three_rows(example, seen)
     first = _outcome(trial, three, seen)
@@ -346,7 +345,8 @@ def _in_training(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Trie
         if is_same or trial.run_in_training(three)[0].total != whole.total:
             return tried  # The same in both modes, or different in every call.
         large, small = (trial.run_in_training(each)[0] for each in two_and_one(three, seen))
-        if whole.writes and not (are_left_alike(whole, large) and are_left_alike(whole, small)):
+        differ = not (are_left_alike(whole, large) and are_left_alike(whole, small))
+        if trial.compares_buffers and whole.writes and differ:
             return tried  # The comparison of the buffers of replicas reports this.
     except Exception:  # Training will report what is wrong.
         return tried

@@ -80,12 +80,15 @@ class Trial:
     def __init__(
         self, module: nn.Module, loss: Loss, precision: Context, *, meets: bool = False,
         at_first: Context = nullcontext, in_turn: bool = True, draws: RowDraws | None = None, starts: bool = True,
+        compares_buffers: bool = True,
     ) -> None:  # fmt: skip
         self.module, self.loss, self.precision, self.meets = module, loss, precision, meets
         #: If given, each row draws the same in all runs, and seeds change nothing.
         self._draws = draws
         #: Whether one process computes several parts of a batch.
         self.in_turn = in_turn
+        #: Whether it is told elsewhere if rows write others to buffers: replicas compare theirs.
+        self.compares_buffers = compares_buffers
         self._at_first = at_first
         #: Whether the backward of a part begins with another gradient than that of the whole.
         self._starts = starts
@@ -226,7 +229,7 @@ class Trial:
         """Return a trial with a snapshot of its own, for other weights."""
         return Trial(
             self.module, self.loss, self.precision, meets=self.meets, at_first=self._at_first, in_turn=self.in_turn,
-            draws=draws, starts=self._starts,
+            draws=draws, starts=self._starts, compares_buffers=self.compares_buffers,
         )  # fmt: skip
 
     def with_draws(self, seen: Seen) -> "Trial":

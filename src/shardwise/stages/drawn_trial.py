@@ -20,7 +20,7 @@ from shardwise.stages.batch import picked
 from shardwise.stages.checkpoints import nothing_recomputed
 from shardwise.stages.loss_kind import LossKind, Tried
 from shardwise.stages.rows import Seen
-from shardwise.stages.split.python_draws import draws_digest
+from shardwise.stages.split.python_draws import draws_digest, seed_python
 from shardwise.stages.stage import Batch
 from shardwise.stages.steady_draws import SteadyDraws, SteadyDropout, sets_seed
 from shardwise.stages.trial_rows import NUM_ROWS
@@ -96,10 +96,17 @@ class _Runs:
     def value(self, places: Sequence[int]) -> float:
         if places not in self._known:
             batch = picked(self._three, self._rows, places)
-            run = self._trial.run(batch, seed=self._seed, training=True, within=nothing_recomputed, look=self._note)
+            run = self._trial.run(batch, seed=self._seed, training=True, within=self._seeded, look=self._note)
             self._known[places] = _summed(run, batch, self._tried)
             self.tolerance = max(self.tolerance, run.tolerance * abs(self._known[places]))
         return self._known[places]
+
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """Seed Python and NumPy too: as the script left them, an order that they draw may be that of the rows."""
+        seed_python(self._seed)
+        with nothing_recomputed():
+            yield
 
     def _note(self, *_: Any) -> None:
         self.drawn.append([*map(Tensor.tolist, generators()), draws_digest()])

@@ -210,3 +210,35 @@ def layers_left_out_by_pythons_generator(parallelize: Parallelize) -> Result:
 
     random.seed(0)
     return left_out(parallelize, Own())
+
+
+def two_tasks(seed: int) -> dict[str, Any]:
+    """Classes, or numbers with which nobody can compute the loss of classes."""
+    numbers = torch.randn((4, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    is_first = seed < 2
+    return {"x": batch(seed)["x"], "labels": batch(seed)["labels"] if is_first else numbers, "task": "ab"[not is_first]}
+
+
+@program(but="cp,tp", whole=True)
+def a_task_whose_targets_are_of_another_type(parallelize: Parallelize) -> Result:
+    """Its loss is a mean over rows, and that of the first a mean over labels."""
+
+    def loss(output: Tensor, given: Mapping[str, Any]) -> Tensor:
+        if given["task"] == "a":
+            return cross_entropy(output, given)
+        return functional.mse_loss(output[..., 0], given["labels"])
+
+    return fit(parallelize, Net(), two_tasks, loss)
+
+
+@program(dict.fromkeys(("dp", "microbatches"), "task.*was set since.*neither"), but="cp,tp", whole=True)
+def a_task_in_which_rows_meet(parallelize: Parallelize) -> Result:
+    """Similarities of rows, in a batch that the first task cannot be computed of."""
+
+    def loss(output: Tensor, given: Mapping[str, Any]) -> Tensor:
+        if given["task"] == "a":
+            return cross_entropy(output, given)
+        rows, wanted = functional.normalize(output.mean(1), dim=-1), given["labels"].mean(1)
+        return functional.mse_loss(rows @ rows.T, torch.outer(wanted, wanted))
+
+    return fit(parallelize, Net(), two_tasks, loss)

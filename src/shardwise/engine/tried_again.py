@@ -61,6 +61,12 @@ class _Example(NamedTuple):
         return told + [f"batch[{key!r}] (not there, then given)" for key in batch if key not in self.entries]
 
 
+def _at_first(before: Found, of_example: Tried) -> Tried:
+    """Return what was found of the loss with the first values. A batch of another kind (`task="b"`, with targets of
+    another type) cannot be computed with them: then it is what was found of the example."""
+    return of_example if before.tried.failed else before.tried
+
+
 class TriedAgain:
     """The values of one module and its loss. Made before the module is cut; `rule` says what in a batch are rows."""
 
@@ -225,23 +231,26 @@ class TriedAgain:
         _fit(self.context, now)
 
     def _compare(self, begin: str, before: Found, now: Found) -> None:
-        if before.tried.problem is None and now.tried.problem is not None and before.tried.kind is not LossKind.UNTRIED:
+        first = _at_first(before, self.tried)
+        if first.problem is None and now.tried.problem is not None and first.kind is not LossKind.UNTRIED:
             raise ShardwiseError(f"{begin} {now.tried.problem}", remedy=now.tried.remedy)
         self._weigh_as(now, begin)
         check_cuts(begin, before, now, self._plan)
 
     def _weigh_as(self, now: Found, begin: str) -> None:
         """Weight parts of the loss as found by the trials, if they are weighted otherwise."""
-        first = self._at_first
-        if first is None or LossKind.UNTRIED in (first.tried.kind, now.tried.kind):
+        if self._at_first is None:
             return
-        is_first = (now.tried.kind, now.tried.through) == (first.tried.kind, first.tried.through)
+        first = _at_first(self._at_first, self.tried)
+        if LossKind.UNTRIED in (first.kind, now.tried.kind):
+            return
+        is_first = (now.tried.kind, now.tried.through) == (first.kind, first.through)
         if self.weigh is not None:
             # At first an engine goes by what it has seen of the module itself.
             self.weigh(self.tried if is_first else now.tried)
         elif not is_first:
             raise ShardwiseError(
-                f"{begin} the loss is {now.tried.kind.value}; it was {first.tried.kind.value}",
+                f"{begin} the loss is {now.tried.kind.value}; it was {first.kind.value}",
                 remedy=f"{AGAIN}; or return total, number",
             )
 
@@ -270,7 +279,8 @@ class TriedAgain:
             if self._has_parts:
                 rule = deepcopy(self._rule)
                 in_turn = self._plan.microbatches > 1
-                tried = try_loss(module, self._loss, given, rule, nullcontext, in_turn=in_turn)
+                num_parts = self._plan.dp * self._plan.microbatches
+                tried = try_loss(module, self._loss, given, rule, nullcontext, num_parts=num_parts, in_turn=in_turn)
                 found = found._replace(tried=tried)
             if self._comes:
                 # A separate copy: in the earlier one, equal blocks share the parameters of the first.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 
+from shardwise.errors import ShardwiseError
 from shardwise.stages.carried_over import find_carried
 from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.loss_kind import LossKind, Tried
@@ -471,3 +472,27 @@ def test_what_forwards_leave_for_the_next_one_is_told_and_rows_that_meet_in_a_bu
     meets = try_loss(Followed(read_first=False), tokens, batch, rule, num_parts=2, compares_buffers=False)
     assert meets.problem is not None
     assert meets.problem.startswith("in training mode the loss of 3 rows")
+
+
+@pytest.mark.parametrize(
+    ("divisor", "least"),
+    [(torch.Tensor.sum, None), (lambda mask: mask.abs().sum(), 0.0), (lambda mask: (mask != 0).sum(), 1.0)],
+    ids=["any", "none below 0", "masks"],
+)
+def test_weights_that_a_loss_is_no_mean_by_are_refused_when_they_come(divisor: Any, least: float | None) -> None:
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        each = tokens(output, batch, reduction="none")
+        found: Tensor = (each * batch["mask"].flatten()).sum() / divisor(batch["mask"])
+        return found
+
+    tried = try_loss(nn.Linear(6, 8), loss, example(), RowRule({"input": None}))
+    assert tried.kind is LossKind.ENTRY
+    assert tried.through is not None
+    assert tried.through.least == least
+    for weight, bound in ((0.5, 1.0), (-2.0, 0.0)):
+        given = {**example(), "mask": torch.full((4, 5), weight)}
+        if least is None or least < bound:
+            assert float(tried.through.of(given)) == 20 * weight
+        else:
+            with pytest.raises(ShardwiseError, match="a mean by it only as long as it has none"):
+                tried.through.of(given)

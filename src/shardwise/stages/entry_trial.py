@@ -5,10 +5,12 @@ from itertools import chain
 from math import inf
 from typing import Any
 
+import torch
+
 from shardwise.stages.index_check import IndexCheck
 from shardwise.stages.loss_kind import REMEDY_OF_MEANS, LossKind, Through, Tried, throughs
 from shardwise.stages.loss_parts import fits, fits_by
-from shardwise.stages.rows import Seen, nodes, tensors_in
+from shardwise.stages.rows import Seen, changed, nodes, tensors_in
 from shardwise.stages.spread_outputs import WAYS, spread
 from shardwise.stages.stage import Batch
 from shardwise.stages.trial_rows import (
@@ -43,7 +45,7 @@ def find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
             cases = chain([(three, runs), (hidden, less)], _other_cases(trial, three, seen, runs, path, value, again))
             through = through._replace(plus=_added(through, hidden, seen, less))
             if all(each is None or fits_through(through, batch, seen, each) for batch, each in cases):
-                return tried._replace(kind=LossKind.ENTRY, through=through)
+                return tried._replace(kind=LossKind.ENTRY, through=_bounded(trial, three, seen, runs, through))
         if tried.kind is not LossKind.UNTRIED:
             whole, large, small = (each.total for each in less)
             return tried._replace(
@@ -53,6 +55,25 @@ def find_entry(trial: Trial, three: Batch, seen: Seen, runs: Runs, tried: Tried)
                 remedy=REMEDY_OF_MEANS,
             )
     return None
+
+
+def _bounded(trial: Trial, three: Batch, seen: Seen, runs: Runs, through: Through) -> Through:
+    """Return the weight with what it was seen to fit: any fractions, those that are not negative, or masks alone."""
+    entry = next(each for here, each in nodes(three) if here == through.path)
+    if through.hidden is not None or not entry.is_floating_point():
+        return through
+
+    def fits_with(*factors: float) -> bool:
+        def scale(path: str, given: Any) -> Any:
+            by = torch.tensor(factors, dtype=given.dtype, device=given.device) if path == through.path else None
+            return None if by is None else given * by.view(-1, *[1] * (given.dim() - 1))
+
+        scaled = changed(three, scale)
+        less = trial.less(scaled, seen, runs, again=trial.takes(through.path))
+        return less is not None and fits_through(through, scaled, seen, less)
+
+    least = None if fits_with(-0.5, 0.25, 1.0) else 0.0 if fits_with(0.5, 0.25, 1.0) else 1.0
+    return through._replace(least=least)
 
 
 def with_numbers(trial: Trial, three: Batch, seen: Seen, runs: Runs) -> Iterator[Runs | None]:

@@ -83,6 +83,8 @@ class Through(NamedTuple):
     plus: float = 0.0
     #: Whether it counts integers from 0 on: `labels >= 0`.
     from_0: bool = False
+    #: The least fraction that it was seen to fit: None for any, 0 if none is negative, 1 if it has to be a mask.
+    least: float | None = None
 
     def of(self, batch: Batch) -> Tensor:
         found = next((value for path, value in nodes(batch) if path == self.path), None)
@@ -95,6 +97,13 @@ class Through(NamedTuple):
         if self.hidden is not None:
             shown = found >= 0 if self.from_0 else found != self.hidden
             found = ~found.isnan() if math.isnan(self.hidden) else shown
+        if self.least is not None and bool(((found < self.least) & (found != 0)).any()):
+            what = "fractions" if self.least else "negative numbers"
+            raise ShardwiseError(
+                f"{self.path} has {what} here, and the loss is a mean by it only as long as it has none: parts of this"
+                " batch do not tell its loss",
+                remedy=REMEDY_OF_MEANS,
+            )
         made: Tensor = found.sum(dtype=torch.float64)
         return made
 

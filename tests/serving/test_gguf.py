@@ -114,3 +114,16 @@ def test_what_a_file_has_beyond_what_is_computed_is_refused(entries: Any, said: 
     write_llama(tmp_path / "small.gguf", make_theirs("llama, tied"), more, **entries)
     with pytest.raises(ShardwiseError, match=said):
         load_engine(tmp_path / "small.gguf", kv_bytes=2**20, device="cpu")
+
+
+def test_a_file_of_no_language_model_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "small.gguf", "llama")
+    writer.add_embedding_length(32)
+    writer.add_head_count(4)
+    writer.add_tensor("a", np.zeros(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ShardwiseError, match=r"small\.gguf lacks token_embd\.weight"):
+        load_engine(tmp_path / "small.gguf", kv_bytes=2**20, device="cpu")

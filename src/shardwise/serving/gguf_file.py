@@ -104,6 +104,8 @@ def settings_from(reader: Any, tensors: dict[str, Any], path: Path) -> Settings:
             raise ShardwiseError(f"{path} has no entry {kind}.{key}", remedy="a whole file: download it again")
         return default if found is None else found
 
+    if "token_embd.weight" not in tensors:
+        raise ShardwiseError(f"{path} lacks token_embd.weight", remedy="the file of a whole language model")
     width, num_heads = entry("embedding_length"), entry("attention.head_count")
     if not isinstance(num_heads, int) or not isinstance(entry("attention.head_count_kv", num_heads), int):
         raise ShardwiseError(f"the layers of {path} differ in their heads", remedy="its Hugging Face folder")

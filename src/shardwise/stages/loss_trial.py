@@ -17,7 +17,6 @@ marker of unknown values, and with gradients (`slope_trial.py`). It is tried in 
 (`moved_trial.py`): those at the start may hide a term, or what mixes rows.
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -61,7 +60,6 @@ from shardwise.stages.trial_rows import (
     with_hidden,
 )
 from shardwise.stages.trial_run import Context, Run, Runs, Trial, are_left_alike, is_finite
-from shardwise.stages.unrounded import Unrounded, is_small
 
 #: Outputs with more elements than this are not tried on the host.
 _MOST_ON_HOST = 2**27
@@ -150,7 +148,7 @@ def _in_full(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:
     batches = (three, *two_and_one(three, seen))
     try:
         whole, large, small = (trial.run(each).output for each in batches)
-        outputs = in_full((whole, large, small), _unrounded(trial, batches, whole)) if _is_small(whole) else None
+        outputs = in_full((whole, large, small), trial.unrounded(batches, whole)) if _is_small(whole) else None
         if outputs is None:
             return tried
         runs = [trial.run(each, output=made, in_full=True) for each, made in zip(batches, outputs, strict=True)]
@@ -161,16 +159,6 @@ def _in_full(trial: Trial, three: Batch, seen: Seen, tried: Tried) -> Tried:
     if is_random or not all(map(is_finite, now)) or _fits_as(tried, three, seen, now):
         return tried
     return tried._replace(problem=mismatch(*now))
-
-
-def _unrounded(trial: Trial, batches: tuple[Batch, ...], output: Any) -> Sequence[Any]:
-    """Return what a small module that returns numbers would return without rounding to 16 bits."""
-    if all(each.dim() for each in tensors_in({"": output})) or not is_small(trial.module):
-        return ()
-    try:
-        return [trial.run(each, in_full=True, within=Unrounded).output for each in batches]
-    except Exception:  # A part of it may need 16 bits.
-        return ()
 
 
 def at_first(for_all: bool) -> Context:

@@ -28,6 +28,7 @@ from shardwise.stages.split.switch import Noted, undisturbed
 from shardwise.stages.stage import Batch, Loss
 from shardwise.stages.steady_draws import KnownStatistics, RowDraws, has_own_forward, steady_for
 from shardwise.stages.trial_rows import NUM_ROWS, two_and_one
+from shardwise.stages.unrounded import Unrounded, is_small
 from shardwise.torch_private import RunningNormModule, submodules
 
 #: Makes a context in which a trial is run.
@@ -224,6 +225,15 @@ class Trial:
             self._reads_inside = False
             found = self.run(batch)
         return found
+
+    def unrounded(self, batches: Sequence[Batch], output: Any) -> Sequence[Any]:
+        """Return what a small module that returns numbers would return without rounding to 16 bits."""
+        if all(each.dim() for each in tensors_in({"": output})) or not is_small(self.module):
+            return ()
+        try:
+            return [self.run(each, in_full=True, within=Unrounded).output for each in batches]
+        except Exception:  # A part of it may need 16 bits.
+            return ()
 
     def again(self, draws: RowDraws | None = None) -> "Trial":
         """Return a trial with a snapshot of its own, for other weights."""

@@ -491,8 +491,9 @@ def test_weights_that_a_loss_is_no_mean_by_are_refused_when_they_come(divisor: A
     assert tried.through.least == least
     for weight, bound in ((0.5, 1.0), (-2.0, 0.0)):
         given = {**example(), "mask": torch.full((4, 5), weight)}
+        assert float(tried.through.of(given)) == 20 * weight
         if least is None or least < bound:
-            assert float(tried.through.of(given)) == 20 * weight
+            tried.through.check(given)
         else:
             with pytest.raises(ShardwiseError, match="a mean by it only as long as it has none"):
-                tried.through.of(given)
+                tried.through.check(given)

@@ -76,6 +76,7 @@ class Batches:
         self._context, is_local = parts.sharded.context, parts.options.is_local
         self._cutter = Cutter(parts.plan, self._mesh, parts.rule, pad=parts.options.pad, is_local=is_local)
         self.outside, self.first = outside_writes(parts), FirstSteps(parts)
+        self._check_weights = getattr(parts.loss, "check_weights", None)
         self.same = SameBatch(
             parts.plan, parts.wires, is_local=is_local, settings=lambda: settings_of(optimizers), outside=self.outside,
             routes=[each.route for each in parts.split.stages if isinstance(each, ModuleStage)], values=parts.settings,
@@ -92,6 +93,8 @@ class Batches:
     def cut(self, batch: Batch, what: str = "step", *, predicts: bool = False) -> list[Batch]:
         """Return the microbatches of this process, on its device. `predicts`: they are used without a loss."""
         self.same.take(batch, what)
+        if self._check_weights is not None and not predicts:
+            self._check_weights(unmarked(batch))
         found, context = self._cutter.cut(batch, self._device), self._context
         return found if context is None else [context.cut(each, predicts=predicts) for each in found]
 

@@ -87,24 +87,35 @@ class Through(NamedTuple):
     least: float | None = None
 
     def of(self, batch: Batch) -> Tensor:
+        """Return the weight of a part. Does not synchronise."""
+        found = self._entry(batch)
+        if self.hidden is not None:
+            shown = found >= 0 if self.from_0 else found != self.hidden
+            found = ~found.isnan() if math.isnan(self.hidden) else shown
+        made: Tensor = found.sum(dtype=torch.float64)
+        return made
+
+    def check(self, batch: Batch) -> None:
+        """Refuse a batch with weights that the loss is no mean by. Reads numbers: not while a step is under way."""
+        if self.least is None:
+            return
+        found = self._entry(batch)
+        if bool(((found < self.least) & (found != 0)).any()):
+            what = "numbers below 1 other than 0" if self.least else "negative numbers"
+            raise ShardwiseError(
+                f"{self.path} has {what} here, and the loss is a mean by it only as long as it has none: parts of this"
+                " batch do not tell its loss",
+                remedy=REMEDY_OF_MEANS,
+            )
+
+    def _entry(self, batch: Batch) -> Tensor:
         found = next((value for path, value in nodes(batch) if path == self.path), None)
         if found is None:
             raise ShardwiseError(
                 f"parts of a batch weigh as much as {self.path} lets through, and this batch has no {self.path}",
                 remedy=f"{self.path} in every batch, ones where nothing is hidden; or return total, number",
             )
-        found = found[..., self.first :] if found.dim() > 1 else found
-        if self.hidden is not None:
-            shown = found >= 0 if self.from_0 else found != self.hidden
-            found = ~found.isnan() if math.isnan(self.hidden) else shown
-        if self.least is not None and bool(((found < self.least) & (found != 0)).any()):
-            what = "fractions" if self.least else "negative numbers"
-            raise ShardwiseError(
-                f"{self.path} has {what} here, and the loss is a mean by it only as long as it has none: parts of this"
-                " batch do not tell its loss",
-                remedy=REMEDY_OF_MEANS,
-            )
-        made: Tensor = found.sum(dtype=torch.float64)
+        made: Tensor = found[..., self.first :] if found.dim() > 1 else found
         return made
 
 

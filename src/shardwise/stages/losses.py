@@ -161,6 +161,11 @@ class WeighedLoss:
         """Set what was found out about the loss."""
         self._tried = tried
 
+    def check_weights(self, batch: Batch) -> None:
+        """Refuse a batch, before it is cut, whose loss its parts do not tell, as its entries show."""
+        if self._tried.through is not None:
+            self._tried.through.check(batch)
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count the labels of means within this context: the forward of the last stage and its loss."""

@@ -31,6 +31,7 @@ from shardwise.ranks.gpus import Gpus
 from shardwise.ranks.rank_error import RankError
 from shardwise.ranks.spawn import Ranks
 from tests.gpu.fault_ranks import train_and_fail
+from tests.ranks.processes import are_gone
 
 #: What we promise: a rank that dies or stalls is named within so many seconds.
 PROMISED_SECONDS = 30.0
@@ -145,7 +146,7 @@ def _row(
         told[path.name.removeprefix("told")] = float(when) - start
         if named != str(victim):
             problem = problem or f"{path.name} says rank {named}: {text.partition(chr(10))[0]}"
-    left = [path.name for path in folder.glob("process*") if _is_running(int(path.read_text()))]
+    left = [path.name for path in folder.glob("process*") if not are_gone([int(path.read_text())], seconds=5)]
     if left:
         problem = problem or f"{', '.join(left)} still run"
     # Of a rank that raised or died, torchrun has the sentence; of what else ends late it is its own patience.
@@ -156,20 +157,6 @@ def _row(
         how=how, plan=plan, fault=fault, rank=victim, seconds=ended - start, told=told, sentence=sentence,
         problem=problem,
     )  # fmt: skip
-
-
-def _is_running(process: int) -> bool:
-    """Whether a process still does something. One that has just been killed takes a moment to be gone."""
-    deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-        if state == "Z":
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def try_train(device: str) -> Row:

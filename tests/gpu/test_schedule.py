@@ -15,7 +15,7 @@ from tests.gpu.pieces import MOST_RANKS, QUEUES, Piece, Room, run_at_once
 from tests.gpu.record import Record
 from tests.gpu.schedule import BOTH, COUNTS, PARTS, is_done, rows_of, seconds_of
 from tests.gpu.schedule import pieces as all_pieces
-from tests.ranks.processes import is_running
+from tests.ranks.processes import are_gone
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -104,10 +104,10 @@ def test_what_is_not_over_when_the_time_is_up_is_ended_and_all_that_it_started(
     monkeypatch.setattr(sys, "executable", str(stand_in))
     monkeypatch.setattr(pieces, "LOGS", tmp_path / "logs")
     piece = Piece("plans", 2, ("--ranks", "2"))
-    run_at_once([piece], Room(2, 64), tmp_path / "record", 1.0, needs=lambda _: 0.0)
+    run_at_once([piece], Room(2, 64), tmp_path / "record", 3.0, needs=lambda _: 0.0)
     assert "ended before it was over" in capfd.readouterr().out
     assert "begun -m tests.gpu --only plans --ranks 2" in (tmp_path / "logs" / "plans_2.log").read_text()
-    assert not is_running(int((tmp_path / "pid").read_text()))
+    assert are_gone([int((tmp_path / "pid").read_text())], seconds=10)
 
 
 def test_what_has_no_time_is_not_begun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from shardwise.cli import main
 from shardwise.trace.journal import read_journal
 from shardwise.trace.metrics import read_metrics
-from tests.ranks.processes import is_running
+from tests.ranks.processes import are_gone
 
 ROOT = Path(__file__).parents[2]
 #: A rank that is stopped is named within 30 s. One that does not end by itself is killed by torchrun after 30 s more.
@@ -73,7 +73,7 @@ def see_it_go_on(folder: Path, process: int, rank: int, capsys: pytest.CaptureFi
     assert second["why"] == "finished"
     starts = events(folder, "start")
     assert starts[1]["step"] > 0, "it went on from a checkpoint"
-    assert not is_running(process), "what was stopped is no more"
+    assert are_gone([process]), "what was stopped is no more"
     steps = [row["step"] for row in read_metrics(folder) if "loss" in row]
     assert steps == list(range(1, 151))
     capsys.readouterr()

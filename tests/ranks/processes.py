@@ -1,6 +1,7 @@
 """Which processes of a test still run."""
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -16,11 +17,17 @@ def is_running(process: int) -> bool:
     return state != "Z"
 
 
+def are_gone(processes: Iterable[int], *, seconds: float = 60.0) -> bool:
+    """Whether all of them have ended, or end within so long: one that has been killed takes a moment to be gone, and
+    what it wrote to is told before that."""
+    left, deadline = list(processes), time.monotonic() + seconds
+    while (left := [each for each in left if is_running(each)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not left
+
+
 def nobody_runs(folder: Path, *, num_ranks: int = 3) -> bool:
-    """Whether ranks and what they started are all gone. The dead take a moment to be buried."""
+    """Whether ranks and what they started are all gone."""
     everyone = processes_in(folder)
     assert len(everyone) == 2 * num_ranks
-    deadline = time.monotonic() + 60
-    while any(map(is_running, everyone)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(is_running, everyone))
+    return are_gone(everyone)

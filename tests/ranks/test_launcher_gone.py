@@ -2,11 +2,10 @@
 
 import os
 import signal
-import time
 import warnings
 
 from shardwise.ranks.worker import _look_for
-from tests.ranks.processes import is_running
+from tests.ranks.processes import are_gone
 
 
 def test_a_rank_ends_when_its_agent_is_killed() -> None:
@@ -26,5 +25,4 @@ def test_a_rank_ends_when_its_agent_is_killed() -> None:
     os.close(writes)
     os.kill(agent, signal.SIGKILL)
     os.waitpid(agent, 0)
-    while is_running(rank):
-        time.sleep(0.01)
+    assert are_gone([rank])

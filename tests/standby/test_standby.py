@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.copies.memory import draw_id, memory_of
 from shardwise.standby.asker import find_server
-from tests.ranks.processes import is_running
+from tests.ranks.processes import are_gone
 
 ROOT = Path(__file__).parents[2]
 ASKED = """
@@ -69,7 +69,7 @@ def test_signals_pass_and_neither_outlives_the_other(run: Path, tmp_path: Path) 
         own = int(told(process)[0])
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == -signal.SIGTERM
-        assert not is_running(own)
+        assert are_gone([own])
     with ask(run, tmp_path, "0", "wait") as process:
         os.kill(int(told(process)[0]), signal.SIGKILL)
         assert process.wait(20) == -signal.SIGKILL
@@ -77,8 +77,7 @@ def test_signals_pass_and_neither_outlives_the_other(run: Path, tmp_path: Path) 
         own = int(told(process)[0])
         process.kill()
         process.wait()
-        while is_running(own):
-            time.sleep(0.01)
+        assert are_gone([own])
 
 
 def test_without_a_process_on_standby_it_runs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,5 +101,4 @@ def test_what_was_forked_ends_when_the_agent_is_killed(run: Path, tmp_path: Path
         own = int(told(process)[0])
         process.kill()
         process.wait()
-        while is_running(own):
-            time.sleep(0.01)
+        assert are_gone([own])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardwise.errors import ShardwiseError
@@ -64,7 +64,8 @@ def sentencepiece() -> Any:
     return made
 
 
-@given(st.text(alphabet="a is é", max_size=12), st.text(alphabet="ab é", max_size=12), st.integers(0, 9))
+@given(st.text(alphabet="a is é🌍", max_size=12), st.text(alphabet="ab é🌍", max_size=12), st.integers(0, 19))
+@example(" ééé", "", 8)  # The last five tokens begin within a character.
 def test_a_text_that_is_continued_keeps_the_space_that_follows(begin: str, rest: str, cut: int) -> None:
     tokenizer = LibraryText(sentencepiece(), name="pieces")
     tokens = tokenizer.encode(f"{begin} {rest}")

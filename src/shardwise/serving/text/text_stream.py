@@ -29,9 +29,7 @@ class TextStream:
     """
 
     def __init__(self, text: Text, after: Sequence[int] = (), marks: Mapping[int, str] = MappingProxyType({})) -> None:
-        before = list(after[-_MOST_TOKENS_BEFORE:])
-        if text.decode(before).endswith(_REPLACED):  # They may end within a character.
-            before = []
+        before = _last_whole(text, after)
         self._text, self._tokens, self._marks = text, before, marks
         self._begin, self._shown = 0, len(before)
 
@@ -53,6 +51,14 @@ class TextStream:
         now = self._text.decode(self._tokens[self._begin :])
         self._begin = self._shown = len(self._tokens)
         return now[len(before) :]
+
+
+def _last_whole(text: Text, tokens: Sequence[int]) -> list[int]:
+    """The last few tokens, from the beginning of a character on: of bytes that begin within one, none may become a
+    character. None of them, if they end within one."""
+    sizes = range(_MOST_TOKENS_BEFORE, _MOST_TOKENS_BEFORE + _MOST_TOKENS_OF_A_CHARACTER)
+    parts = (list(tokens[-size:]) for size in sizes)
+    return next((part for part in parts if not text.decode(part).endswith(_REPLACED)), [])
 
 
 class StopStrings:

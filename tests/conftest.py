@@ -16,11 +16,12 @@ import pytest
 from tests.left_out import LEFT_OUT, left_out_of
 from tests.trials import is_untried, untried
 
-# A busy machine fails no test: how long an example takes, or takes to be made, is not looked at.
-hypothesis.settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("any machine")
+# A busy machine fails no test: how long an example takes, or takes to be made, is not looked at. Nor does the hour:
+# examples are the same in every run, and new ones with `--whole`.
+for _name, _is_same in (("the same examples", True), ("new examples", False)):
+    hypothesis.settings.register_profile(
+        _name, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=_is_same
+    )
 
 # What needs torch is imported by those that use it: most tests of plans and schedules do without.
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("new examples" if config.getoption("--whole") else "the same examples")
     config.addinivalue_line("markers", "whole: a case of which other cases have every part; --whole runs it too")
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = (

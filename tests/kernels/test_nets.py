@@ -11,6 +11,7 @@ from torch.optim import SGD
 import shardwise as sw
 from shardwise.kernels.choose import settle
 from shardwise.kernels.lazy_logits import LazyLogits, before_a_loss
+from shardwise.kernels.norm import add_rms_norm
 from shardwise.nets.loss import has_lazy_logits, next_token_loss
 from shardwise.nets.settings import Heads, Mixture, Mlp, Rope, Settings
 from shardwise.nets.transformer import Transformer
@@ -66,6 +67,22 @@ def test_a_step_with_kernels_is_one_without(plan: str) -> None:
     with_kernels, without = (losses(model(num_layers=num_layers), plan, kernels=each) for each in (True, False))
     assert with_kernels == pytest.approx(without, rel=1e-5)
     assert with_kernels[1] < with_kernels[0]
+
+
+def test_in_an_engine_a_residual_is_added_within_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = []
+
+    def noting(*given: Any) -> tuple[Tensor, Tensor]:
+        added.append(given[0].shape)
+        return add_rms_norm(*given)
+
+    monkeypatch.setattr("shardwise.nets.norm.add_rms_norm", noting)
+    engine = sw.parallelize(
+        model(num_layers=2), "dp=1", loss=next_token_loss, optimizer=partial(SGD, lr=0.5), example=batch()
+    )
+    added.clear()  # What was tried before the engine was there.
+    engine.train_step(batch())
+    assert added == [torch.Size([2, 6, 16])] * 2
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

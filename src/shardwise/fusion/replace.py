@@ -1,9 +1,10 @@
 """Replacing the forward of one module instance, and restoring it.
 
 The module becomes an instance of a subclass of its own class: hooks, parameters, names, `isinstance` and `repr` stay.
-Modules of one class with equal replacements share the subclass, so that a compiler treats them as one kind. A copy is
-replaced too; a pickle has the original module. If other code has changed the class again meanwhile (tensor parallelism,
-dropout), that class stays, and restoring only turns the replacement off.
+`computes_as` of the subclass is the module's own class. Modules of one class with equal replacements share the
+subclass, so that a compiler treats them as one kind. A copy is replaced too; a pickle has the original module. If other
+code has changed the class again meanwhile (tensor parallelism, dropout), that class stays, and restoring only turns the
+replacement off.
 """
 
 import copy
@@ -95,7 +96,8 @@ def _class_for(own: type[nn.Module], forward: Forward, attributes: tuple[tuple[s
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return twin
 
-    members = {"forward": run, "__reduce_ex__": reduce, "__module__": own.__module__, **dict(attributes)}
+    members = {"forward": run, "__reduce_ex__": reduce, "__module__": own.__module__, "computes_as": own}
+    members |= dict(attributes)
     if not hasattr(own, "__deepcopy__"):
         members["__deepcopy__"] = deepcopy
     made = type(own.__name__, (own,), members)

@@ -53,7 +53,7 @@ class MoE(nn.Module):
         count, capacity = self.mixture.num_experts, self.mixture.capacity
         routes = make_routes(choice.experts, count, capacity, self.queue)
         # Dropped tokens count too: the balance concerns what the router asks for.
-        load = count_choices(choice.experts, count)
+        load = routes.counts if capacity is None else count_choices(choice.experts, count)
         if self.training:
             with torch.no_grad():
                 self.router.load += load

@@ -31,8 +31,10 @@ def add_normed(norm: nn.Module, x: Tensor, residual: Tensor, *, kernels: bool) -
 
 
 def _is_plain(norm: nn.Module, x: Tensor) -> bool:
-    """Whether a call runs only the forward of the module's class: no hook, no pipeline unit, no wrapper."""
-    if torch.compiler.is_compiling() or type(norm) not in (nn.RMSNorm, nn.LayerNorm) or "forward" in vars(norm):
+    """Whether a call runs only the forward of the module's class: no hook, no pipeline unit, no wrapper. Of a norm that
+    was replaced by its kernel (`fusion/replace.py`), that is the forward of the class that it computes as."""
+    kind = vars(type(norm)).get("computes_as", type(norm))
+    if torch.compiler.is_compiling() or kind not in (nn.RMSNorm, nn.LayerNorm) or "forward" in vars(norm):
         return False
     if hooks_of(norm) or get_compiled_call(norm) is not None:
         return False

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardwise.errors import ShardwiseError
+from shardwise.serving.text.tokenizer_class import apply_settings
 from shardwise.serving.text.tokenizer_settings import read_beside
 
 BYTES = "bytes"
@@ -153,6 +154,7 @@ def load_tokenizer(source: str | Path) -> Text:
         ) from None
     beside = read_beside(file.parent)
     beside.add_missing(loaded, file)
+    loaded = apply_settings(loaded, beside.config, beside.model_type)
     return LibraryText(
         loaded, name=str(file), template=beside.template, tools_template=beside.tools_template, named=beside.named
     )

@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.errors import ShardwiseError
 
 _CONFIG, _NAMES, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+_MODEL = "config.json"
 _TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 #: The names of templates, as transformers has them.
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
@@ -27,6 +28,9 @@ class Beside:
     named: dict[str, str] = field(default_factory=dict)
     #: Tokens added after the training of the tokenizer, by number: what each is, with options of `AddedToken`.
     added: dict[int, dict[str, Any]] = field(default_factory=dict)
+    #: All of `tokenizer_config.json`, with the class of tokenizer if `config.json` alone has it; and the model's type.
+    config: dict[str, Any] = field(default_factory=dict)
+    model_type: object = None
 
     def add_missing(self, loaded: Any, file: Path) -> None:
         """Add to the tokenizer of a file what it lacks. It numbers tokens on from its last."""
@@ -55,11 +59,14 @@ def read_beside(folder: Path) -> Beside:
         if isinstance(value, str):
             named[key] = value
     templates = _templates(folder, config)
+    model = _table(folder / _MODEL)
     return Beside(
         template=templates.get(_DEFAULT) or next(iter(templates.values()), None),
         tools_template=templates.get(_WITH_TOOLS),
         named=named,
         added=_added(folder, config),
+        config={"tokenizer_class": model.get("tokenizer_class")} | config,
+        model_type=model.get("model_type"),
     )
 
 

@@ -456,3 +456,18 @@ def test_files_have_both_a_folder_and_a_budget(tmp_path: Path) -> None:
         Limits(kv_folder=tmp_path)
     with pytest.raises(ShardwiseError, match="KiB of files, in no folder"):
         Limits(file_bytes=1024)
+
+
+def test_blocks_of_another_split_are_not_taken_for_its_own(two: Ranks, tmp_path: Path) -> None:
+    """A rank of either split has blocks of as many bytes: half of the heads of all layers, or all of half of them."""
+    theirs = save_theirs("llama", tmp_path / "model")
+    given = prompts(3, shortest=14, longest=20)
+    limits = Limits(
+        kv_bytes=9 * SIZE, block_size=4, host_bytes=6 * SIZE, file_bytes=100 * SIZE, kv_folder=tmp_path / "kv",
+        measured=False,
+    )  # fmt: skip
+    for plan in ("tp=2", "pp=2"):
+        engine = load_sharded(str(tmp_path / "model"), plan, limits, ranks=two)
+        for number, prompt in enumerate(given):
+            assert answer(engine, [ask(prompt, f"{plan}-{number}", num_tokens=4)]) == [expected(theirs, prompt, 4)]
+        engine.close()

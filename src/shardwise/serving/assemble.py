@@ -80,9 +80,11 @@ class Room:
 def make_engine(
     runner: Runner, scheduler: Scheduler, settings: Settings, limits: Limits, identity: Identity, room: Room, *,
     dtype: torch.dtype, device: torch.device, tiers: Tiers | None = None, seed: int | None = None,
-    plan: Plan | None = None,
+    plan: Plan | None = None, split: str = "",
 ) -> LLMEngine:  # fmt: skip
-    """Make the engine over a runner whose blocks are allocated, with its summary."""
+    """Make the engine over a runner whose blocks are allocated, with its summary. `split` says which part of a block
+    each rank has.
+    """
     num_blocks = scheduler.pool.num_blocks
     max_length = limits.length(settings, num_blocks)
     num_shards = 1 if plan is None else plan.tp * plan.pp * plan.ep
@@ -122,7 +124,8 @@ def make_engine(
         max_length=max_length,
         eos_token_ids=identity.eos_token_ids,
         tokenizer_source=identity.tokenizer_source,
-        model_name=f"{identity.name}/{identity.fingerprint}/{dtype}/{limits.weights}/{limits.block_size}",
+        # Whatever the bytes of a block depend on: files are kept over restarts.
+        model_name=f"{identity.name}/{identity.fingerprint}/{settings}/{dtype}/{limits.weights}/{limits.block_size}/{split}",
         tiers=tiers,
         seed=seed,
     )

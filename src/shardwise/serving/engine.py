@@ -15,6 +15,7 @@ from time import perf_counter
 
 from shardwise.errors import ShardwiseError
 from shardwise.serving.blocks import first_name
+from shardwise.serving.kv_folder import HeldFolder
 from shardwise.serving.request import Finish, Load, Logprob, Request, Sampling, Token, check
 from shardwise.serving.runner import Runner
 from shardwise.serving.sampler import ends_of
@@ -49,6 +50,8 @@ class LLMEngine:
         self.tokenizer_source = tokenizer_source
         self.model_name = model_name
         self.tiers = tiers
+        #: Where the files of the tiers are, if they have files.
+        self.folder = HeldFolder()
         #: Whether the next step may begin before the tokens of this one are known.
         self.overlaps = isinstance(runner, Launching)
         self._under_way: Step | None = None
@@ -129,11 +132,13 @@ class LLMEngine:
 
     def close(self) -> None:
         """Stop answering, and free the memory of weights and blocks."""
+        self.folder.tell_closing()
         if self.tiers is not None:
             self.tiers.close()
             self.tiers = self.scheduler.beneath = None
         self._under_way = None
         self.runner.close()
+        self.folder.release()
 
     def _begin(self, pieces: Several[Piece], *, waits: bool) -> Step:
         """Begin a step and update sequences as if it were done; the tokens that it samples are not known yet."""

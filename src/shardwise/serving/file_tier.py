@@ -25,8 +25,8 @@ from torch import Tensor
 
 from shardwise.serving.eviction import Arc
 from shardwise.serving.host_places import HostPlaces
+from shardwise.serving.kv_folder import SUFFIX, is_block, is_left_over
 
-_SUFFIX = ".kv"
 _HEAD_BYTES = 16
 #: The most blocks that may wait to be written. If blocks come faster than the disk writes, the oldest waiting ones are
 #: dropped: blocks that leave the cache later were requested later, or are nearer to the beginning of their prefix, and
@@ -64,13 +64,16 @@ class FileTier:
         self._factors = np.random.PCG64(0).random_raw(block_bytes // 8 + 1) | np.uint64(1)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            known = [(each.stat().st_mtime_ns, each.stem) for each in folder.glob(f"*{_SUFFIX}")]
+            here = list(folder.iterdir())
+            known = [(each.stat().st_mtime_ns, each.stem) for each in here if is_block(each)]
+            for each in here:
+                if is_left_over(each):
+                    each.unlink(missing_ok=True)
         except OSError as error:
             self._turn_off(error)
             return
         for _, stem in sorted(known):
-            with suppress(ValueError):  # Not a file of ours.
-                self._names.add(bytes.fromhex(stem))
+            self._names.add(bytes.fromhex(stem))
         self._make_room(0)
 
     def __len__(self) -> int:
@@ -278,7 +281,7 @@ class FileTier:
             self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: bytes) -> Path:
-        return self.folder / f"{name.hex()}{_SUFFIX}"
+        return self.folder / f"{name.hex()}{SUFFIX}"
 
     def _turn_off(self, error: OSError) -> None:
         self.off = f"the file tier in {self.folder} is off: {error.strerror or error}"

@@ -73,6 +73,11 @@ class Limits:
             kv_folder=None if self.kv_folder is None else self.kv_folder / f"replica-{replica}",
         )
 
+    def folders(self, num_replicas: int = 1, num_ranks: int = 1) -> set[Path | None]:
+        """Return where all ranks of all replicas have their files."""
+        shares = [self.of_replica(replica, num_replicas) for replica in range(num_replicas)]
+        return {share.tiers(rank, num_ranks).folder for share in shares for rank in range(num_ranks)}
+
     def length(self, settings: Settings, num_blocks: int) -> int:
         """Return the most tokens that a sequence can have."""
         return min(self.max_length or settings.length, settings.length, num_blocks * self.block_size)

@@ -12,6 +12,7 @@ from shardwise.serving.assemble import assemble
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.forecast import GOALS, choose_plan
 from shardwise.serving.identify import find_newest_run
+from shardwise.serving.kv_folder import HeldFolder, clear_others
 from shardwise.serving.limits import Limits
 from shardwise.serving.narrow_weights import check_kind
 from shardwise.serving.replicas import Replicas
@@ -68,18 +69,27 @@ def load_engine(
     named = str(find_newest_run() if source is None else source)
     dtype = None if precision is None else PRECISIONS[precision]
     chosen: str | Plan | None = None if plan in (None, "", "auto") else plan
-    num_gpus = len(find_gpus().gpus) if device is None else 1
-    if chosen is None and (num_gpus if on is None else on.num_devices) > 1:
-        settings, _, _ = describe_source(named, random_weights=random_weights, dtype=dtype)
-        chosen = choose_plan(settings, on or cluster_here(num_gpus), goal, max_length)
-    if chosen is not None:
-        from shardwise.serving.sharded import load_sharded  # Loads what ranks need, as much as torch.
+    held = HeldFolder(kv_folder)
+    try:
+        num_gpus = len(find_gpus().gpus) if device is None else 1
+        if chosen is None and (num_gpus if on is None else on.num_devices) > 1:
+            settings, _, _ = describe_source(named, random_weights=random_weights, dtype=dtype)
+            chosen = choose_plan(settings, on or cluster_here(num_gpus), goal, max_length)
+        engine: LLMEngine | Replicas
+        if chosen is not None:
+            from shardwise.serving.sharded import load_sharded  # Loads what ranks need, as much as torch.
 
-        return load_sharded(
-            named, chosen, limits, random_weights=random_weights, dtype=dtype, seed=seed, cluster=cluster
-        )
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return _load_here(named, place, limits, random_weights=random_weights, dtype=dtype, seed=seed)
+            engine = load_sharded(
+                named, chosen, limits, random_weights=random_weights, dtype=dtype, seed=seed, cluster=cluster
+            )
+        else:
+            place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            engine = _load_here(named, place, limits, random_weights=random_weights, dtype=dtype, seed=seed)
+    except BaseException:
+        held.release()
+        raise
+    engine.folder = held
+    return engine
 
 
 def _load_here(
@@ -94,6 +104,7 @@ def _load_here(
     model, identity = read_source(source, random_weights=random_weights, dtype=dtype, device=device)
     if is_gpu and warm_up is None:
         warm_up = begin_warm_up(model.settings, model.embed.weight.dtype, limits, device)
+    clear_others(limits.kv_folder, limits.folders())
     engine = assemble(model, limits, identity, seed=seed)
     if warm_up is not None:
         warm_up.result()

@@ -17,6 +17,7 @@ from dataclasses import fields
 from shardwise.errors import ShardwiseError
 from shardwise.serving.blocks import first_name, next_name
 from shardwise.serving.engine import LLMEngine
+from shardwise.serving.kv_folder import HeldFolder
 from shardwise.serving.request import Load, Request, Token, check, describe
 
 #: Seconds between two attempts to recover a replica.
@@ -39,6 +40,7 @@ class Replicas:
             first.tokenizer_source,
             first.summary,
         )
+        self.folder = HeldFolder()
         self._homes: dict[str, LLMEngine] = {}
         self._told: list[Token] = []
         #: The running step of each replica that is in one; and calls to deliver before the next step.
@@ -114,10 +116,12 @@ class Replicas:
             engine.recover()
 
     def close(self) -> None:
+        self.folder.tell_closing()
         self._is_closing.set()
         self._threads.shutdown()  # Waits for running steps.
         for each in self.engines:
             each.close()
+        self.folder.release()
 
     def _up(self) -> list[LLMEngine]:
         """Return the replicas that answer, including those that have just recovered."""

@@ -13,6 +13,7 @@ from shardwise.answer import Answer, Canvas, canvas_on
 from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.output import check_output
 from shardwise.serving.engine_options import add_engine_arguments, load_as_told
+from shardwise.serving.interrupts import ended_by_sigterm
 from shardwise.serving.text.tokenizer import BYTES
 from shardwise.trace.run import MANIFEST
 from shardwise.units import counted
@@ -30,7 +31,7 @@ Serve a model over HTTP with OpenAI's API: /v1/completions and
 MODEL is a Hugging Face folder, a run of `shardwise train` (default: the newest
 under runs/), a GGUF file, or a known model with --random-weights. With --json,
 one line with `url` and the figures is printed when the server is ready. Ctrl-C
-stops it.
+or SIGTERM stops it: requests under way have 5 seconds to end.
 """
 
 EXAMPLE = """
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         with os_errors_as(f"--record {arguments.record} is no folder to write to", remedy="--record with another"):
             arguments.record.mkdir(parents=True, exist_ok=True)
         check_output(arguments.record / MANIFEST)
-    with open_socket(arguments.host, arguments.port) as listening:
+    with ended_by_sigterm(), open_socket(arguments.host, arguments.port) as listening:
         url = url_of(listening)
         if arguments.show:
             return _shown(arguments, url, has_key=key is not None)
@@ -87,7 +88,10 @@ def run(arguments: argparse.Namespace) -> Answer:
             engine.close()
             raise
         step_aside()
-        serve_app(server.app(), listening, ready=lambda: _tell_ready(engine, server, url, as_json=arguments.json))
+        serve_app(
+            server.app(), listening, drain=server.loop.drain,
+            ready=lambda: _tell_ready(engine, server, url, as_json=arguments.json),
+        )  # fmt: skip
     count = server.num_answered
     data = {"url": url, "num_answered": count, "generation_tokens": server.loop.load.generation_tokens}
     return Answer(data=data, render=lambda canvas: canvas.print(f"stopped; {counted(count, 'answer')} given"))

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import uvicorn
 
 from shardwise.serving.http.app import Server
 from shardwise.serving.http.asked import Served
-from shardwise.serving.http.server import PatientProtocol, open_socket, url_of
+from shardwise.serving.http.server import Serving, open_socket, url_of
 from shardwise.serving.text.chat_template import ChatTemplate
 from shardwise.serving.text.grammar import Grammars
 from shardwise.serving.text.tokenizer import ByteText, Text
@@ -36,6 +35,7 @@ class Running:
     url: str
     server: Server
     engine: Any
+    serving: Serving
 
     def client(self, **more: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **more)
@@ -52,15 +52,13 @@ class Running:
 
 @contextmanager
 def running(
-    engine: Any, *, served: Served | None = None, key: str | None = None, most_waiting: int = 256
-) -> Iterator[Running]:
+    engine: Any, *, served: Served | None = None, key: str | None = None, most_waiting: int = 256,
+    grace_seconds: float = 2.0,
+) -> Iterator[Running]:  # fmt: skip
     """Serve a repeating engine, or any that comes with the words for its model."""
     server = Server(engine, served or served_by(engine), key=key, most_waiting=most_waiting)
     listening = open_socket("127.0.0.1", 0)
-    config = uvicorn.Config(
-        server.app(), http=PatientProtocol, ws="none", log_level="error", lifespan="on", timeout_graceful_shutdown=2
-    )
-    serving: Any = uvicorn.Server(config)
+    serving = Serving(server.app(), drain=server.loop.drain, grace_seconds=grace_seconds)
     thread = threading.Thread(target=lambda: asyncio.run(serving.serve(sockets=[listening])), daemon=True)
     thread.start()
     url = url_of(listening)
@@ -68,7 +66,7 @@ def running(
         assert thread.is_alive(), "the server has ended before it was up"
         thread.join(0.01)
     try:
-        yield Running(url=url, server=server, engine=engine)
+        yield Running(url=url, server=server, engine=engine, serving=serving)
     finally:
         serving.should_exit = True
         thread.join(20)

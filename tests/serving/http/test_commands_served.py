@@ -218,7 +218,7 @@ def test_a_key_that_is_missing_is_what_to_type(
 
 def test_a_signal_ends_it_and_it_says_what_it_did(served: Any) -> None:
     serving = served[2]
-    serving.send_signal(signal.SIGINT)
+    serving.send_signal(signal.SIGTERM)
     said, _ = serving.communicate(timeout=60)
     assert json.loads(said)["num_answered"] >= 1
     assert serving.returncode == 0

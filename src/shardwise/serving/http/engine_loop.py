@@ -27,6 +27,8 @@ _AHEAD = 8
 _PAUSE_SECONDS = 1.0
 _IDLE_SECONDS = 0.2
 _JOIN_SECONDS = 30.0
+_DRAIN_LOOK_SECONDS = 0.02
+_STOPPING = "the server is stopping"
 
 
 class EngineFailedError(Exception):
@@ -89,13 +91,29 @@ class EngineLoop:
         #: An engine in another process waits for its own tokens, not for our requests: `wake` interrupts that.
         self._wake: Callable[[], None] = getattr(engine, "wake", lambda: None)
         self._lock = threading.Condition()
-        self._is_closing = False
+        self._is_closing = self._is_draining = False
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._asyncio = asyncio.get_running_loop()
         self._thread.start()
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, fail those that wait, and after this many seconds those that have begun."""
+        with self._lock:
+            self._is_draining = True
+            waiting = [ticket for ticket in self._tickets.values() if ticket.begun_at is None]
+        self._stop_all(waiting)
+        until = time.monotonic() + seconds
+        while self.tickets() and time.monotonic() < until:
+            await asyncio.sleep(_DRAIN_LOOK_SECONDS)
+        self._stop_all(self.tickets())
+
+    def _stop_all(self, tickets: Sequence[Ticket]) -> None:
+        self.cancel(tickets)
+        for ticket in tickets:
+            ticket.tell(EngineFailedError(_STOPPING))
 
     async def close(self) -> None:
         """Stop: waiting requests get an error, and the engine is closed by its own thread."""
@@ -155,8 +173,8 @@ class EngineLoop:
         return made
 
     def _check_up(self) -> None:
-        if self._is_closing:
-            raise EngineFailedError("the server is stopping")
+        if self._is_closing or self._is_draining:
+            raise EngineFailedError(_STOPPING)
         if self.failure is not None:
             raise EngineFailedError(self.failure)
 
@@ -288,7 +306,7 @@ class EngineLoop:
             self._tickets.clear()
         for ticket in left:
             ticket.is_over = True
-        self._to_asyncio([(ticket, EngineFailedError("the server is stopping")) for ticket in left])
+        self._to_asyncio([(ticket, EngineFailedError(_STOPPING)) for ticket in left])
         self.engine.close()
 
 

@@ -4,7 +4,7 @@ import asyncio
 import ipaddress
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +19,8 @@ from shardwise.serving.http.api_error import ApiError
 #: How long a connection may take to send the head of a request, however slowly it arrives.
 _HEAD_SECONDS = 20.0
 _BACKLOG = 2048
+#: How long requests may go on once the server is to stop, and clients may take to receive their last words.
+_GRACE_SECONDS, _TAKING_SECONDS = 5.0, 1.0
 
 
 class PatientProtocol(H11Protocol):
@@ -118,23 +120,49 @@ def url_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve_app(app: ASGIApp, listening: socket.socket, *, ready: Callable[[], None]) -> None:
+class Serving(uvicorn.Server):
+    """uvicorn's server, over an app whose requests `drain` ends: by themselves within some seconds, or by an error."""
+
+    def __init__(
+        self, app: ASGIApp, *, drain: Callable[[float], Awaitable[None]], ready: Callable[[], None] = lambda: None,
+        grace_seconds: float = _GRACE_SECONDS,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            uvicorn.Config(
+                app, http=PatientProtocol, ws="none", log_level="error", access_log=False, lifespan="on",
+                timeout_keep_alive=30, backlog=_BACKLOG, server_header=False,
+            )
+        )  # fmt: skip
+        self._drain, self._ready, self._grace_seconds = drain, ready, grace_seconds
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop to listen at once, and end once all clients have their answers or errors."""
+        ending = asyncio.ensure_future(self._end_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_requests(self) -> None:
+        await self._drain(self._grace_seconds)
+        await asyncio.sleep(_TAKING_SECONDS)
+        connections: Any = self.server_state.connections
+        for connection in list(connections):  # Clients that do not read, or are still sending.
+            connection.transport.abort()
+
+
+def serve_app(
+    app: ASGIApp, listening: socket.socket, *, drain: Callable[[float], Awaitable[None]], ready: Callable[[], None]
+) -> None:
     """Serve until a signal arrives. `ready` is called when the first request can be answered."""
     _allow_many_connections()
-
-    class _Serving(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets=sockets)
-            if self.started:
-                ready()
-
-    config = uvicorn.Config(
-        app, http=PatientProtocol, ws="none", log_level="error", access_log=False, lifespan="on",
-        timeout_keep_alive=30, timeout_graceful_shutdown=5, backlog=_BACKLOG, server_header=False,
-    )  # fmt: skip
-    server: Any = _Serving(config)
     with suppress(KeyboardInterrupt):  # uvicorn raises the signal again after it has stopped.
-        server.run(sockets=[listening])
+        Serving(app, drain=drain, ready=ready).run(sockets=[listening])
 
 
 def _allow_many_connections() -> None:

@@ -20,19 +20,22 @@ from shardwise import __version__, environment
 from shardwise.answer import Canvas, canvas_on, json_text
 from shardwise.command_line import CommandModule, WrongCallError, make_parser, parse
 from shardwise.errors import ShardwiseError, nearest, unknown, warn_plainly
+from shardwise.interrupts import ended_by_sigterm
 from shardwise.working import working_at, working_on
 
 
 class Command(NamedTuple):
     """A row of the table: the name of a command, its module, and its purpose in one line.
 
-    A brief command computes an answer and exits: it leaves no garbage that would have to be collected.
+    A brief command computes an answer and exits: it leaves no garbage that would have to be collected. One that is
+    `stopped` by SIGTERM ends as by Ctrl-C: it has something to say then, and processes to end.
     """
 
     name: str
     module: str
     help: str
     is_brief: bool = False
+    is_stopped: bool = False
 
 
 COMMANDS = (
@@ -55,10 +58,22 @@ COMMANDS = (
     Command("status", "shardwise.launch.status_command", "show the state of a run: hosts, steps, restarts and why"),
     Command("report", "shardwise.explain.report_command", "write a page that shows a run, or compares two"),
     Command("doctor", "shardwise.explain.doctor_command", "find what slows a run down, and print the remedy"),
-    Command("serve", "shardwise.serving.serve_command", "serve a model behind OpenAI's API, with a chat page"),
-    Command("chat", "shardwise.serving.chat_command", "chat with a model in the terminal"),
-    Command("bench", "shardwise.serving.bench_command", "measure a server: first token, next tokens, throughput"),
-    Command("generate", "shardwise.serving.generate_command", "answer a file of requests, without a server"),
+    Command(
+        "serve",
+        "shardwise.serving.serve_command",
+        "serve a model behind OpenAI's API, with a chat page",
+        is_stopped=True,
+    ),
+    Command("chat", "shardwise.serving.chat_command", "chat with a model in the terminal", is_stopped=True),
+    Command(
+        "bench",
+        "shardwise.serving.bench_command",
+        "measure a server: first token, next tokens, throughput",
+        is_stopped=True,
+    ),
+    Command(
+        "generate", "shardwise.serving.generate_command", "answer a file of requests, without a server", is_stopped=True
+    ),
     Command("data", "shardwise.training.data.command", "make token files from text, JSON lines and Parquet"),
     Command("convert", "shardwise.training.convert_command", "convert checkpoints to Hugging Face folders and back"),
 )
@@ -118,7 +133,8 @@ def _obey(words: list[str], *, has_process: bool) -> int:
     arguments = parse(parser, words[1:], module, remedy_for=_in_the_plan)
     with nullcontext() if arguments.json else working_on(sys.stderr):
         working_at(parser.prog)
-        answer = module.run(arguments)
+        with ended_by_sigterm() if command.is_stopped and has_process else nullcontext():
+            answer = module.run(arguments)
     try:
         if arguments.json:
             canvas.print(json_text(answer.data))

@@ -15,7 +15,6 @@ from shardwise.output import check_output, save_output
 from shardwise.serving.batch_file import CHAT_URL, Line, answer_all, answer_of, read_lines, write_line
 from shardwise.serving.batch_part import AnswersSoFar, hash_of
 from shardwise.serving.engine_options import add_engine_arguments, load_as_told
-from shardwise.serving.interrupts import ended_by_sigterm
 from shardwise.serving.served import Words, read_words, served_by
 from shardwise.serving.summary import Summary
 from shardwise.units import counted
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     lines = list(read_lines(text))
     _warn_of_refused(lines)
     words, model = _look_at_model(arguments, lines)
-    with ended_by_sigterm(), AnswersSoFar(target) as so_far:
+    with AnswersSoFar(target) as so_far:
         hashes = {line.name: hash_of(model, line.custom_id, line.url, line.body) for line in lines}
         num_kept = _take_over(so_far, lines, hashes)
         ran = _Ran()

@@ -9,6 +9,7 @@ from shardwise import environment
 from shardwise.cluster.local import available_bytes
 from shardwise.errors import ShardwiseError
 from shardwise.nets.settings import Settings
+from shardwise.serving.kv_folder import HeldFolder, clear_others
 from shardwise.serving.tier_store import TierBytes
 from shardwise.units import format_bytes
 
@@ -73,10 +74,15 @@ class Limits:
             kv_folder=None if self.kv_folder is None else self.kv_folder / f"replica-{replica}",
         )
 
-    def folders(self, num_replicas: int = 1, num_ranks: int = 1) -> set[Path | None]:
-        """Return where all ranks of all replicas have their files."""
+    def hold_folder(self) -> HeldFolder:
+        """Hold the folder of the files, if there is one. Refuses one that another engine has."""
+        return HeldFolder(self.kv_folder)
+
+    def clear_folder(self, num_replicas: int = 1, num_ranks: int = 1) -> None:
+        """Remove the files of engines with another number of replicas, or of ranks in each."""
         shares = [self.of_replica(replica, num_replicas) for replica in range(num_replicas)]
-        return {share.tiers(rank, num_ranks).folder for share in shares for rank in range(num_ranks)}
+        used = {share.tiers(rank, num_ranks).folder for share in shares for rank in range(num_ranks)}
+        clear_others(self.kv_folder, used)
 
     def length(self, settings: Settings, num_blocks: int) -> int:
         """Return the most tokens that a sequence can have."""

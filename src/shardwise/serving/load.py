@@ -12,7 +12,6 @@ from shardwise.serving.assemble import assemble
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.forecast import GOALS, choose_plan
 from shardwise.serving.identify import find_newest_run
-from shardwise.serving.kv_folder import HeldFolder, clear_others
 from shardwise.serving.limits import Limits
 from shardwise.serving.narrow_weights import check_kind
 from shardwise.serving.replicas import Replicas
@@ -69,7 +68,7 @@ def load_engine(
     named = str(find_newest_run() if source is None else source)
     dtype = None if precision is None else PRECISIONS[precision]
     chosen: str | Plan | None = None if plan in (None, "", "auto") else plan
-    held = HeldFolder(kv_folder)
+    held = limits.hold_folder()
     try:
         num_gpus = len(find_gpus().gpus) if device is None else 1
         if chosen is None and (num_gpus if on is None else on.num_devices) > 1:
@@ -104,7 +103,7 @@ def _load_here(
     model, identity = read_source(source, random_weights=random_weights, dtype=dtype, device=device)
     if is_gpu and warm_up is None:
         warm_up = begin_warm_up(model.settings, model.embed.weight.dtype, limits, device)
-    clear_others(limits.kv_folder, limits.folders())
+    limits.clear_folder()
     engine = assemble(model, limits, identity, seed=seed)
     if warm_up is not None:
         warm_up.result()

@@ -13,7 +13,6 @@ from shardwise.answer import Answer, Canvas, canvas_on
 from shardwise.errors import ShardwiseError, os_errors_as
 from shardwise.output import check_output
 from shardwise.serving.engine_options import add_engine_arguments, load_as_told
-from shardwise.serving.interrupts import ended_by_sigterm
 from shardwise.serving.text.tokenizer import BYTES
 from shardwise.trace.run import MANIFEST
 from shardwise.units import counted
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         with os_errors_as(f"--record {arguments.record} is no folder to write to", remedy="--record with another"):
             arguments.record.mkdir(parents=True, exist_ok=True)
         check_output(arguments.record / MANIFEST)
-    with ended_by_sigterm(), open_socket(arguments.host, arguments.port) as listening:
+    with open_socket(arguments.host, arguments.port) as listening:
         url = url_of(listening)
         if arguments.show:
             return _shown(arguments, url, has_key=key is not None)

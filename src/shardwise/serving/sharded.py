@@ -12,7 +12,6 @@ from shardwise.serving.assemble import Identity, Room, make_engine
 from shardwise.serving.blocks import BlockPool
 from shardwise.serving.engine import LLMEngine
 from shardwise.serving.kv_cache import block_bytes
-from shardwise.serving.kv_folder import clear_others
 from shardwise.serving.limits import Limits, check_room, count_blocks, reserve_bytes
 from shardwise.serving.ranked import Model, RankedRunner, layers_by_speed, ranks_for
 from shardwise.serving.ranked_tiers import make_ranked_tiers
@@ -56,7 +55,7 @@ def load_sharded(
                   weights=limits.weights)  # fmt: skip
     seating = None if ranks is not None else seat(settings, shard, num_replicas, str(found), cluster)
 
-    clear_others(limits.kv_folder, limits.folders(num_replicas, shard.num_ranks))
+    limits.clear_folder(num_replicas, shard.num_ranks)
 
     def one(replica: int) -> LLMEngine:
         own = model

@@ -135,9 +135,14 @@ class Quantised(nn.Module):
         return made
 
 
-@program({"dp": f"{DIFFERENT['dp']}|counts the rows", "cp": "a part of a sequence gives other numbers than the whole"})
+@program(
+    {
+        "dp": f"{DIFFERENT['dp']}|counts the rows", "microbatches": "neither their mean by rows nor their sum",
+        "cp": "a part of a sequence gives other numbers than the whole",
+    }
+)  # fmt: skip
 def a_codebook(parallelize: Parallelize) -> Result:
-    """VQ-VAE."""
+    """VQ-VAE, whose codes move towards a batch before its rows read them."""
     return trained(start(parallelize, small_net(block=Quantised)))
 
 

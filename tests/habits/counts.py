@@ -51,7 +51,7 @@ def rows_counted_in_a_buffer(parallelize: Parallelize) -> Result:
     return trained(start(parallelize, Seen().double()))
 
 
-@program(COUNTED, whole=True)
+@program({**COUNTED, "microbatches": CUT["pp"]}, whole=True)
 def a_warm_up_by_rows_seen(parallelize: Parallelize) -> Result:
     """The same, and scores depend on it."""
     return trained(start(parallelize, Seen(warms=True).double()))

@@ -20,6 +20,7 @@ from tests.nets.families import save_theirs
 from tests.serving.http.repeating import Elsewhere, RepeatingEngine, load_none
 from tests.serving.http.serving_here import running, served_by
 from tests.serving.http.test_overload import wait_until
+from tests.serving.text.test_text import byte_level
 
 
 def ask(name: str, text: str, **options: Any) -> Request:
@@ -112,6 +113,28 @@ def test_an_engine_that_is_started_again_has_the_model_that_it_had(
             engine.recover()
         engine.add(ask("a", "say: a"))
         assert list(answers(engine)) == ["a"]
+
+
+def test_a_model_whose_texts_have_other_tokens_by_now_is_not_served_on(tmp_path: Path) -> None:
+    """Prompts are written in the HTTP process, with the tokenizer of the first start."""
+    save_theirs("llama", tmp_path)
+    made = byte_level()
+    made.save(str(tmp_path / "tokenizer.json"))
+    arguments = Namespace(model=str(tmp_path), random_weights=False)
+    reading = Reading(arguments)
+    reading.look(look_at_model(arguments))
+    made.save(str(tmp_path / "tokenizer.json"), pretty=False)  # The same, in another form.
+    with pytest.warns(UserWarning, match="have changed: from now on the new weights are served"):
+        reading.look(look_at_model(arguments))
+    made.add_tokens(["more"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    for _ in range(2):  # It is tried again and again.
+        with pytest.raises(ShardwiseError, match="the tokenizer, the chat template or .* has changed"):
+            reading.look(look_at_model(arguments))
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    with pytest.raises(ShardwiseError, match="the chat template"):
+        reading.look(look_at_model(arguments))
 
 
 def test_what_is_known_before_weights_are_read_can_end_the_start() -> None:

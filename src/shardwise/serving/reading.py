@@ -5,7 +5,8 @@ import warnings
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from shardwise.serving.generation_config import Suggested
+from shardwise.errors import ShardwiseError
+from shardwise.serving.generation_config import GENERATION, Suggested
 from shardwise.serving.served import Words, read_words
 
 
@@ -40,9 +41,27 @@ class Reading:
         if self.words is None:
             # An engine that is started again has the same model, even if there is a newer run by then.
             self._arguments.model, self._fingerprint = found.model, found.fingerprint
-            self.words = read_words(found.tokenizer_source, found.suggested, chats=find_spec("jinja2") is not None)
+            self.words = _words_of(found)
         elif found.fingerprint != self._fingerprint:
+            self._check_same(found, self.words)
             self._fingerprint = found.fingerprint
             warnings.warn(
                 f"the files of {found.model} have changed: from now on the new weights are served", stacklevel=2
             )
+
+    def _check_same(self, found: Found, before: Words) -> None:
+        """Refuse a model whose texts have other tokens by now: prompts are written with the words of the first."""
+        if _said(_words_of(found)) != _said(before):
+            raise ShardwiseError(
+                f"the tokenizer, the chat template or {GENERATION} of {found.model} has changed",
+                remedy="start the server again",
+            )
+
+
+def _words_of(found: Found) -> Words:
+    return read_words(found.tokenizer_source, found.suggested, chats=find_spec("jinja2") is not None)
+
+
+def _said(words: Words) -> tuple[object, ...]:
+    text = words.text
+    return text.grammar_source(), text.template, text.tools_template, text.named, dict(words.sampling)

@@ -73,6 +73,17 @@ def test_a_stop_string_is_never_shown_not_even_in_part(client: openai.OpenAI) ->
     assert ask(client, "say: one EN", stop="END").choices[0].message.content == "one EN"
 
 
+def test_a_stop_string_within_the_least_tokens_is_text(client: openai.OpenAI) -> None:
+    """As the end of a text is not written there either. As in vLLM, one that ends with them is text too."""
+    for least, right in ((0, "one "), (6, "one "), (7, "one END two "), (15, "one END two END three")):
+        for is_streamed in (False, True):
+            found = ask(
+                client, "say: one END two END three", stop="END", stream=is_streamed, extra_body={"min_tokens": least}
+            )
+            parts = [each.choices[0].delta.content or "" for each in found] if is_streamed else []
+            assert ("".join(parts) if is_streamed else found.choices[0].message.content) == right
+
+
 def test_several_answers_have_their_places(client: openai.OpenAI) -> None:
     answer = ask(client, "letters", n=3, seed=5, max_tokens=8)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]

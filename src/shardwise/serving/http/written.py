@@ -101,7 +101,8 @@ class Written:
 
     def _show(self, text: str) -> str:
         self._num_characters += len(text)
-        text = self._stops.add(text)
+        may_stop = self.num_tokens >= self.request.sampling.min_tokens
+        text = self._stops.add(text, may_stop=may_stop)
         return text if self._calls is None else self._calls.add(text)
 
     def _look_for_end(self, token: Token) -> None:

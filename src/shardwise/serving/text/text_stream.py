@@ -68,13 +68,15 @@ class StopStrings:
         self._stops, self._held = tuple(stops), ""
         self.has_stopped = False
 
-    def add(self, text: str) -> str:
-        """Return what may be shown now. After a stop string there is nothing more."""
+    def add(self, text: str, *, may_stop: bool = True) -> str:
+        """Return what may be shown now. After a stop string there is nothing more; one that ends where the text may not
+        stop is text.
+        """
         if self.has_stopped:
             return ""
         self._held += text
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if found:
+        if found and may_stop:
             self.has_stopped = True
             shown, self._held = self._held[: min(found)], ""
             return shown

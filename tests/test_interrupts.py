@@ -1,6 +1,5 @@
 """SIGTERM ends a command as Ctrl-C does."""
 
-import os
 import signal
 import threading
 
@@ -12,8 +11,7 @@ from shardwise.interrupts import ended_by_sigterm
 def test_sigterm_is_an_interrupt_within_and_what_it_was_before_after() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), ended_by_sigterm():
-        os.kill(os.getpid(), signal.SIGTERM)
-        threading.Event().wait(10)
+        signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before
 
 

@@ -129,7 +129,7 @@ def test_a_model_whose_texts_have_other_tokens_by_now_is_not_served_on(tmp_path:
     made.add_tokens(["more"])
     made.save(str(tmp_path / "tokenizer.json"))
     for _ in range(2):  # It is tried again and again.
-        with pytest.raises(ShardwiseError, match="the tokenizer, the chat template or .* has changed"):
+        with pytest.raises(ShardwiseError, match=r"the tokenizer, the chat template or .* has changed"):
             reading.look(look_at_model(arguments))
     byte_level().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")

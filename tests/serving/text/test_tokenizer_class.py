@@ -1,6 +1,7 @@
 """Entries of `tokenizer_config.json` that change tokens: the tokens are those of transformers."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def of_pieces(scheme: str) -> Any:
     return made
 
 
-MADE = {
+MADE: dict[str, Callable[[], Any]] = {
     "bytes": byte_level,
     "a pattern": of_bytes,
     "pieces": sentencepiece,
@@ -77,7 +78,8 @@ def test_entries_beside_a_tokenizer_change_tokens_as_in_transformers(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"unk_token": end, **entries}), encoding="utf-8")
     shape = {"model_type": model, "vocab_size": 400, "transformers_version": "5.1.0"}
     (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-    theirs, ours = hf.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    theirs: Any = hf.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
     for text in TEXTS:
         tokens = theirs.encode(text, add_special_tokens=False)
         assert ours.encode(text, special=False) == tokens

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from shardwise.states.optimizer_copy import leaving_no_trace
 from shardwise.states.optimizers.steps_in_turn import works_in_turn
 from shardwise.states.tiers.step_numbers import StepNumbers
 
@@ -94,3 +95,14 @@ def test_calls_of_one_step_count_once_and_what_others_set_stays() -> None:
     optimizer.num_steps = 7
     with numbers.call(2):
         assert optimizer.num_steps == 7
+
+
+@pytest.mark.parametrize("kind", [Counted, Around])
+def test_what_comes_into_the_state_while_a_copy_is_tried_stays(kind: Any) -> None:
+    """A script sets a rate, and its optimizer is tried again: state of the last step may be on its way to the host."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer: Any = kind([weight], lr=0.1)
+    optimizer.state[weight] = {"exp_avg": torch.zeros(3)}
+    with leaving_no_trace(optimizer):
+        optimizer.state[weight]["exp_avg"].fill_(7)
+    assert optimizer.state[weight]["exp_avg"].tolist() == [7, 7, 7]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise.stages.split.drawn_state import (
     MOST_BYTES,
@@ -64,7 +65,7 @@ class PythonState:
     """A snapshot that `restore` puts back. `roots` are a module, and functions.
 
     The values of buffers are saved: of other modules that are reached (a criterion, a critic that the loss calls), and,
-    if `with_buffers`, of the first root too. Those of parameters never are.
+    if `with_buffers`, of the first root too. Those of parameters never are, and no optimizer's state.
     """
 
     def __init__(self, *roots: Any, with_buffers: bool = False) -> None:
@@ -179,6 +180,8 @@ class PythonState:
         if hasattr(each, "__dict__"):
             self._kept.append(_Kept(name, vars(each), vars(each).copy()))
             held.update(vars(each))
+        if isinstance(each, Optimizer):  # Copies of its state may be on their way to the host.
+            held.pop("state", None)
         return [(_joined(name, key), value) for key, value in held.items()]
 
     def _note_function(self, name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:

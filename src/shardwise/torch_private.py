@@ -17,7 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import graph as autograd_graph
 from torch.autograd.graph import Node
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormModule
 from torch.nn.modules.batchnorm import _NormBase as RunningNormModule
 from torch.nn.modules.dropout import _DropoutNd as DropoutModule
@@ -741,3 +742,13 @@ COMPILED_CALL = "_TorchDynamoContext.__call__."
 def is_compiled_function(function: object) -> bool:
     """Whether `torch.compile(function)` has made it. There is no public way to ask."""
     return getattr(function, "_torchdynamo_orig_callable", None) is not None
+
+
+def attend_within_modes(*args: Any, **kwargs: Any) -> Any:
+    """Call `multi_head_attention_forward`, within function modes that see what it calls.
+
+    It asks for modes itself, and is a single call to them; no public way into it.
+    """
+    whole = functional.multi_head_attention_forward
+    names = {**vars(functional), "has_torch_function": lambda _: False}
+    return FunctionType(whole.__code__, names, whole.__name__, whole.__defaults__)(*args, **kwargs)

@@ -1,5 +1,7 @@
 """A small transformer that drops everywhere, trained under a plan."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,17 +88,74 @@ class Experts(nn.Module):
         return x + made.view_as(x)
 
 
-def train_experts(plan: str) -> dict[str, Tensor]:
+class Late(nn.Module):
+    """Between cut layers: a dropout of which the script raises the probability after the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(self.drop(torch.tanh(self.up(self.norm(x)))))
+        return found
+
+
+class Recurrent(nn.Module):
+    """Drops between its layers, inside of a function of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(WIDTH, 8), nn.Linear(8, 3)
+        self.lstm = nn.LSTM(8, 8, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        found: Tensor = self.head(self.lstm(self.embed(input))[0].mean(1))
+        return found
+
+
+class Joint(nn.Module):
+    """Attention of torch, which drops its weights inside of one function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with_weights: Tensor = self.attention(x, x, x)[0]
+        found: Tensor = self.attention(with_weights, x, x, need_weights=False)[0]
+        return found
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "experts": Experts,
+    "attention": Joint,
+    "encoder": partial(nn.TransformerEncoderLayer, WIDTH, HEADS, 24, 0.3, batch_first=True),
+    "late": Late,
+    "recurrent": Recurrent,
+}
+
+
+def train_layers(kind: str, plan: str) -> dict[str, Tensor]:
     """The weights after a few steps, with another seed of torch on each rank."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(WORDS, WIDTH), Experts(), Experts(), nn.Linear(WIDTH, WORDS)).double()
-    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 7)
+    layers, net = [LAYERS[kind](), LAYERS[kind]()], nn.Module()
     batch = {"input": batch_of(ROWS, 3, WORDS, 0)["input_ids"]}
+    if kind == "recurrent":
+        net = layers[0].double()
+        batch = {"input": torch.randn(ROWS, 3, WIDTH, dtype=torch.float64)}
+    else:
+        net = nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS)).double()
     with parallelize(
         net, plan, loss=lambda output, _: output.square().mean(), optimizer=lambda p: SGD(p, lr=0.1), example=batch,
+        verify=True,
     ) as engine:  # fmt: skip
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 7)
         for _ in range(NUM_STEPS):
             engine.train_step(batch)
+            for each in layers:
+                if isinstance(each, Late):
+                    each.drop.p = 0.4
         return {name: each.clone() for name, each in engine.state_dict().items()}
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.engine.parallelize import parallelize
+from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import Ranks
 from shardwise.sharding.dropout import Dropouts, Place
 from tests.sharding import dropping
@@ -61,12 +62,23 @@ def test_four_ranks_drop_what_one_device_drops(
     check(four, plan, plain)
 
 
-def test_tokens_of_an_expert_are_dropped_alike_by_ranks_with_seeds_of_their_own(two: Ranks) -> None:
-    """Ranks that compute an expert together once drew from torch's generators, and trained two models."""
-    alone = dropping.train_experts("dp=1")
-    for found in two.run(dropping.train_experts, "tp=2"):
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2,microbatches=2"])
+@pytest.mark.parametrize("kind", ["experts", "attention", "encoder", "late"])
+def test_ranks_with_seeds_of_their_own_drop_alike(kind: str, plan: str, two: Ranks) -> None:
+    """Tokens that chose an expert, weights of torch's own attention, a dropout that drops from the second step on:
+    ranks that compute them together once drew from torch's generators, and trained two models."""
+    if kind == "experts" and plan != "tp=2":
+        return  # Which rows an expert is given is not the same in parts of a batch.
+    alone = dropping.train_layers(kind, "dp=1")
+    for found in two.run(dropping.train_layers, kind, plan):
         for name, each in alone.items():
             torch.testing.assert_close(found[name], each, msg=name)
+
+
+def test_dropout_inside_of_a_recurrent_layer_must_be_drawn_alike(two: Ranks) -> None:
+    """It draws from torch's generators, and trials do not see it: nothing of the module is cut."""
+    with pytest.raises(ShardwiseError, match="not at the same place of their generators"):
+        two.run(dropping.train_layers, "recurrent", "tp=2")
 
 
 def test_microbatches_and_recomputation_drop_the_same(plain: tuple[list[float], dict[str, torch.Tensor]]) -> None:

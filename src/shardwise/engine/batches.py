@@ -85,10 +85,10 @@ class Batches:
         )  # fmt: skip
 
     @staticmethod
-    def _draws(parts: Parts) -> bool | None:
-        """Whether forwards may draw from torch's generators; None if layers are cut, and were not tried."""
+    def _draws(parts: Parts) -> bool:
+        """Whether forwards may draw from torch's generators: cut layers were tried, unless that was not asked for."""
         tensor = parts.sharded.tensor
-        return tensor is None or tensor.draws or (False if parts.options.verify else None)
+        return tensor is None or tensor.draws or not parts.options.verify
 
     def cut(self, batch: Batch, what: str = "step", *, predicts: bool = False) -> list[Batch]:
         """Return the microbatches of this process, on its device. `predicts`: they are used without a loss."""

@@ -54,7 +54,10 @@ def make_execution(parts: Parts, states: States) -> Execution:
     trainer, evaluator = (_make_executor(each, parts, states, transport, measures=True) for each in both)
     dropouts = None
     if not parts.options.compile:
-        dropouts = sharded.attach_dropouts(parts.module, parts.options.seed, parts.callers, parts.calls_before)
+        may_rest = not parts.options.graphs or parts.plan.num_ranks > 1  # A graph has no masks.
+        dropouts = sharded.attach_dropouts(
+            parts.module, parts.options.seed, parts.callers, parts.calls_before, may_rest=may_rest
+        )
     batches = Batches(parts, states.data.updates.optimizers)
     losses = LossSum(
         wires, trainer.interpreters, num_alike=parts.plan.tp, waits=lambda: states.written.are_there, same=batches.same

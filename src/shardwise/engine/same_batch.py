@@ -99,7 +99,7 @@ class SameBatch:
     def __init__(
         self, plan: Plan, wires: Wires, *, is_local: bool, settings: Callable[[], int] | None = None,
         outside: _Told | None = None, routes: Sequence[Route] = (), values: _Told | None = None,
-        device: torch.device | None = None, computed: Sequence[Any] = (), draws: bool | None = True,
+        device: torch.device | None = None, computed: Sequence[Any] = (), draws: bool = True,
         parts: PartsAlike | None = None, in_python: bool = False,
     ) -> None:  # fmt: skip
         self._plan, self._wires, self._is_local = plan, wires, is_local

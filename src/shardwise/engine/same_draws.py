@@ -31,18 +31,16 @@ class SameDraws:
     """The states of this rank's generators at the start of a step, and which of them steps draw from.
 
     `is_early`: the hash of a step is sent before all of its forwards are over, as with stages; then draws of earlier
-    steps are compared. If `of_torch` is false, torch's generators are ignored: sharded layers take seeds from them for
-    dropout, and no forward was seen to draw (`sharding/rng_tracker.py`). If it is None, draws are unknown, and the code
-    of what is `computed`, a module and a loss, is searched for names that draw.
+    steps are compared. Before a forward they are compared if the code of what is `computed`, a module and a loss, names
+    what draws, unless a trial has drawn nothing from torch's generators: then `of_torch` is false. After it they are
+    compared if it has drawn: dropouts that are not ours (of an LSTM) are off in trials.
     """
 
-    def __init__(
-        self, device: torch.device, computed: Sequence[Any], *, is_early: bool, of_torch: bool | None = True
-    ) -> None:
+    def __init__(self, device: torch.device, computed: Sequence[Any], *, is_early: bool, of_torch: bool = True) -> None:
         self._device, self._is_early = device, is_early
         #: Whether a step may draw from the generators of Python, NumPy and torch, by its code.
         self._by_code = cache(partial(may_draw_by, *computed))
-        self._of_torch = self._by_code()[2] if of_torch is None else of_torch
+        self._of_torch = of_torch
         self._before: list[bytes] = []
         self._drawn: set[int] = set()
         self._had_others = False
@@ -54,6 +52,7 @@ class SameDraws:
         from the generators of Python or NumPy.
         """
         python, numpy, of_torch = self._by_code()  # A thread of the script may have drawn during the trial.
+        of_torch = of_torch and self._of_torch
         asked = (in_python and python, in_python and numpy, of_torch, of_torch)
         kept = [state for state, is_asked in zip(self._told(), asked, strict=False) if is_asked]
         return _hash_of(kept) if kept else 0.0
@@ -83,9 +82,8 @@ class SameDraws:
         """Return for each generator a value that is equal as long as nothing is drawn from it."""
         _, words, normal = random.getstate()
         found = [f"{hash(words)} {normal}".encode(), told_of_numpy() or b""]
-        if self._of_torch:
-            found.append(torch.get_rng_state().numpy().tobytes())
-        if self._of_torch and self._device.type == "cuda":
+        found.append(torch.get_rng_state().numpy().tobytes())
+        if self._device.type == "cuda":
             found.append(torch.cuda.get_rng_state(self._device).numpy().tobytes())
         return found
 

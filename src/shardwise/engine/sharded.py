@@ -106,9 +106,11 @@ class Sharded:
         restore_layers(module)
 
     def attach_dropouts(
-        self, module: nn.Module, seed: int, callers: Collection[str], before: Sequence[Mapping[str, int]]
-    ) -> Dropouts | None:
-        """Make dropout masks, also of `callers` of dropout functions, independent of the plan."""
+        self, module: nn.Module, seed: int, callers: Collection[str], before: Sequence[Mapping[str, int]], *,
+        may_rest: bool,
+    ) -> Dropouts | None:  # fmt: skip
+        """Make dropout masks, also of `callers` of dropout functions, independent of the plan. None if there are none,
+        or, unless they `may_rest`, if all drop nothing so far."""
         trackers = find_trackers(module)
         dropouts = Dropouts(
             seed=seed,
@@ -117,7 +119,8 @@ class Sharded:
             attends=self._plan.cp == 1,
             before=before,
         )
-        if not dropouts.attach(module, callers):
+        drops = dropouts.attach(module, callers)
+        if not drops and not (may_rest and dropouts.resting):
             return None
         if self.context is not None:
             self.context.drops = dropouts.weight_drop

@@ -16,14 +16,16 @@ each time. Its calls are numbered, continuing from the earlier stages; a recompu
 first one (`dropout_calls.py`).
 
 `nn.Dropout` modules are found by type. Modules that call these functions, possibly several times, are found in one run
-(`Finding`). The position of an attention weight is its head, query and key. Attention with dropout materialises all of
-its weights, because fused kernels draw their own masks.
+(`Finding`), and so is `nn.MultiheadAttention`, which calls them inside of one of torch's functions. The position of an
+attention weight is its head, query and key. Attention with dropout materialises all of its weights, because fused
+kernels draw their own masks.
 
 Rows that a forward has selected, as those of one expert, have no place in the batch. Their masks are numbered as they
 come: the same on ranks with the same tokens, and for a recomputed forward, but not under every plan.
 """
 
 import hashlib
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,11 +45,19 @@ from shardwise.sharding.rng_tracker import Channels
 from shardwise.sharding.wrap_forward import wrap_forward
 from shardwise.stages.batch import length_of
 from shardwise.stages.stage import Batch
-from shardwise.torch_private import SAFE_SOFTMAX, DropoutModule, backward_id, checkpoint_here
+from shardwise.torch_private import (
+    SAFE_SOFTMAX,
+    DropoutModule,
+    attend_within_modes,
+    backward_id,
+    checkpoint_here,
+)
 
 __all__ = ["AttentionArguments", "Dropouts", "Finding", "Place", "WeightDrop", "num_tokens_of"]
 
 _DROPOUT = (functional.dropout, torch.dropout)
+_ATTENTION = functional.multi_head_attention_forward
+_ATTENTION_ARGUMENTS = inspect.signature(_ATTENTION)
 
 
 class AttentionArguments(NamedTuple):
@@ -134,6 +144,9 @@ def _drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if func in _DROPOUT:
         _, probability, is_training, _ = _dropout_arguments(*args, **kwargs)
         return bool(probability) and is_training
+    if func is _ATTENTION:
+        given = _ATTENTION_ARGUMENTS.bind(*args, **kwargs).arguments
+        return bool(given["dropout_p"]) and bool(given.get("training", True))
     return False
 
 
@@ -158,6 +171,8 @@ class Dropouts:
     before: Sequence[Mapping[str, int]] = ()
     #: Called with everything that is dropped from.
     watch: Callable[[Tensor], None] | None = None
+    #: Dropouts that drop nothing so far, by name: a script may set their probability later.
+    resting: dict[str, nn.Dropout] = field(default_factory=dict)
     _places: dict[int, Place] = field(default_factory=dict)
     _now: Place | None = None
     _callers: "list[_Caller]" = field(default_factory=list)
@@ -174,15 +189,19 @@ class Dropouts:
 
         `callers` are the names of the latter: see `Finding`.
         """
-        found = {name: each for name, each in module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0}
+        every = {name: each for name, each in module.named_modules() if isinstance(each, nn.Dropout)}
+        found = {name: each for name, each in every.items() if each.p > 0}
         for name, each in found.items():
             wrap_forward(each, partial(self._drop, name))
+        self.resting = {name: each for name, each in every.items() if name not in found}
         for name in callers:
             wrap_forward(module.get_submodule(name), partial(self._answer, name))
         return bool(found or callers)
 
     def take(self, microbatches: Sequence[Batch], first: Place) -> None:
         """Set the places of the microbatches of a step: consecutive rows, beginning at `first`."""
+        for name in [name for name, each in self.resting.items() if each.p > 0]:
+            wrap_forward(self.resting.pop(name), partial(self._drop, name))
         self._places = {key: place for key, place in self._places.items() if place.step >= first.step - 1}
         row = first.first_row
         for microbatch in microbatches:
@@ -268,6 +287,9 @@ class _Caller(TorchFunctionMode):
             # A checkpoint inside this forward reruns part of it in the backward, where this mode is not active. The
             # checkpoint restores torch's own generators, so torch's dropout repeats correctly.
             return func(*args, **kwargs)
+        if func is _ATTENTION and _drops(func, args, kwargs):
+            with self:
+                return attend_within_modes(*args, **kwargs)
         if func in _DROPOUT and _drops(func, args, kwargs):
             answer = self._drop(*_dropout_arguments(*args, **kwargs))
         elif self._dropouts.attends and _drops(func, args, kwargs):

@@ -134,6 +134,8 @@ class SteadyDropout(TorchFunctionMode):
         del types
         if func is functional.scaled_dot_product_attention:
             args, kwargs = _with_argument(args, kwargs or {}, 4, "dropout_p", 0.0)
+        elif func is functional.multi_head_attention_forward:
+            args, kwargs = _with_argument(args, kwargs or {}, 10, "dropout_p", 0.0)
         elif func is functional.dropout or func is torch.dropout:
             probability = args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)
             if probability < 1:  # With probability 1 the result is zeros, as it is.

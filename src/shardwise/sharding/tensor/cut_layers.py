@@ -52,6 +52,8 @@ class LayerCutter:
         self._names = dict(module.named_parameters(remove_duplicate=False))
         self._made: dict[int, tuple[nn.Parameter, Shards]] = {}
         self._inside: set[int] = set()
+        #: Whether there are dropouts that drop nothing so far.
+        self._rests = any(isinstance(each, nn.Dropout) and not each.p for each in module.modules())
         self._words: dict[int, int] = {}
         self.cut: dict[str, str] = {}
         self.notes: list[str] = []
@@ -67,7 +69,7 @@ class LayerCutter:
 
     def cut_region(self, region: Region, seen: ChannelTrace) -> None:
         """Cut the columns and rows of a region."""
-        group, rng = self._group, self._rng(region) if region.draws else None
+        group, rng = self._group, self._rng(region) if region.draws or (self._rests and region.rows) else None
         sets: list[tuple[Tensor, ColumnSet]] = []
         for name, runs in region.columns.items():
             layer = self._module.get_submodule(name)
@@ -100,7 +102,8 @@ class LayerCutter:
     def _rng(self, region: Region) -> RngTracker:
         runs = next(iter(region.rows.values()))
         mine = tuple(place for start, stop in runs[self._group.rank] for place in range(start, stop))
-        return RngTracker(self._group, Channels(mine, max(stop for some in runs for _, stop in some)))
+        channels = Channels(mine, max(stop for some in runs for _, stop in some))
+        return RngTracker(self._group, channels, draws=region.draws)
 
     def _correct(self, region: Region, seen: ChannelTrace) -> None:
         """Correct the head counts of modules that hold a region's layers, if its pieces are heads."""

@@ -176,13 +176,11 @@ class PythonState:
     def _note_attributes(self, name: str, each: Any) -> _Next:
         slots = slots_of(each)
         self._watch(name, slots)
-        held = {} if slots is None else slots.read()
+        held = {**({} if slots is None else slots.read()), **getattr(each, "__dict__", {})}
         if hasattr(each, "__dict__"):
             self._kept.append(_Kept(name, vars(each), vars(each).copy()))
-            held.update(vars(each))
-        if isinstance(each, Optimizer):  # Copies of its state may be on their way to the host.
-            held.pop("state", None)
-        return [(_joined(name, key), value) for key, value in held.items()]
+        # Copies of an optimizer's state may be on their way to the host.
+        return [(_joined(name, k), v) for k, v in held.items() if k != "state" or not isinstance(each, Optimizer)]
 
     def _note_function(self, name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
         if not is_theirs(function):

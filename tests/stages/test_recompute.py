@@ -190,6 +190,36 @@ def test_what_drops_inside_of_a_checkpoint_of_a_module_drops_the_same_again() ->
     assert all(torch.allclose(found[name], each, atol=1e-6) for name, each in wanted.items())
 
 
+class Latents(nn.Module):
+    """Attention to one tensor as keys and values, which are projected together as long as they are one object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_TOKENS, 8)
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(8, NUM_TOKENS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = seen = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x * 0.5, seen, seen, need_weights=False)[0]
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _latents() -> Latents:
+    torch.manual_seed(5)
+    return Latents()
+
+
+def test_a_tensor_that_is_given_twice_is_one_tensor_again() -> None:
+    with an_engine("recompute=full,microbatches=2", _latents()) as engine:
+        engine.train_step(tokens())
+        again = engine.train_step(tokens())
+    with an_engine("microbatches=2", _latents()) as plain:
+        plain.train_step(tokens())
+        assert plain.train_step(tokens()) == again
+
+
 def test_some_layers_of_each_stage_are_recomputed() -> None:
     calls: list[str] = []  # No dictionary: its entries are as they were after a second forward.
     net = Net(num_blocks=6)

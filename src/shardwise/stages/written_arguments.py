@@ -4,6 +4,7 @@ A recomputed unit must find them as its first run did. Which arguments it writes
 first call all of its tensors are copied, before all others only those that are known to be written.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,18 @@ from shardwise.torch_private import version_of
 
 #: An argument's place, or its name.
 _Key = int | str
+
+
+def _each_once(tensors: Mapping[_Key, Tensor], make: Callable[[Tensor], Tensor]) -> dict[_Key, Tensor]:
+    """Make something of each tensor; of one that is passed twice, one thing for both.
+
+    `nn.MultiheadAttention` projects keys and values in one product if they are the same object.
+    """
+    made: dict[int, Tensor] = {}
+    for each in tensors.values():
+        if id(each) not in made:
+            made[id(each)] = make(each)
+    return {key: made[id(each)] for key, each in tensors.items()}
 
 
 class WrittenArguments:
@@ -34,13 +47,13 @@ class WrittenArguments:
         given: list[tuple[_Key, Any]] = [*enumerate(args), *kwargs.items()]
         tensors = {key: each for key, each in given if isinstance(each, Tensor)}
         first = {key: each for key, each in tensors.items() if self._known is None or key in self._known}
-        copies = {key: each.detach().clone().requires_grad_(each.requires_grad) for key, each in first.items()}
+        copies = _each_once(first, lambda each: each.detach().clone().requires_grad_(each.requires_grad))
         versions = {key: (each, version_of(each)) for key, each in tensors.items()}
 
         def run(*args: Any, **kwargs: Any) -> Any:
             is_first = bool(versions)
             # A leaf that requires a gradient cannot be written to in place, so pass a clone of each copy.
-            held = dict(first) if is_first else {key: copies[key].clone() for key in copies}
+            held = dict(first) if is_first else _each_once(copies, Tensor.clone)
             result = call(
                 *(held.get(place, each) for place, each in enumerate(args)),
                 **{key: held.get(key, each) for key, each in kwargs.items()},

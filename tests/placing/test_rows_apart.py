@@ -250,3 +250,42 @@ def test_what_is_tried_leaves_nothing() -> None:
     placed.train()
     placed(torch.randn(8, 6, generator=torch.Generator().manual_seed(0)))
     assert module.norm.num_batches_tracked == 2  # One for each microbatch.
+
+
+class GatedWidely(Trunk):
+    """The same in a module that is too large to try its outputs as losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Embedding(2_000, 5_000)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.hidden(x)
+        return hidden + self.gate * hidden.mean(0) + self.wide.weight[0, :8]
+
+
+def test_a_large_module_is_tried_with_other_weights_too() -> None:
+    with pytest.raises(ShardwiseError, match=r"with other weights .* rows see each other"):
+        sw.place(GatedWidely(), PLACES, microbatches=2)(torch.randn(8, 6))
+
+
+class Rated(Trunk):
+    """How its channels are ordered; the first of them is moved by what other rows have there."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by, self.wide = by, nn.Linear(8, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.wide(self.hidden(x))
+        nudged = torch.cat([made[:, :1] + self.by * made[:, :1].mean(0), made[:, 1:]], -1)
+        return nudged.argsort(-1)
+
+
+def test_an_order_that_changes_in_a_few_places_is_no_rounding() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 6)
+    assert sw.place(Rated(0.0), PLACES, microbatches=2)(x).shape == (8, 40)
+    with pytest.raises(ShardwiseError, match="rows see each other"):
+        sw.place(Rated(0.1), PLACES, microbatches=2)(x)

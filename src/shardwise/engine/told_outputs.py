@@ -10,7 +10,7 @@ from shardwise.engine.parts import Parts
 from shardwise.stages.batch import picked
 from shardwise.stages.loss_kind import LossKind
 from shardwise.stages.rows import Seen
-from shardwise.stages.rows_apart import NUM_ROWS, Counting, DrawnError, Returned, Way, find_ways
+from shardwise.stages.rows_apart import NUM_ROWS, Counting, DrawnError, Returned, Way, find_ways, rounding_of
 from shardwise.stages.split.python_draws import draws_digest
 from shardwise.stages.split.python_state import left_as_it_was
 from shardwise.stages.split.seed import seeded_alike
@@ -35,6 +35,7 @@ class ToldOutputs:
         # A number beside a loss is that of each part; tokens of a sequence are not tried.
         self._takes_all = parts.kind in (LossKind.BESIDE, LossKind.PAIR) or parts.plan.cp > 1
         self._counts = parts.plan.cp == 1
+        self._rounding = rounding_of(parts.module, parts.plan.precision)
         self._ways: dict[Hashable, Mapping[int, Way]] = {}
 
     def ways_of(self, batch: Batch, seen: Seen, compute: _Compute, *, num_parts: int) -> Mapping[int, Way]:
@@ -60,5 +61,5 @@ class ToldOutputs:
 
         self._ways[key] = {}
         with left_as_it_was(self._module), seeded_alike(), suppress(DrawnError):
-            self._ways[key] = find_ways(rows, _REMEDY, takes_all=self._takes_all)
+            self._ways[key] = find_ways(rows, _REMEDY, rounding=self._rounding, takes_all=self._takes_all)
         return self._ways[key]

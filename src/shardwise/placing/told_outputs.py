@@ -17,7 +17,8 @@ from shardwise.placing.batch_rows import few_rows, rows_of
 from shardwise.placing.rng_state import RngState
 from shardwise.placing.tried_outputs import check_hooks, tried_ways
 from shardwise.stages.checkpoints import nothing_recomputed
-from shardwise.stages.rows_apart import NUM_ROWS, Counting, DrawnError, Returned, Way, find_ways
+from shardwise.stages.moved_weights import moved_weights
+from shardwise.stages.rows_apart import NUM_ROWS, Compute, Counting, DrawnError, Returned, Way, find_ways, rounding_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.python_state import left_as_it_was
 from shardwise.stages.split.script_values import find_holders
@@ -47,6 +48,7 @@ class ToldOutputs:
         self._kinds, self._words = ValueKinds(), dict[str, Any]()
         self._holders = find_holders(module, None)
         self._kept = [each.values.read() for each in self._holders]
+        self._rounding = rounding_of(module)
 
     def ways_of(self, batch: Batch, modes: tuple[Any, ...]) -> Mapping[int, Way]:
         """Return how numbers of the output are joined; refuse an output that microbatches do not tell.
@@ -91,13 +93,27 @@ class ToldOutputs:
         for still in ([each for each in training if isinstance(each, _BY_PARTS)], training):
             with left_as_it_was(self._module), seeded_alike(), torch.no_grad(), _evaluated(still):
                 try:
-                    return find_ways(compute, REMEDY)
+                    ways = find_ways(compute, REMEDY, rounding=self._rounding)
                 except DrawnError:  # Each microbatch draws its own.
                     continue
                 except ShardwiseError as error:
                     self._check_stages(together, halves)
                     raise error from None
+                return {**ways, **self._find_moved(compute)}
         return {}
+
+    def _find_moved(self, compute: Compute) -> Mapping[int, Way]:
+        """Return the same with other weights, if there are any to move: those that training begins with may hide how
+        rows meet (a gate, an adapter that is 0), or whether a number is a mean or a sum."""
+        with moved_weights(self._module) as is_moved:
+            if not is_moved:
+                return {}
+            try:
+                return find_ways(compute, REMEDY, rounding=self._rounding)
+            except ShardwiseError as error:
+                raise ShardwiseError(
+                    f"with other weights than those that training begins with, {error.problem}", remedy=error.remedy
+                ) from None
 
     def _check_stages(self, together: Batch, halves: Sequence[Batch]) -> None:
         """Refuse a call for which the module was not cut: by itself it gives of parts what it gives of the whole."""
@@ -108,7 +124,7 @@ class ToldOutputs:
             ]
 
         try:
-            find_ways(compute, REMEDY)
+            find_ways(compute, REMEDY, rounding=self._rounding)
         except ShardwiseError:
             return
         words = ", ".join(f"{name}={each!r}" for name, each in self._words.items())

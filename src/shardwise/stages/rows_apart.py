@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.stages.label_counts import LabelCounts
@@ -26,8 +26,11 @@ IGNORED = 0.25
 #: Differences that are rounding, relative to the largest number and absolute, by dtype. A GPU may multiply in TF32.
 _NEAR = {torch.float64: (1e-6, 1e-9), torch.complex128: (1e-6, 1e-9), torch.float32: (1e-3, 1e-5)}
 _NEAR_OTHERWISE = (5e-2, 1e-2)
-#: Rounding may change some indices of largest values, and no more than this part of them.
-_INDICES = 0.1
+#: Rounding may change some indices of largest values (`argsort`): by the distance of neighbours among so many values,
+#: of which sums are off by some units of the last place. Never more than this part of them.
+_INDICES, _UNITS_OFF = 0.1, 100
+#: The distance of neighbouring numbers where a GPU may multiply in TF32.
+_TF32 = 2.0**-10
 
 
 class LabelsCounted(NamedTuple):
@@ -77,11 +80,18 @@ class DrawnError(Exception):
 Compute = Callable[[bool, Counting], list[Returned]]
 
 
-def find_ways(compute: Compute, remedy: str, *, takes_all: bool = False) -> Mapping[int, Way]:
+def rounding_of(module: nn.Module, precision: str = "fp32") -> float:
+    """Return the distance from 1 of the next number in the coarsest type that a module may compute with."""
+    floating = [each for each in module.parameters() if each.is_floating_point()]
+    steps = [_TF32 if each.is_cuda else torch.finfo(each.dtype).eps for each in floating]
+    return max(steps + [torch.finfo(torch.bfloat16).eps] * (precision != "fp32"), default=torch.finfo().eps)
+
+
+def find_ways(compute: Compute, remedy: str, *, rounding: float, takes_all: bool = False) -> Mapping[int, Way]:
     """Return how the numbers of an output are joined, by place. Refuse an output that its parts do not tell; but if it
-    `takes_all`, a number that they do not tell is the mean of theirs."""
+    `takes_all`, a number that they do not tell is the mean of theirs. `rounding` is that of the module."""
     (whole,), halves = compute(True, Counting()), compute(False, Counting())
-    _check(whole, halves, remedy)
+    _check(whole, halves, remedy, rounding)
     if takes_all:
         return {}
     ways = _ways(whole, halves)
@@ -115,10 +125,10 @@ def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.dim() and leaf.is_floating_point()
 
 
-def _check(whole: Returned, halves: Sequence[Returned], remedy: str) -> None:
+def _check(whole: Returned, halves: Sequence[Returned], remedy: str, rounding: float) -> None:
     rows = [each.num_rows for each in halves]
     for number, leaf, parts in _leaves(whole, halves):
-        if not _is_number(leaf) and not _is_told(leaf, parts, rows):
+        if not _is_number(leaf) and not _is_told(leaf, parts, rows, rounding):
             raise ShardwiseError(
                 f"the module's output for {whole.num_rows} rows is not that of {rows[0]} of them and that of the others"
                 f" (value {number + 1} of it{_shapes(leaf, parts)}), so that of a batch cannot be joined from parts:"
@@ -152,7 +162,7 @@ def _weighed(numbers: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return (torch.stack(list(numbers)) * every).sum() / every.sum()
 
 
-def _is_told(leaf: Any, parts: Sequence[Any], rows: Sequence[int]) -> bool:
+def _is_told(leaf: Any, parts: Sequence[Any], rows: Sequence[int], rounding: float) -> bool:
     """Whether the parts of a leaf tell the whole one, as far as they can be joined at all."""
     if not isinstance(leaf, Tensor):
         return all(type(each) is not type(leaf) or each == leaf for each in parts)
@@ -161,17 +171,19 @@ def _is_told(leaf: Any, parts: Sequence[Any], rows: Sequence[int]) -> bool:
     if leaf.dim() and all(len(each) == count for each, count in zip(parts, rows, strict=True)):
         widths = [each.shape[1:] for each in parts]
         if widths[0] == widths[1]:
-            return widths[0] == leaf.shape[1:] and len(leaf) == sum(rows) and _is_near(leaf, torch.cat(list(parts)))
+            fits = widths[0] == leaf.shape[1:] and len(leaf) == sum(rows)
+            return fits and _is_near(leaf, torch.cat(list(parts)), rounding)
         return leaf.shape[1:] in widths  # Cut to the longest row of each part.
     is_same = all(each.shape == parts[0].shape and torch.equal(each, parts[0]) for each in parts)
-    return not is_same or (leaf.shape == parts[0].shape and _is_near(leaf, parts[0]))
+    return not is_same or (leaf.shape == parts[0].shape and _is_near(leaf, parts[0], rounding))
 
 
-def _is_near(one: Tensor, other: Tensor) -> bool:
+def _is_near(one: Tensor, other: Tensor, rounding: float = 0.0) -> bool:
     if one.dtype != other.dtype or not one.numel():
         return True
     if not one.is_floating_point() and not one.is_complex():
-        return float((one != other).double().mean()) <= _INDICES
+        among = 1 + float(one.double().abs().max())
+        return float((one != other).double().mean()) <= min(_INDICES, _UNITS_OFF * rounding * among)
     near, least = _NEAR.get(one.dtype, _NEAR_OTHERWISE)
     known = one.isfinite() & other.isfinite()
     if bool((one.isfinite() != other.isfinite()).any()):

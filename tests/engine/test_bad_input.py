@@ -1,5 +1,8 @@
 """What a user can get wrong with `parallelize`: each a sentence before anything is trained, in one process and many."""
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +125,18 @@ def test_the_loss_is_tried_on_a_module_on_the_meta_device_too() -> None:
     batch = {"input": tokens()["ids"]}
     assert "KeyError: 'labels'" in made(module=module, example=batch)
     assert all(each.is_meta for each in module.parameters())
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, copy.copy, pickle.dumps, lambda engine: torch.save(engine, io.BytesIO())]
+)
+def test_an_engine_that_is_copied_or_pickled_says_what_to_save(copied: Callable[[Any], Any]) -> None:
+    options: dict[str, Any] = {"loss": mean_loss, "optimizer": lambda parameters: SGD(parameters, lr=0.1)}
+    with parallelize(Net(num_blocks=4), "pp=2,microbatches=2", example=tokens(), **options) as engine:
+        with pytest.raises(ShardwiseError, match="an engine cannot be copied") as caught:
+            copied(engine)
+        assert "engine.state_dict()" in str(caught.value)
+        assert engine.train_step(tokens()) > 0
 
 
 def test_a_refused_module_is_as_it_was() -> None:

@@ -320,11 +320,13 @@ class Plain:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        training = [each for each in self.module.modules() if each.training]
+        training = [(each, each.training) for each in self.module.modules()]
         self.module.eval()
         yield
-        for each in training:
-            each.training = True
+        if training[0][1]:
+            self.module.train()
+        for each, was in training:
+            each.training = was
 
     def state_dict(self) -> dict[str, Any]:
         state = self.module.state_dict().items()

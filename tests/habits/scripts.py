@@ -32,7 +32,8 @@ from tests.habits.harness import (
 GONE = "cannot be read or written on this rank"
 AWAY = dict.fromkeys(("zero=3", "pp", "tp", "offload.parameters"), GONE)
 #: Parameters that the loss reads.
-READ = dict.fromkeys(("zero=3", "pp", "offload.parameters"), "the loss reads .* parameters")
+READS = "the loss reads .* parameters"
+READ = dict.fromkeys(("zero=3", "pp", "offload.parameters"), READS)
 
 
 #: Predictions whose rows are not their first dim.
@@ -333,9 +334,9 @@ class Uncertain(Net):
         self.log_vars = nn.Parameter(torch.zeros(2))
 
 
-@program({**READ, "cp": "a part of a sequence"})
+@program({"zero=3": READS, "offload.parameters": READS, "cp": "a part of a sequence"}, always=True)
 def weights_of_tasks_that_are_learned(parallelize: Parallelize) -> Result:
-    """`exp(-s) * loss + s` for each task, by parameters of the module."""
+    """`exp(-s) * loss + s` for each task, by parameters of the module. No layer has them: the last stage does."""
     model = Uncertain().double()
 
     def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:

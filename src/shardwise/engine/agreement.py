@@ -106,11 +106,11 @@ def kept_in_order(split: Split, plan: Plan, rank: int | None, gather: Gather) ->
         _agree_on_cut(gather, split)
     for each in split.stages:
         if isinstance(each, ModuleStage) and each.in_order is None:
-            each.in_order = _why_in_order(plan)
+            each.in_order = why_in_order(plan)
     return split
 
 
-def _why_in_order(plan: Plan) -> str | None:
+def why_in_order(plan: Plan) -> str | None:
     """Return why the units of one stage must be called as on the example; None if they need not."""
     if plan.zero == 3:
         return "under zero=3 replicas gather the weights of one unit after the other, all in one order"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -76,13 +77,14 @@ def _parts(
     trial = Trial(module, loss, microbatch)
     with sharded.explained(module, microbatch):
         split, computed, callers, calls_before = prepare(
-            module, plan, microbatch, second=trial.second(plan, others), probe=trial.probe, rank=place, options=options,
+            module, plan, microbatch, asked=trial.asked, second=trial.second(plan, others), rank=place, options=options,
             gather=wires.gather, is_tried=wires.rank == 0 or not found.is_quiet or max(plan.tp, plan.ep, plan.cp) > 1,
         )  # fmt: skip
     trial.check(plan, shapes, split, wires)
     trial.guard(weighed, plan, split, sharded)
     if settings is not None:
-        settings.stages = split.units
+        settings.stages, settings.evaluations.split = split.units, split.of_evaluation
+        settings.evaluations.find_fault = None if sharded.tensor is None else sharded.tensor.find_fault
         settings.make_context = sharded.make_tried_context(options)
     if sharded.experts is not None and without_numbers:
         sharded.experts.draw(module, without_numbers, seed=options.seed, device=device)
@@ -105,16 +107,17 @@ def _parts(
 def from_parts(parts: Parts, optimizers: Sequence[MadeOptimizer], *, owns_wires: bool) -> Engine:
     """Assemble an engine from stages that have been cut and a compute-only schedule."""
     sharing = sharing_of(parts)
-    schedule = complete(
+    completed = partial(
+        complete,
         parts.schedule,
-        parts.split,
         reduce_gradients=not sharing.local,
         max_gathered=_MAX_GATHERED if sharing.zero == 3 and not sharing.layerwise else None,
         offloads_activations=parts.plan.offload.activations > 0,
     )
-    parts = replace(parts, schedule=schedule)
+    parts = replace(parts, schedule=completed(split=parts.split))
     states = make_states(parts, optimizers, sharing)
-    engine = Engine(parts, make_execution(parts, states), states, owns_wires=owns_wires)
+    evaluation = parts.schedule if parts.split.evaluated is None else completed(split=parts.split.of_evaluation)
+    engine = Engine(parts, make_execution(parts, states, evaluation), states, owns_wires=owns_wires)
     if owns_wires:
         parts.wires.belong_to(engine)
     with engine.shown.open():

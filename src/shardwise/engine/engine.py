@@ -21,6 +21,7 @@ from shardwise.engine.explain import explain
 from shardwise.engine.make_execution import Execution
 from shardwise.engine.make_shown import make_shown
 from shardwise.engine.make_states import States
+from shardwise.engine.module_state import NotCopied
 from shardwise.engine.parts import Parts
 from shardwise.engine.rebalance import rebalance
 from shardwise.engine.steps import Steps
@@ -61,7 +62,7 @@ def _at_step(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concat
     return run
 
 
-class Engine:
+class Engine(NotCopied):
     """Trains a module under a plan. If ranks are processes, each has an engine, and all call its methods alike.
 
     `parameters` and `buffers` are those that this process holds. With clipping, `gradient_norm` is the norm of the last
@@ -78,6 +79,7 @@ class Engine:
         self.steps, self._parts = Steps(parts, execution, states), parts
         self.shown = make_shown(parts, states.parameters, states.buffers, states.data, execution.batches.outside)
         self.shown.guard()
+        self.steps.in_evaluation_mode = self.shown.in_evaluation_mode
         self.loads = Loads(self.module, self.experts, self.wires.sum, num_alike=self.plan.tp)
 
     @property

@@ -1,7 +1,7 @@
 """Make the executors of this process, for one rank or for all ranks, and the callbacks of their interpreters."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from shardwise.engine.batches import Batches
@@ -43,15 +43,19 @@ class Execution:
             self.transport.close()
 
 
-def make_execution(parts: Parts, states: States) -> Execution:
+def make_execution(parts: Parts, states: States, evaluation: Schedule) -> Execution:
     """Make the executors of steps and evaluations. Every process calls this alike.
 
-    If the schedule never flushes the pipeline, `states` get the `Stream` that feeds it.
+    `evaluation` is the complete schedule over the stages of evaluations, of which forwards are run. If the schedule
+    never flushes the pipeline, `states` get the `Stream` that feeds it.
     """
     wires, schedule, sharded = parts.wires, parts.schedule, parts.sharded
-    transport = None if isinstance(wires, OneProcess) else wires.make_transport(schedule.links, parts.device)
-    both = (schedule, forward_only(schedule))
-    trainer, evaluator = (_make_executor(each, parts, states, transport, measures=True) for each in both)
+    forwards = forward_only(evaluation)
+    links = schedule.links | forwards.links
+    transport = None if isinstance(wires, OneProcess) else wires.make_transport(links, parts.device)
+    trainer = _make_executor(schedule, parts, states, transport, measures=True)
+    in_evaluation = replace(parts, split=parts.split.of_evaluation)
+    evaluator = _make_executor(forwards, in_evaluation, states, transport, measures=True)
     dropouts = None
     if not parts.options.compile:
         may_rest = not parts.options.graphs or parts.plan.num_ranks > 1  # A graph has no masks.
@@ -69,7 +73,7 @@ def make_execution(parts: Parts, states: States) -> Execution:
     return Execution(
         trainer=trainer,
         evaluator=evaluator,
-        make_predictor=partial(_make_executor, both[1], parts, states, transport, measures=False),
+        make_predictor=partial(_make_executor, forwards, in_evaluation, states, transport, measures=False),
         transport=transport,
         batches=batches,
         losses=losses,

@@ -1,7 +1,8 @@
 """Choose the tensors of a module that are guarded between the steps of a plan."""
 
 from collections.abc import Iterator, Mapping
-from functools import wraps
+from contextlib import nullcontext
+from functools import partial, wraps
 from threading import get_ident
 from types import MethodType
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.engine.asked_state import ask_of_state
+from shardwise.engine.modes import in_evaluation_mode
 from shardwise.engine.parts import Parts
 from shardwise.engine.same_weights import OutsideWrites
 from shardwise.engine.shown import Shown, View
@@ -41,6 +43,9 @@ def make_shown(
     shown = Shown(parts.module, [*views, *_views_of_pieces(parts, data)])
     shown.on_open = None if outside is None else outside.settle
     shown.places = GradientPlaces(parameters)
+    # Where weights have no memory between steps, code of the user's that sets modes must not look at them.
+    around = shown.interrupted if parts.plan.zero == 3 or parts.plan.offload.parameters else nullcontext
+    shown.in_evaluation_mode = partial(in_evaluation_mode, parts.module, around)
     if parts.plan.pp == 1:  # With stages, gradients are tracked (`stage_groups.py`).
         without = {id(tensor) for tensor, view in views if not view.has_gradient}
         shown.with_gradients = [each for each in parameters.values() if each.requires_grad and id(each) not in without]

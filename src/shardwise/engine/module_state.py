@@ -190,3 +190,15 @@ class ModuleState:
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
         return whole if name in self._buffers else self._sharded.local(name, whole)
+
+
+class NotCopied:
+    """What is neither copied nor pickled: not by `copy.deepcopy`, nor by `torch.save`."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardwiseError(
+            "an engine cannot be copied or pickled: it is connected to the other ranks, and holds this rank's part of"
+            " the weights",
+            remedy="engine.state_dict() and engine.optimizer_state_dict() on every rank, which return copies of all of"
+            " them: torch.save these on one rank, or module.load_state_dict(engine.state_dict()) into another module",
+        )

@@ -1,14 +1,14 @@
 """Prepare a module for a plan: cut it into stages, try its loss, and give this process its weights."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwise.engine.agreement import Gather, agree_on_costs, agree_on_refusal, kept_in_order
+from shardwise.engine.agreement import Gather, agree_on_costs, agree_on_refusal, kept_in_order, why_in_order
 from shardwise.engine.options import Options
 from shardwise.errors import ShardwiseError
 from shardwise.execution.compute_policy import ComputePolicy
@@ -45,7 +45,7 @@ def prepare(
     batch: Batch,
     *,
     second: Second,
-    probe: Callable[[Any], None],
+    asked: Mapping[str, Any],
     rank: int | None,
     options: Options,
     gather: Gather,
@@ -53,8 +53,8 @@ def prepare(
 ) -> Prepared:
     """Make a module ready for this process, which runs one rank of a pipeline or (None) all.
 
-    `batch` is a microbatch, and `probe` is given what the module makes of it; stages are tried on the `second`. If the
-    process is one of many, all call this alike, and `gather` gives each what all of them give. Without `is_tried`
+    `batch` is a microbatch, of which `split` is `asked` more; stages are tried on the `second`. If the process is one
+    of many, all call this alike, and `gather` gives each what all of them give. Without `is_tried`
     another of them tries the stages.
     """
     home = home_of(batch)
@@ -83,9 +83,10 @@ def prepare(
                 batch,
                 only=None if rank is None else {stage % count for stage in schedule.placement.stages[rank]},
                 seed=options.seed,
-                probe=probe,
+                evaluates=why_in_order(plan) is not None or plan.offload.parameters > 0,
                 second=second if options.verify else None,
                 judge=partial(step_seconds, schedule) if schedule.num_instructions <= _MOST_INSTRUCTIONS else max,
+                **asked,
                 **how,
             )
     except TooFewUnitsError as error:

@@ -17,7 +17,7 @@ script holds views into memory that is in transit, the end of the step waits for
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from threading import get_ident
 from types import FrameType
@@ -244,6 +244,8 @@ class Shown:
         self.with_gradients: Sequence[nn.Parameter] = ()
         #: Detects gradients that a script assigns between steps.
         self.places = GradientPlaces({})
+        #: The context of evaluations of the module.
+        self.in_evaluation_mode: Callable[[], AbstractContextManager[None]] = nullcontext
         #: Called when the engine starts to work, once its tensors have their own classes.
         self.on_open: Callable[[], None] | None = None
         for each in module.modules() if self._classes else ():
@@ -282,18 +284,30 @@ class Shown:
         """Give the tensors their own classes while the engine works."""
         self._depth += 1
         if self._depth == 1:
-            self._take_back()
-            for tensor, own, _ in self._classes:
-                tensor.__class__ = own
-            self._held = [view for tensor, _, _ in self._classes if (view := _VIEWS[tensor]).is_held(tensor)]
-            if self.on_open is not None:
-                self.on_open()
+            self._begin()
         try:
             yield
         finally:
             self._depth -= 1
             if self._depth == 0:
                 self.guard()
+
+    def _begin(self) -> None:
+        self._take_back()
+        for tensor, own, _ in self._classes:
+            tensor.__class__ = own
+        self._held = [view for tensor, _, _ in self._classes if (view := _VIEWS[tensor]).is_held(tensor)]
+        if self.on_open is not None:
+            self.on_open()
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Guard the tensors while the engine works, as code of the user's runs that is no forward."""
+        self.guard()
+        try:
+            yield
+        finally:
+            self._begin()
 
     def close(self) -> None:
         """Close the guards with the engine. A tensor that is not whole here never will be, and stays guarded."""

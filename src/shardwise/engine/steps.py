@@ -1,7 +1,7 @@
 """Training steps, evaluations and predictions: cut the batch, run the schedule, reduce gradients, update."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -36,6 +36,8 @@ class Steps:
         self._predictions = Predictions(parts, execution)
         self.graphs = StepGraphs(parts, states, execution.dropouts)
         self.num_begun, self._is_first = 0, True
+        #: The context of evaluations. Set later.
+        self.in_evaluation_mode: Callable[[], AbstractContextManager[None]] = nullcontext
         #: Whether stages may send different shapes for batches of the same shapes.
         self._shapes_by_data = parts.split.shapes_by_data
 
@@ -141,17 +143,13 @@ class Steps:
 
     @contextmanager
     def _in_evaluation_mode(self) -> Iterator[None]:
-        training = [each for each in self._module.modules() if each.training]
-        self._module.eval()
         try:
             with (
-                self._wires.told_to_all(), self._in_step(), self._states.written.shared(),
+                self.in_evaluation_mode(), self._wires.told_to_all(), self._in_step(), self._states.written.shared(),
                 self._sharded.evaluating(self._module),
             ):  # fmt: skip
                 yield
         finally:
-            for each in training:
-                each.training = True
             self._is_first = False
             self._end_settings()
 

@@ -50,6 +50,14 @@ class Trial:
                 self._loss_itself(changed({"": output}, _with_graph)[""], copy(self._microbatch))
         before.restore()
 
+    @property
+    def asked(self) -> Mapping[str, Any]:
+        """What `split` is to tell and to ask of the run."""
+        return {"probe": self.probe, "read_by_loss": self._read_by_loss}
+
+    def _read_by_loss(self) -> list[str]:
+        return [names[0] for names, _ in (*self._reads.found, *self._reads_later.found)]
+
     def second(self, plan: Plan, others: Sequence[Batch]) -> Second:
         """Return what the stages of a plan are tried on; `others` are the microbatches other than that of the trial."""
         replicas = [f"{axis}={getattr(plan, axis)}" for axis in ("dp", "cp") if getattr(plan, axis) > 1]
@@ -64,14 +72,15 @@ class Trial:
 
     def check(self, plan: Plan, shapes: Mapping[str, torch.Size], split: Split, wires: Wires) -> None:
         """Refuse what stages of a plan cannot do; `shapes` are those of the whole parameters. All ranks call this."""
-        self._check_reads(plan, shapes, split.units)
+        self._check_reads(plan, shapes, split)
         check_forward(split, plan, wires)
 
     def guard(self, weighed: WeighedLoss, plan: Plan, split: Split, sharded: Sharded) -> None:
         """Refuse gradients that the loss asks for itself, where a rank has a part of them."""
         guard_loss(self._module, weighed, plan, split, sharded)
 
-    def _check_reads(self, plan: Plan, shapes: Mapping[str, torch.Size], units: Sequence[Sequence[str]]) -> None:
+    def _check_reads(self, plan: Plan, shapes: Mapping[str, torch.Size], split: Split) -> None:
+        units = split.units
         check_owners(self.written, units)
         check_norms(self._module, units)
         check_buffers_of_loss(self._reads.buffers, units)
@@ -80,7 +89,7 @@ class Trial:
         read = dict(self._reads.found)
         if away or plan.pp > 1:
             read.update(self._reads_later.found)
-        gone = [names[0] for names, parameter in read.items() if away or self._is_gone(names, parameter, shapes, units)]
+        gone = [names[0] for names, parameter in read.items() if away or _is_gone(names, parameter, shapes, split)]
         axes = away or [f"{axis}={getattr(plan, axis)}" for axis in ("tp", "pp", "ep") if getattr(plan, axis) > 1]
         if gone:
             raise ShardwiseError(
@@ -90,13 +99,12 @@ class Trial:
                 " module that has them, and return the result (for a parameter itself: return it.clone())",
             )
 
-    def _is_gone(
-        self, names: Sequence[str], parameter: Tensor, shapes: Mapping[str, torch.Size], units: Sequence[Sequence[str]]
-    ) -> bool:
-        if parameter.shape != shapes.get(names[0], parameter.shape):
-            return True
-        last = {unit.partition("#")[0] for unit in units[-1]}
-        return len(units) > 1 and not any(name.startswith(f"{unit}.") for name in names for unit in last)
+
+def _is_gone(names: Sequence[str], parameter: Tensor, shapes: Mapping[str, torch.Size], split: Split) -> bool:
+    """Whether the rank of the loss has a part of a parameter, or nothing of it."""
+    if parameter.shape != shapes.get(names[0], parameter.shape):
+        return True
+    return split.num_stages > 1 and split.held_last.isdisjoint(names)
 
 
 def _with_graph(_: str, each: Any) -> Any:

@@ -17,7 +17,7 @@ from zlib import crc32
 
 from torch import Tensor, nn
 
-from shardwise.engine.found_again import AGAIN, Flow, Found, check_cuts, flow_of
+from shardwise.engine.found_again import AGAIN, EvaluationTrial, Found, check_cuts, flow_of
 from shardwise.engine.valued_copy import ABSENT, ValuedCopy, WasSet
 from shardwise.errors import ShardwiseError, some
 from shardwise.planner.plan import Plan
@@ -50,6 +50,11 @@ class _Example(NamedTuple):
     def of(self, batch: Batch) -> Batch:
         """Return the batch with the example's entries and words."""
         return {**{key: each for key, each in batch.items() if key in self.entries}, **self.words}
+
+    def other_words(self, batch: Batch) -> list[tuple[str, str | bool]]:
+        """Return the words and flags of a batch that differ from the example's. Numbers may differ in every batch."""
+        every = [(key, batch[key]) for key in self.words if isinstance(batch.get(key), (str, bool))]
+        return [(key, now) for key, now in every if now != self.words[key]]
 
     def told_of(self, batch: Batch) -> list[str]:
         """Name the entries of a batch that the example lacks, or has with other words."""
@@ -109,8 +114,7 @@ class TriedAgain:
         self._counted = Counted(self._holders)
         #: The result of trials with the values that were there when the engine was made.
         self._at_first: Found | None = None
-        #: Whether evaluations may read weights that training does not.
-        self._may_read_more = self._comes and self._twin is not None and asks_for_mode(self._twin.module)
+        self.evaluations = EvaluationTrial(plan, asks=self._twin is not None and asks_for_mode(self._twin.module))
 
     @property
     def _copy(self) -> ValuedCopy:
@@ -163,29 +167,13 @@ class TriedAgain:
         return crc32(repr(sorted(self._ever.items())).encode()) & (1 << _BITS) - 1 if self._ever else 0
 
     def check_evaluation(self, batch: Batch) -> None:
-        """Refuse an evaluation whose forward reads weights that are not gathered for it: only those that training
-        reads are. Tried once, on meta copies."""
-        if not self._may_read_more:
-            return
-        self._may_read_more = False
-        try:
-            training, evaluation = (self._read_by_units(unmarked(batch), is_training=each) for each in (True, False))
-        except Exception:  # The evaluation will report what is wrong.
-            return
-        for unit, names in evaluation.items():
-            more = sorted(names - training[unit])
-            if more:
-                raise ShardwiseError(
-                    f"in evaluation mode {unit or 'the forward of the module'} reads {some(more)}, which it does not in"
-                    f" training, and which is not there for it ({self._plan})",
-                    remedy="call the layer that has it, in both modes; or read it in training too",
-                )
-
-    def _read_by_units(self, batch: Batch, *, is_training: bool) -> Mapping[str, frozenset[str]]:
-        return self._flow_of(self._copy.again().train(is_training), batch).read
-
-    def _flow_of(self, module: nn.Module, batch: Batch) -> Flow:
-        return flow_of(module, self.stages, batch, has_buffers=self._plan.pp == 1)
+        """Refuse an evaluation that the module was not cut for. Tried once for each set of entries and words, and of
+        values that were set since the last step."""
+        if self._twin is not None:
+            entries, words = tuple(sorted(batch)), self._example.other_words(batch)
+            is_other = bool(self._set or words) or entries != self._example.entries
+            kind = entries, *words, self._kinds.now, *((each.holder, each.key, repr(each.now)) for each in self._set)
+            self.evaluations.check(self._copy, batch, kind, self._set, is_other=is_other, around=self.around)
 
     def end(self) -> None:
         """End a step: values that changed during it were changed by it, or by making the engine."""
@@ -287,7 +275,7 @@ class TriedAgain:
                 named = self._copy.again()
                 if sum(each.numel() for each in twin.parameters()) < _FEW:
                     named = stand_in(named, lambda name: name, {}, dtype=dtype, device=device, seed=1)
-                flow = self._flow_of(named, unmarked(given))
+                flow = flow_of(named, self.stages, unmarked(given), has_buffers=self._plan.pp == 1)
                 # A tensor that is read between units is gathered for the stage, if no unit was seen to read it.
                 read = {unit: names for unit, names in flow.read.items() if unit}
                 found = found._replace(read=read, needs=flow.needs)

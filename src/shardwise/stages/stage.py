@@ -52,7 +52,9 @@ class Split:
     forwards write: the dictionaries that hold them, and their keys. `rewritten` are parameters that forwards write to,
     and how (`split/write_guard.py`). `shapes_by_data`: the shapes of values between stages may depend on the data, not
     only on the shapes of the batch. `compiled` is a function that the user compiles and that calls units. `assigns`:
-    the module's own forward puts values into attributes, which other threads that run it would find.
+    the module's own forward puts values into attributes, which other threads that run it would find. `held_last` are
+    the names of the parameters and buffers that the last stage holds. `evaluated` makes the split of evaluations from
+    this one, where they need another.
     """
 
     stages: tuple[Stage | None, ...]
@@ -69,6 +71,8 @@ class Split:
     draws_in_python: bool = False
     compiled: str | None = None
     assigns: bool = False
+    held_last: frozenset[str] = frozenset()
+    evaluated: Callable[["Split"], "Split"] | None = None
 
     @property
     def num_stages(self) -> int:
@@ -82,6 +86,11 @@ class Split:
             "layers": "+".join(str(len(units)) for units in self.units),
             "units": [[list(unit) for unit in zip(costs, sizes, strict=True)] for costs, sizes in stages],
         }
+
+    @property
+    def of_evaluation(self) -> "Split":
+        """The stages as evaluations and predictions run them."""
+        return self if self.evaluated is None else self.evaluated(self)
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:

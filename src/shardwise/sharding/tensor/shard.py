@@ -15,7 +15,10 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from copy import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +32,7 @@ from shardwise.sharding.tensor.plain_layers import has_hooks, is_layer, why_whol
 from shardwise.sharding.tensor.regions import Found, find_regions
 from shardwise.sharding.tensor.sharding import Sharding, Shards, cost_of, starred
 from shardwise.sharding.tensor.tensor_plan import TensorPlan, read_tensor_plan
-from shardwise.sharding.tensor.trial import Arguments, ByFirst, Trial, settle
+from shardwise.sharding.tensor.trial import Arguments, ByFirst, Trial, in_evaluation_mode, settle
 from shardwise.stages.batch import home_of
 from shardwise.stages.split.arguments import Signature
 from shardwise.stages.split.meta import Guesses, meta_twin
@@ -92,6 +95,7 @@ def shard(
         unverified=trial.unverified,
         is_along_sequence=trial.sequence,
         draws=trial.draws,
+        find_fault=partial(_find_fault, made=replace(trial, module=twin)) if verify and not trial.unverified else None,
     )
     if group.rank == 0:
         _warn(sharding, trial.found, plan)
@@ -135,6 +139,20 @@ def _settled(
     settle(trial, verify=verify, by_first=by_first)
     kept.restore()
     return trial
+
+
+@leaves_classes
+def _find_fault(module: nn.Module, batch: Batch, *, made: Trial) -> str:
+    """Return why a cut that was made does not give in evaluation mode what the whole module gives; "" if it does."""
+    kept, twin = PythonState(module), meta_twin(module)
+    trial = replace(
+        made, module=module, twin=twin, example=batch, on_meta=_on_meta(twin, batch), device=home_of(batch), loss=None,
+        evaluates=True, around=lambda _: nullcontext(),
+    )  # fmt: skip
+    with in_evaluation_mode(module, twin):
+        found = trial.fault(verify=True)
+    kept.restore()
+    return "" if found is None else found[1]
 
 
 class Apart(NamedTuple):

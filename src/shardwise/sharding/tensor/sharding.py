@@ -1,6 +1,6 @@
 """The result of sharding a module: how each parameter, by its original names, is placed on the ranks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -13,6 +13,7 @@ from shardwise.errors import unknown
 from shardwise.ranks.collectives import Group, filled, start_all_gather, start_all_reduce
 from shardwise.sharding.rng_tracker import RngTracker
 from shardwise.stages.split.materialise import materialise, replace
+from shardwise.stages.stage import Batch
 from shardwise.units import format_bytes, format_flops
 
 #: Half-open runs of indices along a dim.
@@ -96,6 +97,8 @@ class Sharding:
     draws: bool = False
     #: The original module on the meta device.
     twin: nn.Module = field(default_factory=nn.Module, repr=False)
+    #: Tries the cut in evaluation mode on a copy of the module, with another batch or other values: what is wrong.
+    find_fault: Callable[[nn.Module, Batch], str] | None = field(default=None, repr=False)
 
     def of(self, name: str) -> Shards:
         if name not in self.shards:

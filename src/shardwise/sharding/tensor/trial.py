@@ -90,14 +90,14 @@ class Trial:
 
     def settle(self, *, verify: bool) -> None:
         """Try until the remaining cuts compute the same as the whole module."""
-        while (failure := self._fault(verify=verify)) is not None:
+        while (failure := self.fault(verify=verify)) is not None:
             self._give_up(*failure, guesses=verify)
 
     def cut_layers(self) -> list[str]:
         """Return the layers of which a rank would hold a part."""
         return [name.rpartition(".")[0] for name, lie in self._shards.items() if lie.dim is not None]
 
-    def _fault(self, *, verify: bool) -> tuple[list[str], str] | None:
+    def fault(self, *, verify: bool) -> tuple[list[str], str] | None:
         """Return the kinds of layers at fault and a description of the fault; None if there is none."""
         found = self._fault_of_shapes()
         is_cut = self.found.regions or self.found.heads or self.found.experts

@@ -37,7 +37,7 @@ def make_parts(module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow
         sorted(each for each in needed if isinstance(each, Made) and stage_of[each.call] != stage)
         for stage, needed in enumerate(needs)
     ]
-    names = {made: f"{flow.calls[made.call].name}:{made.leaf}" for stage in reads for made in stage}
+    names = {made: name_of(flow.calls[made.call].name, made.leaf) for stage in reads for made in stage}
     holds = _holdings(module, units, flow, cut, needs)
     return tuple(
         StagePart(
@@ -50,6 +50,11 @@ def make_parts(module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow
         )
         for stage, calls in enumerate(cut)
     )
+
+
+def name_of(call: str, leaf: int) -> str:
+    """Return the name of a value that goes from stage to stage: a leaf of what a call returns."""
+    return f"{call}:{leaf}"
 
 
 def inseparable_calls(flow: UnitFlow) -> list[tuple[int, int]]:

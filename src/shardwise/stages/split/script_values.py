@@ -253,8 +253,19 @@ def names_in_classes(module: nn.Module, name: str) -> bool:
 
 
 def asks_for_mode(module: nn.Module) -> bool:
-    """Whether a user's forward checks for training or grad mode: it may compute something else in evaluation."""
-    return any(names_in_classes(module, name) for name in ("training", "is_grad_enabled", "is_inference_mode_enabled"))
+    """Whether a user's forward checks for training or grad mode, or modules have a `train` of their own, which may set
+    something that it reads: it may compute something else in evaluation."""
+    names = ("training", "is_grad_enabled", "is_inference_mode_enabled")
+    return sets_mode(module) or any(names_in_classes(module, name) for name in names)
+
+
+def sets_mode(module: nn.Module) -> bool:
+    """Whether a user's module has a `train` or an `eval` of its own, which may do more than torch's."""
+    return any(
+        is_theirs(base) and ({"train", "eval"} & vars(base).keys())
+        for kind in {type(each) for each in module.modules()}
+        for base in kind.__mro__
+    )
 
 
 def _named_by_forward(kind: type) -> set[str]:

@@ -9,7 +9,7 @@
 6. `module_stage.py` runs a stage: the module's own forward, with the units of other stages skipped.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -20,12 +20,14 @@ from torch import nn
 from shardwise.stages.rows import tensors_in
 from shardwise.stages.split.choose import SplitOptions, choose, costs_of
 from shardwise.stages.split.compare import StageCheck
+from shardwise.stages.split.evaluated import find_evaluated
 from shardwise.stages.split.flow import watch
 from shardwise.stages.split.forecast import Forecast
 from shardwise.stages.split.materialise import free, materialise
 from shardwise.stages.split.meta import has_meta
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.parts import StagePart, make_parts
+from shardwise.stages.split.sources import HeldTensor
 from shardwise.stages.split.switch import Switch
 from shardwise.stages.stage import Batch, Second, Split
 
@@ -40,16 +42,21 @@ def split(
     device: torch.device | str | None = None,
     probe: Callable[[Any], None] | None = None,
     second: Second | None = None,
+    read_by_loss: Callable[[], Collection[str]] = tuple,
+    evaluates: bool = False,
     **options: Any,
 ) -> Split:
     """Split an unmodified module into stages, from one run on an example microbatch.
 
     `options` are the options of the cut: see `SplitOptions`. `only` are the stages of this process; the weights of
     others are freed. A module on the meta device is materialised on `device` from `seed`, for these stages only.
-    `probe` gets the module's output on the example. With `second` the stages are tried before anything is freed.
+    `probe` gets the module's output on the example. With `second` the stages are tried before anything is freed. The
+    last holds parameters that are `read_by_loss`, asked after the run, and in no unit. `evaluates`: a single stage too
+    is given the calls of evaluations.
     """
     asked = SplitOptions(num_stages=num_stages, **options)
     units, flow, where = choose(module, example, asked, probe)
+    flow = replace(flow, output_needs=flow.output_needs | _in_no_unit(module, units, read_by_loss()))
     parts = make_parts(module, units, flow, where)
     # No call is lost or duplicated.
     placed = list(chain.from_iterable(part.calls for part in parts))
@@ -64,6 +71,7 @@ def split(
         flow = replace(flow, slots={**noted.slots, **flow.slots}, assigns=noted.assigns)
     if second is not None and not has_meta(module):
         StageCheck(module, called, flow, parts, example, second).check()
+    evaluated = find_evaluated(module, units, example, flow, parts) if evaluates or num_stages > 1 else None
     here = range(num_stages) if only is None else sorted(only)
     flow.leave_for({call for stage in here for call in parts[stage].calls})
     home = torch.device(device) if device is not None else _home(module, example)
@@ -72,8 +80,7 @@ def split(
         free(module, kept, flow.in_glue, home)
     materialise(module, kept, seed=seed, device=home)
     # Units that the example does not call get gates too, to notice a batch that calls one: one stage has its weights.
-    switch, forecast = Switch(called if num_stages == 1 else units), Forecast(called, example)
-    makers = {name: part.stage for part in parts for name in part.writes.values()}
+    switch, forecast = Switch(units if num_stages > 1 or evaluated else called), Forecast(called, example)
     costs = costs_of(flow, asked)
     return Split(
         stages=tuple(
@@ -81,7 +88,7 @@ def split(
         ),
         reads=tuple(tuple(part.reads.values()) for part in parts),
         writes=tuple(tuple(part.writes.values()) for part in parts),
-        makers=makers,
+        makers={name: part.stage for part in parts for name in part.writes.values()},
         ties=_ties(module, parts),
         units=tuple(tuple(flow.calls[call].name for call in part.calls) for part in parts),
         unit_costs=tuple(tuple(costs[call] for call in part.calls) for part in parts),
@@ -92,7 +99,14 @@ def split(
         draws_in_python=flow.draws_in_python,
         compiled=flow.compiled,
         assigns=flow.assigns,
+        held_last=parts[-1].holds,
+        evaluated=None if evaluated is None else evaluated.of,
     )
+
+
+def _in_no_unit(module: nn.Module, units: Mapping[str, nn.Module], names: Iterable[str]) -> frozenset[HeldTensor]:
+    in_units = {id(each) for unit in units.values() for each in unit.parameters()}
+    return frozenset(HeldTensor(name) for name in names if id(module.get_parameter(name)) not in in_units)
 
 
 def stage_costs(module: nn.Module, num_stages: int, example: Batch, **options: Any) -> list[float]:

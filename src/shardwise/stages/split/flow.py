@@ -396,6 +396,7 @@ def watch(
     sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}
     for call in watcher.calls:
         call.weight_bytes = sum(sizes.get(name, 0) for name in call.touched)
+    open_dataclasses(output)
     leaves = pytree.tree_leaves(output)
     return UnitFlow(
         calls=tuple(watcher.calls),

@@ -166,9 +166,17 @@ def open_dataclasses(given: Any, kind: type = Tensor) -> None:
     """Register dataclasses that hold tensors as pytree nodes, so that torch looks into them as it does into tuples.
 
     `kind`: the type that replaces tensors, if they were taken out."""
-    for each in leaves_of(given):
-        if is_dataclass(each) and any(isinstance(getattr(each, field.name), kind) for field in fields(each)):
-            pytree.register_dataclass(type(each))
+    while kinds := {type(each) for each in leaves_of(given) if _is_closed(each, kind)}:
+        for each in kinds:  # Others may be inside of them.
+            pytree.register_dataclass(each)
+
+
+def _is_closed(value: Any, kind: type) -> bool:
+    """Whether it is a dataclass that holds tensors, maybe in others of its kind, and that torch does not look into."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return False
+    held = leaves_of([getattr(value, each.name) for each in fields(value)])
+    return any(isinstance(each, kind) or _is_closed(each, kind) for each in held)
 
 
 def tensors_in(given: Any) -> list[Tensor]:

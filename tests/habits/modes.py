@@ -4,6 +4,7 @@
 # mypy: disable-error-code="override,no-any-return,operator,assignment,call-arg"
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Showing(Net):
 
 @program()
 def hidden_states_of_evaluations(parallelize: Parallelize) -> Result:
+    """What its first layers have made comes from another stage than the scores."""
     return told(parallelize, Showing(), of_scores)
 
 
@@ -94,6 +96,7 @@ class Mapped(Net):
 
 @program({"cp": "computes attention internally"})
 def attention_maps_of_evaluations(parallelize: Parallelize) -> Result:
+    """A layer returns a tensor where it returns None in training."""
     return told(parallelize, Mapped(), of_scores)
 
 
@@ -118,6 +121,7 @@ def of_both(output: Any, given: Mapping[str, Tensor]) -> Tensor:
 
 @program()
 def an_auxiliary_head_in_training_alone(parallelize: Parallelize) -> Result:
+    """Evaluations call fewer units than training."""
     return told(parallelize, Auxiliary(), of_both)
 
 
@@ -138,6 +142,7 @@ class Extra(Net):
 
 @program()
 def a_head_in_evaluations_alone(parallelize: Parallelize) -> Result:
+    """Evaluations call one more."""
     return told(parallelize, Extra(), of_scores)
 
 
@@ -153,6 +158,7 @@ class Twice(Net):
 
 @program({"pp": "which units run"})
 def two_views_in_evaluations(parallelize: Parallelize) -> Result:
+    """Each unit is called twice, so the first stage would come again."""
     return told(parallelize, Twice())
 
 
@@ -191,6 +197,7 @@ class Asked(Net):
 
 @program(OTHERS)
 def hidden_states_asked_for_by_an_attribute(parallelize: Parallelize) -> Result:
+    """A flag that is set for predictions and taken back before the next step."""
     model = Asked().double()
     engine = parallelize(model, loss=cross_entropy, optimizer=sgd, example=batch(0))
     found: dict[str, Any] = {}
@@ -215,6 +222,7 @@ class Softened(Block):
 
 @program({"tp": "other entries or attributes"})
 def channels_that_meet_in_a_prediction(parallelize: Parallelize) -> Result:
+    """Blocks normalise channels that tp has split, in predictions alone."""
     model = Net(block=Softened).double()
     engine = parallelize(model, loss=cross_entropy, optimizer=sgd, example=batch(0))
     found: dict[str, Any] = {"loss": engine.train_step(batch(0))}
@@ -273,4 +281,34 @@ class Flagged(Net):
 
 @program()
 def an_attribute_that_train_sets(parallelize: Parallelize) -> Result:
+    """The forward reads what `train` has set."""
     return told(parallelize, Flagged())
+
+
+@dataclass
+class Inside:
+    hidden: Tensor
+
+
+@dataclass
+class Outcome:
+    scores: Tensor
+    inside: Inside
+
+
+class InDataclasses(Net):
+    """The module itself returns a dataclass, in which there is another."""
+
+    def forward(self, x: Tensor) -> Outcome:
+        first = self.layers[0](self.embed(x))
+        return Outcome(self.head(self.norm(self.layers[1](first))), Inside(first))
+
+
+@program({"cp": "a part of a sequence"})
+def a_dataclass_of_hidden_states_for_the_loss(parallelize: Parallelize) -> Result:
+    """Under pp without parts it was refused, as torch did not look into it yet."""
+
+    def loss(output: Outcome, given: Mapping[str, Tensor]) -> Tensor:
+        return cross_entropy(output.scores, given) + output.inside.hidden.square().mean()
+
+    return trained(parallelize(InDataclasses().double(), loss=loss, optimizer=sgd, example=batch(0)))

@@ -136,7 +136,8 @@ class _InFlight:
         if self.microbatch_pass is None:
             raise ShardwiseError(
                 "the backward of this forward has been run, and nothing was kept for a second one",
-                remedy="(first_loss + second_loss).backward(), once for each forward",
+                remedy="(first_loss + second_loss).backward(), once for each forward; microbatches=1 for gradients of"
+                " gradients (create_graph=True)",
             )
         microbatch_pass, self.microbatch_pass = self.microbatch_pass, None
         gradients, self.gradients = self.gradients, {}

@@ -106,6 +106,12 @@ def threads_limited(num_threads: int) -> Iterator[None]:
         yield
 
 
+def num_threads(otherwise: int) -> int:
+    """Return how many threads this process may compute with: what the user or `threads_limited` has set."""
+    said = os.environ.get(_THREADS, "").partition(",")[0].strip()  # It may be a list, for loops within loops.
+    return int(said) if said.isdecimal() and int(said) else max(1, otherwise)
+
+
 def find_variable(name: str) -> str | None:
     """Return the value of a variable, for a sentence that shows it."""
     return os.environ.get(name)

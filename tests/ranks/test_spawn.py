@@ -55,16 +55,19 @@ def test_ranks_have_the_environment_of_the_moment_they_are_started(monkeypatch: 
     assert spawn(programs.variable, 1, ("SHARDWISE_TEST",)) == ["now"]
 
 
-@pytest.mark.parametrize("said", [None, "5"])
+@pytest.mark.parametrize(("said", "num_groups"), [(None, 1), ("5", 1), (None, 64)])
 def test_ranks_share_the_cores_unless_the_user_says_how_many_threads(
-    monkeypatch: pytest.MonkeyPatch, said: str | None
+    monkeypatch: pytest.MonkeyPatch, said: str | None, num_groups: int
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if said is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", said)
-    with Ranks(2) as made:
+    with Ranks(2, num_groups=num_groups) as made:
         found = made.run(programs.variable, "OMP_NUM_THREADS")
-    assert found == [said or str(max(1, num_cores() // 2))] * 2
+        used = made.run(torch.get_num_threads)
+    right = said or str(max(1, num_cores() // (2 * num_groups)))
+    assert found == [right] * 2
+    assert used == [int(right)] * 2
     assert os.environ.get("OMP_NUM_THREADS") == said, "of this process nothing is changed"
 
 

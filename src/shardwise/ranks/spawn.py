@@ -74,8 +74,11 @@ class Ranks:
         silent_seconds: float = SILENT_SECONDS,
         grace_seconds: float = _GRACE_SECONDS,
         variables: Mapping[str, str] | None = None,
+        num_groups: int = 1,
     ) -> None:
-        """Start the ranks. `variables` are set in their environment in addition to this process's."""
+        """Start the ranks. `variables` are set in their environment in addition to this process's; `num_groups` such
+        groups share the cores of this machine.
+        """
         if devices < 1:
             raise ShardwiseError(f"{devices} devices: at least 1 rank is needed", remedy="devices=2")
         most = _MOST_ON_A_CORE * environment.num_cores()
@@ -91,7 +94,7 @@ class Ranks:
             sys.stdout.flush()
             os._exit(_STARTS_AGAIN_STATUS)
         self.devices, self.gpus, self._silent_seconds = devices, gpus, silent_seconds
-        self._grace_seconds, self._variables = grace_seconds, dict(variables or {})
+        self._grace_seconds, self._variables, self._num_groups = grace_seconds, dict(variables or {}), num_groups
         self._silences: list[Silence] = []
         self._processes: list[Any] = []
         self._calls: list[Any] = []
@@ -154,7 +157,7 @@ class Ranks:
                 "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
         atexit.register(self._kill)
-        with environment.threads_limited(environment.num_cores() // self.devices):
+        with environment.threads_limited(environment.num_cores() // (self.devices * self._num_groups)):
             self._start_each(context, port, {**environment.all_variables(), **self._variables})
 
     def _start_each(self, context: Any, port: int, variables: dict[str, str]) -> None:

@@ -96,7 +96,7 @@ def _end_group() -> None:
 
 
 def _join(rank: int, num_ranks: int, port: int, gpus: Gpus, silent_seconds: float) -> None:
-    torch.set_num_threads(max(1, environment.num_cores() // num_ranks))
+    torch.set_num_threads(environment.num_threads(environment.num_cores() // num_ranks))
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     backend = choose_backend(environment.device_of(rank), num_ranks, gpus)
     Pulse(store, rank, num_ranks, limit_seconds=silent_seconds)

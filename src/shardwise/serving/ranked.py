@@ -53,9 +53,9 @@ class Model:
     weights: str | None = None
 
 
-def ranks_for(shard: Shard, variables: Mapping[str, str]) -> Ranks:
+def ranks_for(shard: Shard, variables: Mapping[str, str], num_replicas: int = 1) -> Ranks:
     """Start the processes of one replica."""
-    return Ranks(shard.num_ranks, variables=variables, grace_seconds=_GRACE_SECONDS)
+    return Ranks(shard.num_ranks, variables=variables, grace_seconds=_GRACE_SECONDS, num_groups=num_replicas)
 
 
 def layers_by_speed(ranks: Ranks, settings: Settings, shard: Shard, dtype: torch.dtype) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ def load_sharded(
 
     def one(replica: int) -> LLMEngine:
         own = model
-        up = ranks or ranks_for(shard, seating.variables[replica] if seating is not None else {})
+        up = ranks or ranks_for(shard, seating.variables[replica] if seating is not None else {}, num_replicas)
         differ = seating is not None and len(set(seating.gpus[replica])) > 1
         if shard.pp > 1 and shard.counts is None and differ:
             own = replace(model, shard=replace(shard, counts=layers_by_speed(up, settings, shard, kind)))

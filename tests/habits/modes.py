@@ -69,6 +69,19 @@ def an_early_feature_added_in_evaluations(parallelize: Parallelize) -> Result:
     return told(parallelize, Adding())
 
 
+class AddingInSteps(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](self.embed(x))
+        scores: Tensor = self.head(self.norm(self.layers[1](first)))
+        return scores + first.mean(-1, keepdim=True) if torch.is_grad_enabled() else scores
+
+
+@program()
+def an_early_feature_added_with_gradients_on(parallelize: Parallelize) -> Result:
+    """Runs on the example have gradients off, and what stages need was what they showed."""
+    return told(parallelize, AddingInSteps())
+
+
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()

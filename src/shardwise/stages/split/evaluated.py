@@ -17,8 +17,8 @@ from shardwise.stages.split.flow import watch
 from shardwise.stages.split.forecast import Forecast
 from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.parts import StagePart, make_parts
-from shardwise.stages.split.script_values import asks_for_mode, sets_mode
-from shardwise.stages.split.sources import HeldTensor
+from shardwise.stages.split.script_values import asks_for_mode, names_in_classes, sets_mode
+from shardwise.stages.split.sources import HeldTensor, Made, Sources
 from shardwise.stages.split.unit_flow import UnitFlow
 from shardwise.stages.stage import Batch, Split
 
@@ -80,6 +80,26 @@ def find_evaluated(
     return Evaluated(flow=found, parts=made, forecast=Forecast(units, example))
 
 
+def with_gradients(module: nn.Module, units: Mapping[str, nn.Module], example: Batch, flow: UnitFlow) -> UnitFlow:
+    """Return the flow with what stages need in training too, where a forward asks whether gradients are on."""
+    if not names_in_classes(module, "is_grad_enabled"):
+        return flow
+    try:
+        found = watch(module, units, example, with_gradients=True)
+    except Exception:  # Training will report what is wrong.
+        return flow
+    if not _are_alike(found, flow):
+        return flow
+    calls = tuple(
+        replace(one, needs=one.needs | _made(other.needs)) for one, other in zip(flow.calls, found.calls, strict=True)
+    )
+    return replace(flow, calls=calls, output_needs=flow.output_needs | _made(found.output_needs))
+
+
+def _made(needs: Sources) -> Sources:
+    return frozenset(each for each in needs if isinstance(each, Made))
+
+
 def _cut(found: UnitFlow, flow: UnitFlow, parts: Sequence[StagePart]) -> tuple[range, ...] | None:
     """Return the calls of each stage: those of its units. None if a stage would have to come twice."""
     stage_of = {flow.calls[call].name: part.stage for part in parts for call in part.calls}
@@ -96,11 +116,17 @@ def _cut(found: UnitFlow, flow: UnitFlow, parts: Sequence[StagePart]) -> tuple[r
 
 def _is_served(found: UnitFlow, made: Sequence[StagePart], flow: UnitFlow, parts: Sequence[StagePart]) -> bool:
     """Whether the stages of training give to each other what evaluations need."""
-    alike = [call.name for call in found.calls] == [call.name for call in flow.calls] and all(
+    return _are_alike(found, flow) and all(
+        one.reads.keys() <= other.reads.keys() for one, other in zip(made, parts, strict=True)
+    )
+
+
+def _are_alike(found: UnitFlow, flow: UnitFlow) -> bool:
+    """Whether two runs call the same units, which return tensors in the same places."""
+    return [call.name for call in found.calls] == [call.name for call in flow.calls] and all(
         one.outline.tree == other.outline.tree and one.outline.tensors.keys() == other.outline.tensors.keys()
         for one, other in zip(found.calls, flow.calls, strict=True)
     )
-    return alike and all(one.reads.keys() <= other.reads.keys() for one, other in zip(made, parts, strict=True))
 
 
 def _holds_all(found: UnitFlow, made: Sequence[StagePart], parts: Sequence[StagePart]) -> bool:

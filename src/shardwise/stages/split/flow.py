@@ -362,12 +362,14 @@ def watch(
     records: bool = False,
     notes_flags: bool = False,
     notes_glue: bool = False,
+    with_gradients: bool = False,
 ) -> UnitFlow:
     """Run the module once on the example and return the data flow. The module is unchanged afterwards.
 
     `probe` gets the module's output; its values mean nothing if the module is on the meta device. `records`: also
     record what each call stores in attributes. `notes_flags`: also record what differed from its initial value while a
-    unit was called, even if it is restored afterwards; with `notes_glue`, whether glue assigned any.
+    unit was called, even if it is restored afterwards; with `notes_glue`, whether glue assigned any. Gradients are off,
+    unless it is run `with_gradients`.
     """
     signature = Signature(module)
     signature.check(example)
@@ -376,7 +378,8 @@ def watch(
     with undisturbed(module, units, tells_writes=True, draws_alike=True) as switch:
         assert switch.noted is not None, "it is known what was there before"
         watcher.start, watcher.notes_glue = switch.noted.state if notes_flags else None, notes_glue
-        with uncompiled(), nothing_recomputed(), watcher, _Looks(watcher), switch.visited_by(watcher):
+        graded = torch.set_grad_enabled(with_gradients)
+        with uncompiled(), nothing_recomputed(), watcher, _Looks(watcher), switch.visited_by(watcher), graded:
             output = module(*args, **kwargs)
         traces, draws = bool(switch.noted.state.changed()), switch.noted.state.have_drawn()
         written = switch.noted.guard.written

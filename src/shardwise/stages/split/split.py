@@ -20,7 +20,7 @@ from torch import nn
 from shardwise.stages.rows import tensors_in
 from shardwise.stages.split.choose import SplitOptions, choose, costs_of
 from shardwise.stages.split.compare import StageCheck
-from shardwise.stages.split.evaluated import find_evaluated
+from shardwise.stages.split.evaluated import find_evaluated, with_gradients
 from shardwise.stages.split.flow import watch
 from shardwise.stages.split.forecast import Forecast
 from shardwise.stages.split.materialise import free, materialise
@@ -29,6 +29,7 @@ from shardwise.stages.split.module_stage import ModuleStage
 from shardwise.stages.split.parts import StagePart, make_parts
 from shardwise.stages.split.sources import HeldTensor
 from shardwise.stages.split.switch import Switch
+from shardwise.stages.split.unit_flow import UnitFlow
 from shardwise.stages.stage import Batch, Second, Split
 
 
@@ -56,7 +57,7 @@ def split(
     """
     asked = SplitOptions(num_stages=num_stages, **options)
     units, flow, where = choose(module, example, asked, probe)
-    flow = replace(flow, output_needs=flow.output_needs | _in_no_unit(module, units, read_by_loss()))
+    flow = _with_reads(module, units, with_gradients(module, units, example, flow), read_by_loss())
     parts = make_parts(module, units, flow, where)
     # No call is lost or duplicated.
     placed = list(chain.from_iterable(part.calls for part in parts))
@@ -104,9 +105,11 @@ def split(
     )
 
 
-def _in_no_unit(module: nn.Module, units: Mapping[str, nn.Module], names: Iterable[str]) -> frozenset[HeldTensor]:
+def _with_reads(module: nn.Module, units: Mapping[str, nn.Module], flow: UnitFlow, names: Iterable[str]) -> UnitFlow:
+    """Return the flow with the parameters that the loss reads and no unit has."""
     in_units = {id(each) for unit in units.values() for each in unit.parameters()}
-    return frozenset(HeldTensor(name) for name in names if id(module.get_parameter(name)) not in in_units)
+    read = {HeldTensor(name) for name in names if id(module.get_parameter(name)) not in in_units}
+    return replace(flow, output_needs=flow.output_needs | read)
 
 
 def stage_costs(module: nn.Module, num_stages: int, example: Batch, **options: Any) -> list[float]:

@@ -38,7 +38,7 @@ class HeldFolder:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError:
             return  # Then nothing can be written there, which turns the tier off with its own words.
         try:

@@ -1,6 +1,7 @@
 """A server that is told to stop: requests under way end, or have their error, and nothing hangs."""
 
 import json
+import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -50,3 +51,20 @@ def test_clients_that_neither_read_nor_send_do_not_keep_a_server_up() -> None:
             here.serving.should_exit = True
             wait_until(lambda: here.engine.is_closed)
             assert time.monotonic() - begun < 9
+
+
+def test_a_second_signal_takes_what_is_under_way_its_time() -> None:
+    with (
+        running(RepeatingEngine(slots=2, step_seconds=0.01), grace_seconds=60) as here,
+        ThreadPoolExecutor(2) as clients,
+    ):
+        whole = clients.submit(here.complete, **BODY)
+        wait_until(lambda: here.engine.load().num_running)
+        begun = time.monotonic()
+        here.serving.handle_exit(signal.SIGINT, None)
+        time.sleep(0.3)
+        assert not whole.done()
+        here.serving.handle_exit(signal.SIGINT, None)
+        assert whole.result().status_code == 503
+        wait_until(lambda: here.engine.is_closed)
+        assert time.monotonic() - begun < 15

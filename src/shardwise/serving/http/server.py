@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import h11
@@ -135,7 +136,18 @@ class Serving(uvicorn.Server):
         )  # fmt: skip
         self._drain, self._ready, self._grace_seconds = drain, ready, grace_seconds
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop at the first signal. At the second, requests get no more time; uvicorn would end without the app."""
+        if self.should_exit:
+            self._loop.call_soon_threadsafe(self._hurry)
+        else:
+            super().handle_exit(sig, frame)
+
+    def _hurry(self) -> None:
+        self._hurrying = asyncio.ensure_future(self._drain(0.0))
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets=sockets)
         if self.started:
             self._ready()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ShardwiseError
+from shardwise.serving import engine_process
 from shardwise.serving.engine_process import EngineProcess
 from shardwise.serving.reading import Reading, look_at_model
 from shardwise.serving.request import Request, Sampling, Token
@@ -135,6 +136,19 @@ def test_a_model_whose_texts_have_other_tokens_by_now_is_not_served_on(tmp_path:
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
     with pytest.raises(ShardwiseError, match="the chat template"):
         reading.look(look_at_model(arguments))
+
+
+def test_an_engine_that_stands_still_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "_LONG_STEP_SECONDS", 1.0)
+    with closing(EngineProcess(Elsewhere)) as engine:
+        os.kill(engine.process_id or 0, signal.SIGSTOP)
+        time.sleep(1.1)
+        assert engine.load().trouble is None  # It has nothing to do.
+        engine.add(ask("a", "say: a"))
+        wait_until(lambda: engine.step() or engine.load().trouble == "no step has ended for 1 s")
+        os.kill(engine.process_id or 0, signal.SIGCONT)
+        assert list(answers(engine)) == ["a"]
+        assert engine.load().trouble is None
 
 
 def test_what_is_known_before_weights_are_read_can_end_the_start() -> None:

@@ -14,6 +14,7 @@ import atexit
 import multiprocessing
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from shardwise.serving.text.tokenizer import load_tokenizer
 
 #: How often each side checks that the other is alive when nothing arrives; and how long an engine may take to close.
 _LOOK_SECONDS, _CLOSE_SECONDS = 0.5, 25.0
+#: A step that takes longer is told of.
+_LONG_STEP_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,8 @@ class EngineProcess:
         check(request, self.max_length, self.vocabulary_size)
         if request.id in self._open:
             raise ShardwiseError(f"request {request.id!r} is being answered already", remedy="another id")
+        if not self._open:
+            self._heard_at = time.monotonic()
         self._open.add(request.id)
         self._num_asked += 1
         self._outbox.append(("add", request))
@@ -113,7 +118,12 @@ class EngineProcess:
 
     def load(self) -> Load:
         """Return the load after the last step; requests that are still in the pipe count as waiting."""
-        return replace(self._load, num_waiting=self._load.num_waiting + self._num_asked - self._num_added)
+        silent = time.monotonic() - self._heard_at if self._open else 0.0
+        return replace(
+            self._load,
+            num_waiting=self._load.num_waiting + self._num_asked - self._num_added,
+            trouble=f"no step has ended for {silent:.0f} s" if silent > _LONG_STEP_SECONDS else self._load.trouble,
+        )
 
     def check(self) -> None:
         self._send()
@@ -180,8 +190,10 @@ class EngineProcess:
 
     def _forget(self) -> None:
         self._open: set[str] = set()
+        self._heard_at = time.monotonic()
         self._outbox: list[tuple[Any, ...]] = []
-        self._num_asked = self._num_added = 0
+        self._num_asked: int = 0
+        self._num_added: int = 0
 
     def _end(self) -> None:
         """Kill the process now. The processes that it started end with it."""
@@ -207,6 +219,7 @@ class EngineProcess:
         if isinstance(news, _Failed):
             raise news.error
         assert isinstance(news, _News), "only steps are told of"
+        self._heard_at = time.monotonic()
         self._load, self._num_added = news.load, news.num_added
         tokens = [Token(request=each[0], token=each[1]) if type(each) is tuple else each for each in news.tokens]
         self._open.difference_update(token.request for token in tokens if token.finish is not None)

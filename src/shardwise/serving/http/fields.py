@@ -31,7 +31,7 @@ _BOTH: dict[str, Schema] = {
     },
     "stop_token_ids": or_null({"type": "array", "items": _TOKEN, "maxItems": 64, "description": "tokens that end it"}),
     "ignore_eos": flag("go on after the token that ends a text"),
-    "min_tokens": whole(0, _MOST_TOKENS, "how many tokens are written at least"),
+    "min_tokens": whole(0, _MOST_TOKENS, "how many tokens are written at least; a stop string within them is text"),
     "seed": whole(-_LARGEST_SEED - 1, _LARGEST_SEED, "gives the same tokens again, whatever else is computed"),
     "temperature": number(0, 2, "0 takes the likeliest token"),
     "top_p": or_null(

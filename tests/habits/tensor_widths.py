@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.habits.tensor_models import HIDDEN, WIDTH, Feed, Model, program
+from tests.habits.tensor_models import HIDDEN, LENGTH, WIDTH, WORDS, Feed, Model, program
 
 
 def feed(name: str, between: Callable[[Tensor], Tensor], *, reads: int = HIDDEN, whole: tuple[str, ...] = ()) -> None:
@@ -43,6 +43,21 @@ feed("every second channel", lambda h: h[..., ::2].relu(), reads=12, whole=ALL_O
 feed("an interleaved gate", lambda h: h[..., ::2] * h[..., 1::2].sigmoid(), reads=12)
 feed("a softplus and a square", lambda h: functional.softplus(h).square())
 feed("a maxout", lambda h: h.unflatten(-1, (12, 2)).amax(-1), reads=12, whole=ALL_OF_FEED)
+
+
+def unseeded() -> dict[str, Tensor]:
+    """The same rows each time; `tokens` sets torch's seed."""
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randint(WORDS, (4, LENGTH), generator=generator) for name in ("ids", "labels")}
+
+
+def drawn(name: str, between: Callable[[Tensor], Tensor]) -> None:
+    program(name, lambda: Model(lambda: Feed(between), num_blocks=2), batch=unseeded, whole=ALL_OF_FEED)
+
+
+drawn("rows left out at random", lambda h: h * (torch.rand(len(h), 1, 1) < 0.7))
+drawn("a gain of each token at random", lambda h: h * (1 + torch.randn(h.shape[:2]))[..., None])
+drawn("one number at random", lambda h: h.relu() + torch.randn(()))
 
 
 class Attention(nn.Module):

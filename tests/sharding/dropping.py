@@ -89,14 +89,15 @@ class Experts(nn.Module):
 
 
 class Late(nn.Module):
-    """Between cut layers: a dropout of which the script raises the probability after the first step."""
+    """Dropouts, one between cut layers, of which the script raises the probability after the first step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
-        self.drop = nn.Dropout(0.0)
+        self.drop, self.attention = nn.Dropout(0.0), nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x)[0]
         found: Tensor = x + self.down(self.drop(torch.tanh(self.up(self.norm(x)))))
         return found
 
@@ -155,7 +156,7 @@ def train_layers(kind: str, plan: str) -> dict[str, Tensor]:
             engine.train_step(batch)
             for each in layers:
                 if isinstance(each, Late):
-                    each.drop.p = 0.4
+                    each.drop.p = each.attention.dropout = 0.4
         return {name: each.clone() for name, each in engine.state_dict().items()}
 
 

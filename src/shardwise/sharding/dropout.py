@@ -16,9 +16,9 @@ each time. Its calls are numbered, continuing from the earlier stages; a recompu
 first one (`dropout_calls.py`).
 
 `nn.Dropout` modules are found by type. Modules that call these functions, possibly several times, are found in one run
-(`Finding`), and so is `nn.MultiheadAttention`, which calls them inside of one of torch's functions. The position of an
-attention weight is its head, query and key. Attention with dropout materialises all of its weights, because fused
-kernels draw their own masks.
+(`Finding`). `nn.MultiheadAttention`, which calls them inside of one of torch's functions, is found in both ways. The
+position of an attention weight is its head, query and key. Attention with dropout materialises all of its weights,
+because fused kernels draw their own masks.
 
 Rows that a forward has selected, as those of one expert, have no place in the batch. Their masks are numbered as they
 come: the same on ranks with the same tokens, and for a recomputed forward, but not under every plan.
@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ __all__ = ["AttentionArguments", "Dropouts", "Finding", "Place", "WeightDrop", "
 _DROPOUT = (functional.dropout, torch.dropout)
 _ATTENTION = functional.multi_head_attention_forward
 _ATTENTION_ARGUMENTS = inspect.signature(_ATTENTION)
+#: Modules that are known to drop by their type.
+_KNOWN = (nn.Dropout, nn.MultiheadAttention)
 
 
 class AttentionArguments(NamedTuple):
@@ -157,6 +159,10 @@ def _dropout_arguments(
     return input, p, training if train is None else train, inplace
 
 
+def _probability_of(known: nn.Module) -> float:
+    return float(known.p) if isinstance(known, nn.Dropout) else float(cast(nn.MultiheadAttention, known).dropout)
+
+
 @dataclass(slots=True)
 class Dropouts:
     """The dropouts of one module. `channels` returns this rank's channels while it is inside a layer that is cut.
@@ -172,7 +178,7 @@ class Dropouts:
     #: Called with everything that is dropped from.
     watch: Callable[[Tensor], None] | None = None
     #: Dropouts that drop nothing so far, by name: a script may set their probability later.
-    resting: dict[str, nn.Dropout] = field(default_factory=dict)
+    resting: dict[str, nn.Module] = field(default_factory=dict)
     _places: dict[int, Place] = field(default_factory=dict)
     _now: Place | None = None
     _callers: "list[_Caller]" = field(default_factory=list)
@@ -189,19 +195,24 @@ class Dropouts:
 
         `callers` are the names of the latter: see `Finding`.
         """
-        every = {name: each for name, each in module.named_modules() if isinstance(each, nn.Dropout)}
-        found = {name: each for name, each in every.items() if each.p > 0}
-        for name, each in found.items():
-            wrap_forward(each, partial(self._drop, name))
-        self.resting = {name: each for name, each in every.items() if name not in found}
+        every: dict[str, nn.Module] = {n: each for n, each in module.named_modules() if isinstance(each, _KNOWN)}
         for name in callers:
             wrap_forward(module.get_submodule(name), partial(self._answer, name))
-        return bool(found or callers)
+            every.pop(name, None)
+        self.resting = every
+        return self._wake() or bool(callers)
+
+    def _wake(self) -> bool:
+        """Attach to what has come to drop; return whether there is any."""
+        found = [name for name, each in self.resting.items() if _probability_of(each) > 0]
+        for name in found:
+            each = self.resting.pop(name)
+            wrap_forward(each, partial(self._drop if isinstance(each, nn.Dropout) else self._answer, name))
+        return bool(found)
 
     def take(self, microbatches: Sequence[Batch], first: Place) -> None:
         """Set the places of the microbatches of a step: consecutive rows, beginning at `first`."""
-        for name in [name for name, each in self.resting.items() if each.p > 0]:
-            wrap_forward(self.resting.pop(name), partial(self._drop, name))
+        self._wake()
         self._places = {key: place for key, place in self._places.items() if place.step >= first.step - 1}
         row = first.first_row
         for microbatch in microbatches:

@@ -68,6 +68,8 @@ class ChannelTrace:
     returned: list[Labels] = field(default_factory=list)
     #: Labels of values at which random numbers were drawn.
     drawn_at: list[Labels] = field(default_factory=list)
+    #: Labels of values with which a random number was combined that is the same for all of them: of a row, of a token.
+    drawn_for_all: list[Labels] = field(default_factory=list)
     #: The first tensor argument of each module.
     given: dict[str, Tensor] = field(default_factory=dict)
     #: For each layer, the lists of blocks whose main stream (the first argument of blocks) reaches its input.
@@ -240,6 +242,11 @@ class _LabelMode(EagerDispatchMode):  # type: ignore[no-untyped-call]
             self.seen.used_on.setdefault(name, []).append(labels[labels >= 0])
         if is_drawn:
             self.seen.drawn_at.append(labels[labels >= 0])
+            drawn = [each for each in tensors if _DRAWN in self._origins.get(each, ())]  # type: ignore[no-untyped-call]
+            if any(_is_for_all(each, one) for each in drawn for one in touched):
+                # Ranks with some of these channels would each draw another.
+                self.seen.drawn_for_all.append(labels[labels >= 0])
+                self.seen.groups.join(labels, np.full_like(labels, labels.max()))
 
     def _pass_on(self, what: WeakTensorKeyDictionary, tensors: list[Tensor], returned: Any) -> None:
         """Give the results of an operation the union of its arguments' entries in `what`."""
@@ -254,3 +261,10 @@ def width_of(module: nn.Module) -> int:
     weight = module.weight
     assert isinstance(weight, Tensor), f"{type(module).__name__} has no weight"
     return weight.shape[0] if isinstance(module, nn.Linear) else weight.shape[1]
+
+
+def _is_for_all(drawn: Tensor, labels: Tensor) -> bool:
+    """Whether numbers are combined with values of several labels, and are the same for all of these."""
+    behind = range(1, labels.dim() + 1)
+    dims = [dim for dim in behind if labels.stride(-dim) and labels.shape[-dim] > 1]
+    return bool(dims) and all(dim > drawn.dim() or drawn.shape[-dim] == 1 for dim in dims)

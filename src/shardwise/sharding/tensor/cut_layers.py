@@ -53,7 +53,7 @@ class LayerCutter:
         self._made: dict[int, tuple[nn.Parameter, Shards]] = {}
         self._inside: set[int] = set()
         #: Whether there are dropouts that drop nothing so far.
-        self._rests = any(isinstance(each, nn.Dropout) and not each.p for each in module.modules())
+        self._rests = any(isinstance(each, nn.Dropout) and not (each.p and each.training) for each in module.modules())
         self._words: dict[int, int] = {}
         self.cut: dict[str, str] = {}
         self.notes: list[str] = []

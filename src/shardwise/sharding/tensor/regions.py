@@ -175,7 +175,7 @@ def find_regions(
     _add_shared(seen, again, few, num_ranks, found, taken)
     for name, layer in seen.layers.items():
         if name not in taken and not isinstance(layer.module, nn.Embedding):
-            found.whole.setdefault(name, "no other layer reads its channels one by one")
+            found.whole.setdefault(name, _why_whole(seen, name))
     for region in found.regions:
         _note_inside(seen, region)
     found.whole = {name: why for name, why in found.whole.items() if name not in taken}
@@ -310,6 +310,13 @@ def _spread_shared(seen: _Seen, finer: _Seen, sketch: _Sketch, num_ranks: int) -
         fine=tuple((len(some), count) for some in shares),
         coarse=((1, len(sketch.parts)),) * num_ranks,
     )
+
+
+def _why_whole(seen: _Seen, name: str) -> str:
+    drawn = np.concatenate([*seen.trace.drawn_for_all, np.empty(0, dtype=np.int64)])
+    if np.isin(seen.outputs[name], seen.trace.groups.roots(drawn)).any():
+        return "what is drawn at random is the same for all of its channels, as of a row or a token"
+    return "no other layer reads its channels one by one"
 
 
 def _note_inside(seen: _Seen, region: Region) -> None:

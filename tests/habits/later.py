@@ -5,6 +5,7 @@ a curriculum, a term whose weight begins at 0, a mode of a criterion, an activat
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -310,3 +311,23 @@ def blocks_left_out_by_turns(parallelize: Parallelize) -> Result:
         model.skipped = next(turns)
 
     return trained(start(parallelize, model), between=between)
+
+
+REPLACED = dict.fromkeys(("pp", "tp", "cp", "ep"), "the forward of Net was replaced once the engine was there")
+
+
+@program(REPLACED)
+def a_forward_of_another_kind_later(parallelize: Parallelize) -> Result:
+    """`model.forward = MethodType(...)`, which hands the first layer's states on to the head."""
+    model = small_net()
+    engine = start(parallelize, model)
+
+    def skipping(self: Net, x: Tensor) -> Tensor:
+        first = self.layers[0](self.embed(x))
+        return self.head(self.norm(self.layers[1](first) + first))
+
+    def change(step: int) -> None:
+        if step == 0:
+            model.forward = MethodType(skipping, model)
+
+    return trained(engine, between=change)

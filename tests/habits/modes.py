@@ -298,6 +298,33 @@ def an_attribute_that_train_sets(parallelize: Parallelize) -> Result:
     return told(parallelize, Flagged())
 
 
+class TurnedBlock(Block):
+    """Turns its channels by what the module's `train` has set."""
+
+    turns = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x + self.down(functional.gelu(self.up(x)).roll(self.turns, -1))
+        return made
+
+
+class Turning(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TurnedBlock() for _ in range(2))
+
+    def train(self, mode: bool = True) -> "Turning":
+        for each in self.layers:
+            each.turns = 0 if mode else 1
+        return super().train(mode)
+
+
+@program({"tp": "set by a train.. of the module's own"})
+def channels_that_train_turns(parallelize: Parallelize) -> Result:
+    """Of channels that tp has cut, the next one may be on another rank."""
+    return told(parallelize, Turning())
+
+
 @dataclass
 class Inside:
     hidden: Tensor

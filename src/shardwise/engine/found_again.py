@@ -106,12 +106,16 @@ def check_cuts(begin: str, before: Found, now: Found, plan: Plan) -> None:
             )
 
 
-class EvaluationTrial:
-    """Tries evaluations on copies, once for each kind of batch: those that `asks` for the mode may compute something
-    else than training, and those with other entries or values than the example too."""
+#: What an evaluation may have that training had not.
+_OTHER, _SET = "other entries or attributes", "other attributes, set by a train() of the module's own,"
 
-    def __init__(self, plan: Plan, *, asks: bool) -> None:
-        self._plan, self._asks = plan, asks
+
+class EvaluationTrial:
+    """Tries evaluations on copies, once for each kind of batch: of modules that `ask` for the mode, or `set` something
+    with it, which may compute something else than training; and with other entries or values than the example."""
+
+    def __init__(self, plan: Plan, *, asks: bool, sets: bool) -> None:
+        self._plan, self._asks, self._sets = plan, asks, sets
         #: Whether weights are present only for units that were seen to read them.
         self._comes = plan.pp > 1 or plan.zero == 3 or plan.offload.parameters > 0
         self._tried: set[Hashable] = set()
@@ -127,7 +131,7 @@ class EvaluationTrial:
         """Refuse an evaluation of which a stage reads weights or values that do not come to it, or in which layers that
         are cut see each other. `pending` are values that the copy has not got."""
         by_flow = self.split if self._comes and (self._asks or (self._plan.pp > 1 and is_other)) else None
-        find_fault = self.find_fault if is_other else None
+        find_fault = self.find_fault if is_other or self._sets else None
         if kind in self._tried or (by_flow is None and find_fault is None):
             return
         self._tried.add(kind)
@@ -136,14 +140,14 @@ class EvaluationTrial:
         try:
             with suppress(Exception), around(), uncompiled():  # The evaluation will report what is wrong.
                 flows = None if by_flow is None else self._flows(copy, given, by_flow)
-                fault = "" if find_fault is None else find_fault(copy.again(), given)
+                fault = "" if find_fault is None else find_fault(copy.again().eval(), given)
         finally:
             copy.set([each._replace(now=each.was) for each in reversed(pending)])
         if flows is not None and by_flow is not None:
             self._compare(*flows, by_flow.reads)
         if fault:
             raise ShardwiseError(
-                "this evaluation has other entries or attributes than the example, and with them the layers that"
+                f"this evaluation has {_OTHER if is_other else _SET} than the example, and with them the layers that"
                 f" tp={self._plan.tp} has cut do not give what the whole module gives: {fault}",
                 remedy=f"the entries and attributes of the example; or {AGAIN}",
             )

@@ -29,7 +29,7 @@ from shardwise.stages.batch import home_of
 from shardwise.stages.loss_kind import LossKind, Tried
 from shardwise.stages.loss_trial import try_loss
 from shardwise.stages.rows import RowRule, unmarked
-from shardwise.stages.split.script_values import asks_for_mode, find_holders
+from shardwise.stages.split.script_values import asks_for_mode, find_holders, sets_mode
 from shardwise.stages.split.set_values import FAR, Counted, Holder, Number, ValueKinds
 from shardwise.stages.stage import Batch, Loss
 
@@ -114,7 +114,8 @@ class TriedAgain:
         self._counted = Counted(self._holders)
         #: The result of trials with the values that were there when the engine was made.
         self._at_first: Found | None = None
-        self.evaluations = EvaluationTrial(plan, asks=self._twin is not None and asks_for_mode(self._twin.module))
+        asks, sets = (self._twin is not None and each(self._twin.module) for each in (asks_for_mode, sets_mode))
+        self.evaluations = EvaluationTrial(plan, asks=asks, sets=sets)
 
     @property
     def _copy(self) -> ValuedCopy:

@@ -1,9 +1,12 @@
-"""Detect at the next step that a script has compiled layers, or what calls them, after the engine was made.
+"""Detect at the next step that a script has compiled layers, or what calls them, after the engine was made; or has
+replaced the forward of what calls them.
 
     model.forward = torch.compile(model.forward)        model.trunk.compile()        model.trunk = torch.compile(...)
+    model.forward = types.MethodType(another, model)
 
 Code that was compiled around layers reads their weights by itself (`compiled_check.py`), and `layer.compile()` takes
-the place of what brings the weights of that layer. Inside of a layer both are no problem.
+the place of what brings the weights of that layer. Inside of a layer both are no problem. What a forward hands from
+layer to layer was tried on the example, where it matters which rank computes them.
 """
 
 from typing import Any
@@ -15,12 +18,16 @@ from shardwise.engine.parts import Parts
 from shardwise.errors import ShardwiseError
 from shardwise.torch_private import get_compiled_call, is_compiled, is_compiled_function, submodules
 
+#: The axes for which a forward is tried on the example: what its layers are given, or may be given a part of.
+_CUT = ("pp", "tp", "cp", "ep")
+
 
 class UnchangedCalls:
     """How units, and the modules around them, were called when the engine was made."""
 
     def __init__(self, parts: Parts) -> None:
         self._axes = axes_that_bring_weights(parts.plan)
+        self._cut = [f"{axis}={getattr(parts.plan, axis)}" for axis in _CUT if getattr(parts.plan, axis) > 1]
         units = {unit.partition("#")[0] for each in parts.split.units for unit in each} if self._axes else set()
         named = dict(parts.module.named_modules())
         around = {name for name in named if any(not name or unit.startswith(f"{name}.") for unit in units)}
@@ -32,7 +39,7 @@ class UnchangedCalls:
         ]
 
     def check(self) -> None:
-        """Refuse what was compiled since."""
+        """Refuse what was compiled since, and another forward around layers."""
         for name, module, call, forward, below in self._kept:
             children = submodules(module)
             others = [key for key, each in below.items() if children.get(key) is not each]
@@ -42,6 +49,12 @@ class UnchangedCalls:
             now = _forward_of(module)
             if get_compiled_call(module) is not call or (below and now is not forward and is_compiled_function(now)):
                 raise self._late(name or type(module).__name__)
+            if below and now is not forward and self._cut:
+                raise ShardwiseError(
+                    f"the forward of {name or type(module).__name__} was replaced once the engine was there, and what"
+                    f" {', '.join(self._cut)} cut was found by the one that it had",
+                    remedy="replace it before sw.parallelize",
+                )
 
     def _late(self, name: str) -> ShardwiseError:
         return ShardwiseError(

@@ -51,6 +51,24 @@ def a_void_class_by_a_product(parallelize: Parallelize) -> Result:
     return later(parallelize, loss, void)
 
 
+@program(but="cp", whole=True, always=True)
+def a_part_of_void_rows_alone(parallelize: Parallelize) -> Result:
+    """In the fourth step a half of the rows has no label: its mean is 0 / 0, and the batch's is that of the others."""
+
+    def loss(output: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        valid = given["labels"] != VOID
+        losses = functional.cross_entropy(output, given["labels"] * valid, reduction="none")
+        return (losses * valid).sum() / valid.sum()
+
+    def batches(step: int) -> dict[str, Tensor]:
+        made = rows(step)
+        if step == 3:
+            made["labels"][:4] = VOID
+        return made
+
+    return later(parallelize, loss, batches)
+
+
 class Criterion:
     """Its mark is an attribute."""
 

@@ -200,7 +200,7 @@ def layers_left_out_at_random(parallelize: Parallelize) -> Result:
     return left_out(parallelize, Drops())
 
 
-@program(ORDERED)
+@program({**ORDERED, "pp": f"{ORDERED['pp']}|draws from Python's"})
 def layers_left_out_by_pythons_generator(parallelize: Parallelize) -> Result:
     """The same by `random.random()`, seeded by the script."""
 

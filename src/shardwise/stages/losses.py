@@ -15,6 +15,7 @@ from shardwise.stages.label_counts import LabelCounts
 from shardwise.stages.loss_kind import LEARNED_NUMBER, REMEDY, REMEDY_OF_LEARNED, REMEDY_OF_MEANS, LossKind, Tried
 from shardwise.stages.metrics import pairs_of, take_metrics, with_metrics
 from shardwise.stages.parts_alike import PartsAlike
+from shardwise.stages.rows import tensors_in
 from shardwise.stages.split.lines import line_of_error
 from shardwise.stages.stage import Batch, Loss
 
@@ -182,9 +183,12 @@ class WeighedLoss:
             self._counts = None
 
     def __call__(self, output: Any, batch: Batch) -> Any:
+        is_none = self._hides_all(output, batch)
         with nullcontext() if self._counts is None or self._tried.inside else self._counts, self.around(batch):
             result, metrics = take_metrics(self._loss(output, copy(batch)))
         total, number = result if isinstance(result, tuple) else self._weighed(result, batch)
+        if is_none is not None:
+            total = _unless(is_none, total)
         if not isinstance(batch, Padding):
             if metrics is not None and self._by_rows:
                 metrics = pairs_of(metrics, rows=length_of(batch))
@@ -197,6 +201,20 @@ class WeighedLoss:
         through = self._tried.through
         added = 0.0 if through is None else through.plus / self._num_parts / through.row
         return with_metrics((total * 0, number if self._tried.kind is LossKind.SUM else added), metrics and {})
+
+    def _hides_all(self, output: Any, batch: Batch) -> Tensor | None:
+        """Return whether an entry hides all of one part of a batch, whose mean is 0 / 0 then. None of its gradient goes
+        into the output. None if that cannot be, or if gradients go elsewhere too. Does not synchronise."""
+        through = self._tried.through
+        if self._is_all or self._tried.inside or self._tried.kind is not LossKind.ENTRY or through is None:
+            return None
+        made = [each for each in tensors_in({"": output}) if each.requires_grad]
+        if through.plus or any(type(each) is not Tensor for each in made):
+            return None
+        is_none = through.of(batch) == 0
+        for each in made:
+            each.register_hook(lambda gradient: _unless(is_none, gradient))  # type: ignore[no-untyped-call]
+        return is_none
 
     def _weighed(self, result: Any, batch: Batch) -> tuple[Tensor, Tensor | int | float]:
         if self._tried.kind is LossKind.SUM:
@@ -229,6 +247,11 @@ class WeighedLoss:
     def _note(self, sizes: list[float], batch: Batch) -> None:
         if not isinstance(batch, Padding):
             self.alike.note(sizes)
+
+
+def _unless(is_none: Tensor, value: Tensor) -> Tensor:
+    """Return the value, or zeros in its place."""
+    return value.where(~is_none.to(value.device), 0.0)
 
 
 def weight_without_labels(result: Tensor) -> float:
